@@ -255,7 +255,7 @@ def create_engine(config: EngineConfig) -> Engine:
     kind = check_engine(config)
     check_installed(config)
     if kind.is_rehearsal and config.replicas in {1, "auto"} and not config.echo.kill_marker:
-        from batchinfer.engines.echo import EchoEngine
+        from batchinfer.engines.echo_engine import EchoEngine
 
         return EchoEngine(config)
     from batchinfer.engines.http import HttpEngine

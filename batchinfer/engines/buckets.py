@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import queue
 import shutil
-import threading
 import uuid
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,6 @@ UNFINISHED = "_UNFINISHED"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of weight files, in the order in which vLLM prefers them."""
 FILES_AT_ONCE = 8
-_POLL_SECONDS = 0.2
 
 
 class BucketModel(NamedTuple):
@@ -162,32 +160,18 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
 
 
 def _download(model: BucketModel, folder: Path, stop: Stop | None) -> None:
-    """Copy a model's files to a folder, several at a time, on threads that end with the process."""
+    """Copy a model's files to a folder, several at a time."""
     store = open_store(model.url)
-    left: queue.SimpleQueue[ObjectInfo | None] = queue.SimpleQueue()
-    for info in sorted(model.files, key=lambda info: -info.bytes):
-        left.put(info)
-    errors: list[Exception] = []
 
-    def work() -> None:
-        while not errors and (info := left.get()) is not None:
-            path = folder / info.key
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                store.download(info.key, path)
-                if path.stat().st_size != info.bytes:
-                    raise StorageError(f"{model.url}/{info.key}: has changed while it was fetched")
-            except Exception as error:  # noqa: BLE001 - the thread that waits raises it
-                errors.append(error)
+    def download(info: ObjectInfo) -> None:
+        if stop is not None and stop.is_set():
+            raise Interrupted(f"{model.url}: stopped while it was fetched")
+        path = folder / info.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.download(info.key, path)
+        if path.stat().st_size != info.bytes:
+            raise StorageError(f"{model.url}/{info.key}: has changed while it was fetched")
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(FILES_AT_ONCE)]
-    for thread in threads:
-        left.put(None)
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and not errors:
-            thread.join(_POLL_SECONDS)
-            if stop is not None and stop.is_set():
-                errors.append(Interrupted(f"{model.url}: stopped while it was fetched"))
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+        for _ in threads.map(download, sorted(model.files, key=lambda info: -info.bytes)):
+            pass

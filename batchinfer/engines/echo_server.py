@@ -17,7 +17,7 @@ from aiohttp import web
 
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import answer, is_marked, latency_of, stream_of
+from batchinfer.engines.echo import answer, is_marked, latency_of, longest, most_at_once, stream_of
 
 _MOST_BYTES = 1 << 30
 
@@ -27,8 +27,7 @@ class EchoServer:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        typed = config.server_options.get("max_num_seqs")
-        self._slots = asyncio.Semaphore(typed if isinstance(typed, int) else 256)
+        self._slots = asyncio.Semaphore(most_at_once(config))
         self._hangs = asyncio.Event()
 
     def app(self) -> web.Application:
@@ -45,9 +44,10 @@ class EchoServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         del request
-        length = self.config.server_options.get("max_model_len")
         names = [*self.config.served_names, *self.config.loras]
-        listed = [{"id": name, "object": "model", "max_model_len": length} for name in names]
+        listed = [
+            {"id": name, "object": "model", "max_model_len": longest(self.config)} for name in names
+        ]
         return web.json_response({"object": "list", "data": listed})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

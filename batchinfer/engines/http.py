@@ -45,7 +45,6 @@ from batchinfer.engines.targets import (
     Endpoint,
     OwnServer,
     Target,
-    Unreachable,
     read_parameters,
 )
 from batchinfer.storage.scratch import Scratch
@@ -62,8 +61,6 @@ RESTART_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 60.0
 FEW = 3
 """Most rows that may be given up because they fail alone; see `HttpEngine._find_outage`."""
-OPEN_SECONDS = 12.0
-"""Seconds in which an endpoint must be reached when the engine opens."""
 # Seconds until `RequestSource.take` is called again if slots are free: at first, and after many calls without a row.
 _POLL_SECONDS = 0.01
 _SLOWEST_POLL_SECONDS = 0.1
@@ -92,7 +89,7 @@ class HttpEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.targets: Sequence[Target] = []
+        self.targets: Sequence[Endpoint | OwnServer] = []
         self._servers: list[OwnServer] = []
         self._is_remote = find_engine(config.engine).is_remote
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,10 +97,10 @@ class HttpEngine:
         self._scratch: Scratch | None = None
         self._sockets: Path | None = None
         self._nodes: Nodes | None = None
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: list[concurrent.futures.Future[None]] = []
         self._pace = Pace(config)
         self._replies: queue.SimpleQueue[tuple[Target, Reply]] = queue.SimpleQueue()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._num_answered = 0
         self._outage_since: float | None = None
         """Time of the first failed attempt since an endpoint last answered."""
@@ -123,65 +120,49 @@ class HttpEngine:
         self._thread.start()
         try:
             if self._is_remote:
-                self.targets = endpoints = [
-                    Endpoint(url, self.config) for url in self.config.base_urls
-                ]
-                self._reach(endpoints, stop)
+                path = _PATHS.get(self.config.task, "/v1/embeddings")
+                urls = self.config.base_urls
+                self.targets = [Endpoint(url, self.config, path) for url in urls]
             else:
-                self._start_servers(stop)
+                self.targets = self._servers = self._start_servers(stop)
+            while waiting := [each for each in self.targets if not each.is_ready]:
+                for target in waiting:
+                    if reason := self._run(target.look(self.config)):
+                        raise target.load_error(reason)
+                if self._nodes is not None:
+                    self._nodes.check(EngineLoadError)
+                if stop.is_set():
+                    raise Interrupted("engine: stopped while it was loading")
+                time.sleep(_LOAD_LOOK_SECONDS)
+            for server in self._servers:
+                self._watches.append(
+                    asyncio.run_coroutine_threadsafe(self._watch(server), self._loop)
+                )
             return self._describe(time.monotonic() - start)
-        except BaseException:
-            self._failure = self._failure or EngineLoadError("not loaded")
+        except BaseException as error:
+            self._failure = error
             self.close()
             raise
 
-    def _reach(self, endpoints: Sequence[Endpoint], stop: Stop) -> None:
-        """Wait until every endpoint is there."""
-        end = time.monotonic() + min(OPEN_SECONDS, self.config.stall_seconds)
-        path = _PATHS.get(self.config.task, "/v1/embeddings")
-        for endpoint in endpoints:
-            while reason := self._run(endpoint.check(path), stop):
-                if time.monotonic() > end:
-                    raise EngineLoadError(
-                        f"{endpoint.name}: is not reached ({reason})", hint="is --base-url right?"
-                    )
-                time.sleep(0.5)
-
-    def _start_servers(self, stop: Stop) -> None:
+    def _start_servers(self, stop: Stop) -> list[OwnServer]:
         self._scratch = Scratch(self.config.scratch_dir)
         self._sockets = socket_folder(self._scratch.folder)
         launches = plan(self.config, self._sockets, stop)
         if self.config.nnodes > 1:
             self._nodes = Nodes(self.config, launches[0].revision)
-        logs = [self._scratch.folder / f"server-{index}.log" for index in range(len(launches))]
-        self._servers = [
-            OwnServer(ServerProcess(launch, log), self.config)
-            for launch, log in zip(launches, logs, strict=True)
-        ]
-        self.targets = self._servers
-        for server in self._servers:
-            server.start()
-        while waiting := [server for server in self._servers if not server.is_ready]:
-            for server in waiting:
-                reason = self._run(self._look(server), stop)
-                if server.process.exit_status() is not None:
-                    raise server.process.load_error()
-                if reason:
-                    raise EngineLoadError(
-                        f"{server.name}: {reason}", hint="--load-timeout-seconds gives it longer"
-                    )
-            if self._nodes is not None:
-                self._nodes.check(EngineLoadError)
-            time.sleep(_LOAD_LOOK_SECONDS)
-        for server in self._servers:
-            self._run(self._begin_watch(server))
+        servers = []
+        for index, launch in enumerate(launches):
+            process = ServerProcess(launch, self._scratch.folder / f"server-{index}.log")
+            servers.append(OwnServer(process, self.config))
+            servers[-1].start()
+        return servers
 
     def _describe(self, load_seconds: float) -> EngineInfo:
         first = self.targets[0]
         version = _field(self._run(first.get("/version")), "version")
         models = _field(self._run(first.get("/v1/models")), "data")
         length = models[0].get("max_model_len") if isinstance(models, list) and models else None
-        launches = [server.launch for server in self._servers]
+        launches = [server.process.launch for server in self._servers]
         seqs = [launch.max_num_seqs for launch in launches]
         return EngineInfo(
             name=self.config.engine,
@@ -200,18 +181,16 @@ class HttpEngine:
         """See Engine.close. Servers get some seconds to end by themselves, unless the engine has failed."""
         if self._loop is None or self._thread is None:
             return
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self._run(self._close())
+        self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._loop = None
         if self._nodes is not None:
             self._nodes.close(is_done=self._failure is None)
-        if self._scratch is not None:
-            self._scratch.close()
-        if self._sockets is not None:
+        if self._scratch is not None and self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
+            self._scratch.close()
 
     async def _close(self) -> None:
         for watch in self._watches:
@@ -221,22 +200,13 @@ class HttpEngine:
             await target.close()
         is_kill = self._failure is not None
         ends = [asyncio.to_thread(each.process.end, is_kill=is_kill) for each in self._servers]
-        await asyncio.gather(*self._watches, *ends, return_exceptions=True)
+        await asyncio.gather(*ends)
         await asyncio.get_running_loop().shutdown_default_executor()
 
-    def _run(self, work: Coroutine[Any, Any, T], stop: Stop | None = None) -> T:
-        """Run work in the event loop and wait for it. Raises Interrupted if `stop` is set meanwhile."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work in the event loop and wait for it."""
         assert self._loop is not None
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            try:
-                return running.result(_LONGEST_WAIT_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if running.done():
-                    raise
-                if stop is not None and stop.is_set():
-                    running.cancel()
-                    raise Interrupted("engine: stopped while it was loading") from None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------------------------ work
 
@@ -324,7 +294,7 @@ class HttpEngine:
                 async for data in target.events(call):
                     events.put(data)
                 events.put(None)
-            except Unreachable as error:
+            except ConnectionError as error:
                 events.put(error)
 
         running = asyncio.run_coroutine_threadsafe(pump(), self._loop)
@@ -393,13 +363,10 @@ class HttpEngine:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
             await self._pace.wait(call)
             answered_before = self._num_answered
-            try:
-                found = await target.post(call, timeout)
-            except Unreachable as error:
-                found = Answer(0, str(error).encode(), None)
+            found = await target.post(call, timeout)
             reply = Reply(key=call.key, status=found.status or 503, body=found.body)
             if isinstance(target, Endpoint) and (found.status in DENIED or is_used_up(reply)):
-                self._failure = target.denied(found.status, found.body)
+                self._failure = target.denied(found)
             elif found.status == 200 and not is_answer(call, found.body):
                 reply = Reply(key=call.key, status=INVALID_STATUS, body=invalid_answer(found.body))
             elif found.status and found.status not in TRANSIENT:
@@ -410,10 +377,10 @@ class HttpEngine:
                 target.refuse(found.wait_seconds)
                 continue
             num_failed += 1
-            is_shared = self._num_answered == answered_before
-            if not self._is_remote:
-                is_shared = not (isinstance(target, OwnServer) and await target.is_healthy())
-            num_faults += not is_shared
+            if isinstance(target, OwnServer):
+                num_faults += await target.is_healthy()
+            else:
+                num_faults += self._num_answered > answered_before
             if num_faults >= MOST_ATTEMPTS:
                 return reply
             if found.status and num_failed >= MOST_ATTEMPTS:
@@ -480,54 +447,43 @@ class HttpEngine:
                 self._deliver(target, self._last_replies[key])
         self._outage_since = None
 
-    def _look(self, server: OwnServer) -> Coroutine[Any, Any, str]:
-        config = self.config
-        return server.look(
-            load_seconds=config.load_timeout_seconds, stall_seconds=config.stall_seconds
-        )
-
-    async def _begin_watch(self, server: OwnServer) -> None:
-        self._watches.append(asyncio.get_running_loop().create_task(self._watch(server)))
-
     async def _watch(self, server: OwnServer) -> None:
         """End a server that hangs, hand back the rows of one that is dead, and start it again."""
-        looked = time.monotonic()
         while True:
+            looked = time.monotonic()
             await asyncio.sleep(_LOOK_SECONDS if server.is_ready else _LOAD_LOOK_SECONDS)
             if (gap := time.monotonic() - looked) > _FROZEN_SECONDS:
                 server.forgive(gap)
             was_ready = server.is_ready
-            reason = await self._look(server)
-            looked = time.monotonic()
+            reason = await server.look(self.config)
             if server.is_ready and not was_ready:
                 logger.info("%s: loaded again", server.name)
             if not reason:
                 continue
-            server.note_death()
+            server.is_ready = False
+            server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
             lost, server.in_flight = server.in_flight, {}
             for task in lost.values():
                 task.cancel()
             await server.close()
             await asyncio.to_thread(server.process.end, is_kill=True)
-            looked = time.monotonic()
             message = f"{server.name}: {reason}"
+            may_restart = self._may_restart(server, message, len(lost))
             for key in lost:
                 self._replies.put((server, Reply(key=key, status=0, body=message.encode())))
-            if not self._may_restart(server, message, len(lost)):
+            if not may_restart:
                 return
             if server.num_deaths > 1:
                 await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))
             server.start()
-            looked = time.monotonic()
 
     def _may_restart(self, server: OwnServer, message: str, num_lost: int) -> bool:
         """Decide whether a dead server is started again, and log it."""
         if server.num_deaths <= MOST_RESTARTS and self._nodes is None:
             self._num_restarts += 1
-            logger.warning(
-                "%s; it is started again, and its %d rows are tried again", message, num_lost,
-                extra=event("replica_restarted", replica=server.name, rows=num_lost),
-            )  # fmt: skip
+            fields = event("replica_restarted", replica=server.name, rows=num_lost)
+            again = "it is started again, and its rows are tried again"
+            logger.warning("%s; it held %d rows; %s", message, num_lost, again, extra=fields)
             return True
         server.is_lost = True
         logger.error("%s", message, extra=event("replica_lost", replica=server.name))
@@ -541,9 +497,9 @@ def pause_seconds(num_failed: int) -> float:
     return min(LONGEST_PAUSE_SECONDS, 2.0 ** (num_failed - 2)) * random.uniform(0.8, 1.2)
 
 
-def _field(found: tuple[int, bytes], name: str) -> Any:
+def _field(found: Answer, name: str) -> Any:
     """Return a field of what a server answered to `Target.get`; None if there is none."""
     try:
-        return msgspec.json.decode(found[1])[name] if found[0] == 200 else None
+        return msgspec.json.decode(found.body)[name] if found.status == 200 else None
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
         return None

@@ -36,6 +36,7 @@ from batchinfer.engines.adapters import (
 )
 from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
+from batchinfer.engines.echo import most_at_once
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
@@ -43,7 +44,6 @@ from batchinfer.engines.parent_death import ENGINE_VARIABLE
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
-ECHO_MAX_NUM_SEQS = 256
 IN_FLIGHT_FACTOR = 1.5
 """Number of calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that it
 never waits for the worker."""
@@ -101,7 +101,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         Interrupted: `stop` was set.
     """
     if not find_engine(config.engine).needs_model:
-        seqs = config.server_options.get("max_num_seqs", ECHO_MAX_NUM_SEQS)
+        seqs = most_at_once(config)
         program = [sys.executable, "-m", "batchinfer.engines.echo_server"]
         command = [*program, msgspec.json.encode(config).decode(), "{socket}"]
         count = 1 if config.replicas == "auto" else config.replicas

@@ -13,7 +13,8 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import EngineDied, EngineStalled, Interrupted
 from batchinfer.engines import create_engine
 from batchinfer.engines.config import EchoOptions, EngineConfig
-from batchinfer.engines.echo import EchoEngine, answer
+from batchinfer.engines.echo import answer
+from batchinfer.engines.echo_engine import EchoEngine
 from batchinfer.engines.http import HttpEngine
 from engine_contract import (
     CHAT,
@@ -32,7 +33,9 @@ LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
 
 def config(**options):
     fields = {"engine": "echo", "server_args": LENGTH}
-    echo = {name: options.pop(name) for name in list(options) if name in EchoOptions.__struct_fields__}
+    echo = {
+        name: options.pop(name) for name in list(options) if name in EchoOptions.__struct_fields__
+    }
     return EngineConfig(**{**fields, **options}, echo=EchoOptions(**echo))
 
 
@@ -80,13 +83,25 @@ def test_a_kill_marker_needs_a_process_to_kill():
     [
         ("/v1/completions", {"prompt": [5, 6]}, lambda b: b["choices"][0]["text"] == "5 6"),
         ("/v1/completions", {"prompt": ["a", "b"]}, lambda b: len(b["choices"]) == 2),
-        ("/v1/responses", {"input": "a b"}, lambda b: b["output"][0]["content"][0]["text"] == "a b"),
+        (
+            "/v1/responses",
+            {"input": "a b"},
+            lambda b: b["output"][0]["content"][0]["text"] == "a b",
+        ),
         ("/v1/embeddings", {"input": ["a", "b"]}, lambda b: len(b["data"][1]["embedding"]) == 16),
         ("/classify", {"input": "a"}, lambda b: b["data"][0]["label"] in ("yes", "no")),
         ("/pooling", {"input": "a b"}, lambda b: len(b["data"][0]["data"]) == 2),
-        ("/pooling", {"input": "a", "task": "classify"}, lambda b: 0 <= b["data"][0]["data"][0] <= 1),
+        (
+            "/pooling",
+            {"input": "a", "task": "classify"},
+            lambda b: 0 <= b["data"][0]["data"][0] <= 1,
+        ),
         ("/score", {"text_1": "q", "text_2": ["a", "q"]}, lambda b: b["data"][1]["score"] > 0.99),
-        ("/rerank", {"query": "q", "documents": ["a", "q"]}, lambda b: b["results"][0]["index"] == 1),
+        (
+            "/rerank",
+            {"query": "q", "documents": ["a", "q"]},
+            lambda b: b["results"][0]["index"] == 1,
+        ),
     ],
 )
 def test_every_path_is_answered_in_the_servers_shape(path, body, read):
@@ -131,7 +146,9 @@ def test_answers_have_random_lengths_that_repeat():
 
 def test_logprobs_have_a_place_for_each_word():
     chat = body_of(answer(call(0, logprobs=True), config()))["choices"][0]
-    assert "".join(each["token"] for each in chat["logprobs"]["content"]) == chat["message"]["content"]
+    assert (
+        "".join(each["token"] for each in chat["logprobs"]["content"]) == chat["message"]["content"]
+    )
     text = body_of(answer(call(0, "/v1/completions", prompt="a b", logprobs=1), config()))
     assert text["choices"][0]["logprobs"]["tokens"] == ["a", " b"]
 

@@ -1,0 +1,317 @@
+"""Endpoints that run elsewhere: what they may do wrong, and how the rows are shared among several."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    ConfigError,
+    EngineDied,
+    EngineLoadError,
+    Interrupted,
+)
+from batchinfer.engines import create_engine, http, targets
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pace import Pace, estimate_tokens
+from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
+from fake_endpoint import fake_endpoint, half_a_body, raw, refusal, reply, slow_bytes
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def endpoint():
+    with fake_endpoint() as found:
+        yield found
+
+
+def opened(*endpoints, **options):
+    """Open an engine over endpoints. Returns it and what it says of itself."""
+    fields = {"stall_seconds": 5.0, "max_concurrency": 16, **options}
+    urls = [getattr(each, "url", each) for each in endpoints]
+    engine = create_engine(
+        EngineConfig(engine="openai", model="echo-model", base_urls=urls, **fields)
+    )
+    return engine, engine.open(Flag())
+
+
+@pytest.fixture
+def engine(endpoint):
+    engine, _ = opened(endpoint)
+    yield engine
+    engine.close()
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def info(self, engine):
+        return type("Info", (), {"max_in_flight": 16})
+
+
+ERROR = {"error": {"message": "boom", "type": "server_error"}}
+PASSING = {
+    "500": refusal(500),
+    "502 page": reply(502, "<html>Bad Gateway</html>", "text/html"),
+    "503": refusal(503),
+    "429": refusal(429, Retry_After="0.1"),
+    "529": refusal(529),
+    "504": refusal(504),
+    "a page": reply(200, "<html>Welcome</html>", "text/html"),
+    "half a body": half_a_body,
+    "wrong JSON": reply(200, '{"choices": [{"mess'),
+    "no object": reply(200, "[]"),
+    "an error with 200": reply(200, ERROR),
+    "no choices": reply(200, {"id": "x"}),
+    "empty choices": reply(200, {"choices": []}),
+    "nothing": reply(200, ""),
+    "closed at once": raw(b""),
+    "closed after the headers": raw(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
+    "no HTTP": raw(b"SSH-2.0-OpenSSH\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_passes_costs_no_row(endpoint, engine, name):
+    endpoint.rule = lambda text, _: [PASSING[name]] * 2 if text.startswith("row 3 ") else None
+    found = drive(engine, ListSource(calls(8)))
+    assert len(found) == 8
+    assert {code_of(each) for each in found.values()} == {""}
+    assert endpoint.seen["row 3 says hello"] == 3
+
+
+FAULTS = {"500": "server_error", "closed at once": "server_error", "an error with 200": "invalid_answer",
+          "a page": "invalid_answer"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_row_that_always_fails_fails_alone(endpoint, engine, name):
+    endpoint.rule = lambda text, _: PASSING[name] if text.startswith("row 3 ") else None
+    endpoint.delay_seconds = 0.02
+    found = drive(engine, ListSource(calls(400)))
+    assert {key[1]: code_of(each) for key, each in found.items() if code_of(each)} == {
+        3: FAULTS[name]
+    }
+
+
+def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint):
+    endpoint.rule = lambda text, _: PASSING["500"] if text.startswith("row 3 ") else None
+    engine, _ = opened(endpoint, stall_seconds=0.5)
+    found = drive(engine, ListSource([call(3)]))
+    engine.close()
+    assert code_of(found["c", 3]) == "server_error"
+
+
+def test_slow_bytes_end_at_the_time_limit(endpoint):
+    endpoint.rule = lambda text, _: [slow_bytes] if text.startswith("row 3 ") else None
+    engine, _ = opened(endpoint, request_timeout_seconds=0.4)
+    assert {code_of(each) for each in drive(engine, ListSource(calls(5))).values()} == {""}
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["500", "429", "a page", "closed at once"])
+def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name):
+    engine, _ = opened(endpoint, stall_seconds=0.6)
+    endpoint.rule = lambda _text, _body: PASSING[name]
+    begin = time.monotonic()
+    found: list = []
+    with pytest.raises(EngineDied):
+        for batch in engine.generate(ListSource(calls(20)), Flag()):
+            found += batch
+    engine.close()
+    assert found == []
+    assert 0.5 < time.monotonic() - begin < 5
+
+
+def test_an_endpoint_that_comes_back_costs_no_row(endpoint, engine):
+    begin = time.monotonic()
+    endpoint.rule = lambda *_: refusal(503) if time.monotonic() - begin < 1 else None
+    found = drive(engine, ListSource(calls(30)))
+    assert {code_of(each) for each in found.values()} == {""}
+
+
+def test_a_slow_endpoint_is_no_outage(endpoint):
+    endpoint.delay_seconds = 1.0
+    engine, _ = opened(endpoint, stall_seconds=0.3)
+    assert len(drive(engine, ListSource(calls(20)))) == 20
+    engine.close()
+
+
+def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, engine):
+    times: list[float] = []
+
+    def rule(_text, _body):
+        times.append(time.monotonic())
+        return refusal(429, Retry_After="1") if len(times) == 1 else None
+
+    endpoint.rule = rule
+    drive(engine, ListSource(calls(40), per_take=1))
+    late = [each for each in times if 0.3 < each - times[0] < 0.95]
+    assert late == []
+    assert times[-1] - times[0] > 0.95
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        refusal(401, f"bad key {KEY}"),
+        refusal(402),
+        refusal(403),
+        refusal(429, code="insufficient_quota"),
+    ],
+    ids=["401", "402", "403", "429"],
+)
+def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
+    endpoint, engine, refused
+):
+    endpoint.rule = lambda *_: refused
+    with pytest.raises(AccessDenied) as caught:
+        drive(engine, ListSource(calls(9)))
+    assert caught.value.exit_status == 2
+    assert KEY not in str(caught.value) + caught.value.hint
+    assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "said"),
+    [
+        (["other", "names"], ConfigError, "other, names"),
+        (refusal(401), AccessDenied, "401"),
+        (refusal(503), EngineLoadError, "503"),
+        (reply(200, "<html>hello</html>", "text/html"), ConfigError, "not as an endpoint"),
+    ],
+    ids=["other models", "key", "down", "no endpoint"],
+)
+def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, error, said):
+    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
+    endpoint.models = models
+    endpoint.rule = lambda *_: reply(200, "<html>hello</html>", "text/html")
+    with pytest.raises(error, match=said):
+        opened(endpoint)
+
+
+def test_an_endpoint_without_a_list_of_models_is_taken(endpoint):
+    endpoint.models = None
+    engine, _ = opened(endpoint)
+    assert len(drive(engine, ListSource(calls(3)))) == 3
+    engine.close()
+
+
+def test_an_endpoint_that_is_not_there_is_said_in_time(monkeypatch):
+    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
+    with pytest.raises(EngineLoadError, match="is not reached"):
+        opened("http://127.0.0.1:9/v1")
+
+
+def test_a_stop_ends_the_opening():
+    stop = Flag()
+    stop.set()
+    engine = create_engine(
+        EngineConfig(engine="openai", model="m", base_urls=["http://127.0.0.1:9/v1"])
+    )
+    with pytest.raises(Interrupted):
+        engine.open(stop)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a/v1", "http://me:pw@a/v1", "http://"])
+def test_a_url_that_is_none_is_refused_without_its_password(url):
+    with pytest.raises(ConfigError) as caught:
+        opened(url)
+    assert "pw" not in str(caught.value)
+
+
+def test_a_url_without_a_path_gets_the_apis(endpoint):
+    engine, _ = opened(endpoint.url.removesuffix("/v1"))
+    assert len(drive(engine, ListSource([call(0), call(1, "/classify", input="a")]))) == 2
+    engine.close()
+    assert sorted({*endpoint.paths}) == ["/classify", "/v1/chat/completions", "/v1/models"] or (
+        "/version" in endpoint.paths
+    )
+
+
+def test_never_more_calls_at_once_than_allowed(endpoint):
+    endpoint.delay_seconds = 0.02
+    engine, info = opened(endpoint, max_concurrency=4)
+    drive(engine, ListSource(calls(60)))
+    engine.close()
+    assert info.max_in_flight == 4
+    assert endpoint.most_at_once <= 4
+
+
+def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
+    with fake_endpoint(delay_seconds=0.01) as other:
+        endpoint.delay_seconds = 0.01
+        engine, info = opened(endpoint, other)
+        assert info.num_replicas == 2
+        drive(engine, ListSource(calls(100)))
+        assert min(len(endpoint.bodies), len(other.bodies)) > 20
+        other.rule = lambda *_: refusal(503)
+        found = drive(engine, ListSource(calls(200)))
+        engine.close()
+    assert {code_of(each) for each in found.values()} == {""}
+
+
+def test_a_pace_is_kept():
+    config = EngineConfig(engine="openai", requests_per_minute=1200)
+    import asyncio
+
+    async def time_of(count):
+        pace, begin = Pace(config), time.monotonic()
+        for _ in range(count):
+            await pace.wait(call(0))
+        return time.monotonic() - begin
+
+    assert 0.4 < asyncio.run(time_of(30)) < 2
+    assert estimate_tokens(call(0, max_tokens=100, n=2)) > 200
+
+
+# --------------------------------------------------------------------------- pooling in lists
+
+
+def vectors(found):
+    return {key: body_of(each)["data"][0]["embedding"] for key, each in found.items()}
+
+
+def embed(index, text, **body):
+    return call(index, "/v1/embeddings", input=text, **body)
+
+
+def test_texts_go_in_lists_and_come_back_singly(endpoint, engine):
+    rows = [embed(index, f"text {index}") for index in range(10)]
+    rows += [embed(index, "x", dimensions=4) for index in range(10, 14)]
+    found = drive(engine, ListSource(rows))
+    assert sorted(len(body["input"]) for body in endpoint.bodies) == [4, 10]
+    for each in rows:
+        alone = endpoint.answer(each.path, json.loads(each.body))
+        assert vectors(found)[each.key] == json.loads(alone.body)["data"][0]["embedding"]
+    assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
+    assert all("usage" not in body_of(each) for each in found.values())
+    assert all(body_of(each)["data"][0]["index"] == 0 for each in found.values())
+
+
+@pytest.mark.parametrize("bad", ["", "long " * 900])
+def test_a_bad_text_in_a_list_fails_alone(endpoint, engine, bad):
+    rows = [embed(index, f"text {index}") for index in range(6)]
+    rows[4] = embed(4, bad)
+    found = drive(engine, ListSource(rows))
+    assert [bool(code_of(found["c", index])) for index in range(6)] == [False] * 4 + [True, False]
+
+
+def test_a_list_with_too_few_answers_is_sent_singly(endpoint, engine):
+    endpoint.rule = lambda _, body: (
+        reply(200, {"data": [{"index": 0, "embedding": [1]}]})
+        if isinstance(body["input"], list)
+        else None
+    )
+    rows = [embed(index, f"text {index}") for index in range(6)]
+    assert len(vectors(drive(engine, ListSource(rows)))) == 6

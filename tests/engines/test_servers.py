@@ -1,0 +1,366 @@
+"""Servers of our own: how they are started, watched, started again and ended. The echo server stands for all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
+from batchinfer.core.processes import start_of_process
+from batchinfer.engines import create_engine, http
+from batchinfer.engines.config import EchoOptions, EngineConfig
+from engine_contract import (
+    EngineContract,
+    Flag,
+    ListSource,
+    call,
+    calls,
+    code_of,
+    drive,
+    drive_again,
+)
+from tiny_model import write_model_stub
+
+SEQS = ["--max-num-seqs", "8"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(http, "RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(http, "_LOOK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def open_engine(tmp_path):
+    """A function that opens an engine of two echo servers with these options. All are closed at the end."""
+    engines = []
+
+    def open_one(**options):
+        echo = {n: options.pop(n) for n in list(options) if n in EchoOptions.__struct_fields__}
+        fields = {
+            "engine": "echo",
+            "replicas": 2,
+            "server_args": SEQS,
+            "scratch_dir": str(tmp_path / "scratch"),
+            **options,
+        }
+        engine = create_engine(EngineConfig(**fields, echo=EchoOptions(**echo)))
+        engines.append(engine)
+        engine.open(Flag())
+        return engine
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model_stub(tmp_path / "model")
+
+
+def command(tmp_path, script: str) -> str:
+    """A --server-command that runs a Python script with the socket's path as its argument."""
+    path = tmp_path / "server.py"
+    path.write_text(textwrap.dedent(script))
+    return f"{sys.executable} {path} {{socket}} {{model}}"
+
+
+def echo_command() -> str:
+    length = ["--max-model-len", "512"]
+    config = EngineConfig(engine="echo", model="echo", server_args=length)
+    config = msgspec.json.encode(config).decode()
+    return f"{sys.executable} -m batchinfer.engines.echo_server '{config}' {{port}}"
+
+
+def pids(engine) -> list[int]:
+    """Process ids of the servers, which are the only children of their guards."""
+    guards = [server.process._guard.pid for server in engine.targets]
+    return [int(Path(f"/proc/{pid}/task/{pid}/children").read_text()) for pid in guards]
+
+
+def are_gone(found, seconds=5.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(start_of_process(pid) for pid in found):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class TestAnyServer(EngineContract):
+    """A server that --server-command starts, at a port."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def opened(cls, tmp_path_factory):
+        folder = write_model_stub(tmp_path_factory.mktemp("any") / "echo")
+        config = EngineConfig(model=str(folder), server_command=echo_command())
+        engine = create_engine(config)
+        yield engine, engine.open(Flag())
+        engine.close()
+
+    @pytest.fixture
+    def engine(self, opened):
+        return opened[0]
+
+    @pytest.fixture
+    def info(self, opened):
+        return opened[1]
+
+
+def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
+    engine = open_engine()
+    for server in engine.targets:
+        folder = Path(server.process.launch.socket).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    found = pids(engine)
+    engine.close()
+    assert are_gone(found)
+    assert not folder.exists()
+
+
+def test_a_long_scratch_folder_gets_a_short_socket_elsewhere(open_engine, tmp_path):
+    engine = open_engine(scratch_dir=str(tmp_path / ("x" * 120)))
+    folder = Path(engine.targets[0].process.launch.socket).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(drive(engine, ListSource(calls(3)))) == 3
+    engine.close()
+    assert not folder.exists()
+
+
+def test_both_servers_are_kept_busy_and_told_apart(open_engine):
+    engine = open_engine(latency_seconds=0.01)
+    rooms = []
+    source = ListSource(calls(100))
+    take = source.take
+
+    def noted(max_calls, free_slots):
+        rooms.append(list(free_slots))
+        return take(max_calls, free_slots)
+
+    source.take = noted
+    drive(engine, source)
+    assert rooms[0] == [12, 12]
+    assert min(server.num_answered for server in engine.targets) > 30
+
+
+def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, caplog):
+    engine = open_engine(kill_marker="row 30 says", latency_seconds=0.01)
+    rows = calls(100)
+    left = [row for row in rows if row.key[1] != 30]
+    deaths, found = [], {}
+    for batch in engine.generate(ListSource(rows), Flag()):
+        for reply in batch:
+            (deaths.append(reply) if reply.is_engine_death else found.update({reply.key: reply}))
+    assert ("c", 30) in [each.key for each in deaths]
+    assert len(deaths) <= 12
+    assert b"SIGKILL" in deaths[0].body
+    assert len(found) + len(deaths) == 100
+    again = drive(engine, ListSource([row for row in left if row.key not in found]))
+    assert len(found) + len(again) == 99
+    assert engine.stats().restarts == 1
+    assert any(getattr(each, "event", "") == "replica_restarted" for each in caplog.records)
+
+
+@pytest.mark.parametrize("how", ["hangs", "stopped"])
+def test_a_server_that_hangs_is_killed_and_started_again(open_engine, how):
+    marker = "row 30 says" if how == "hangs" else None
+    engine = open_engine(hang_marker=marker, stall_seconds=0.5, latency_seconds=0.01)
+    if how == "stopped":
+        [stopped, _] = pids(engine)
+        os.kill(stopped, signal.SIGSTOP)
+    found, deaths = [], []
+    for batch in engine.generate(ListSource(calls(60)), Flag()):
+        for reply in batch:
+            (deaths if reply.is_engine_death else found).append(reply)
+    assert 0 < len(deaths) <= 24
+    assert b"no token and no answer for 0.5 s" in deaths[0].body
+    assert len(found) + len(deaths) == 60
+    if how == "stopped":
+        assert are_gone([stopped])
+
+
+def test_an_idle_server_never_hangs(open_engine):
+    engine = open_engine(stall_seconds=0.3)
+    source = ListSource(calls(4))
+    begin = time.monotonic()
+    source.take = lambda *_, take=source.take: [] if time.monotonic() < begin + 1 else take(*_)
+    assert len(drive(engine, source)) == 4
+    assert engine.stats().restarts == 0
+
+
+def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
+    engine = open_engine(kill_marker="KILL", replicas=2)
+    rows = [call(index, prompt="KILL") for index in range(200)]
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        drive_again(engine, rows)
+    assert engine.stats().replicas_lost == 2
+    assert engine.stats().restarts == 6
+    with pytest.raises(EngineDied):
+        drive(engine, ListSource(calls(1)))
+
+
+def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
+    monkeypatch.setattr(http, "MOST_RESTARTS", 0)
+    engine = open_engine(kill_marker="row 3 says", replicas=1, latency_seconds=0.5)
+    found = []
+    with pytest.raises(EngineDied):
+        for batch in engine.generate(ListSource(calls(8)), Flag()):
+            found += batch
+    assert sorted(each.key[1] for each in found) == list(range(8))
+
+
+def test_a_death_ends_an_ask_with_its_reason(open_engine):
+    engine = open_engine(kill_marker="KILL")
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        engine.ask(call(0, prompt="KILL"))
+    with pytest.raises(EngineDied):
+        list(engine.stream(call(0, prompt="KILL", stream=True)))
+
+
+def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, caplog):
+    caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
+    engine = open_engine(kill_marker="KILL")
+    drive(engine, ListSource([call(0, "/v1/" + "x" * 9000)]))
+    engine.close()
+
+
+# --------------------------------------------------------------------------- servers that do not start
+
+
+def opening(model, server_command, **options):
+    fields = {"load_timeout_seconds": 20.0, **options}
+    engine = create_engine(EngineConfig(model=str(model), server_command=server_command, **fields))
+    try:
+        engine.open(Flag())
+    finally:
+        engine.close()
+
+
+NOT_STARTING = {
+    "options": ("import sys; sys.exit('x: error: unrecognized arguments: --nix') if 0 else (print('x: error: "
+                "unrecognized arguments: --nix'), sys.exit(2))", ConfigError, "unrecognized arguments: --nix"),
+    "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
+    "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
+    "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
+    "ends": ("print('that is all')", EngineLoadError, "that is all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_STARTING)
+def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
+    script, error, said = NOT_STARTING[name]
+    with pytest.raises(error, match=said):
+        opening(model, command(tmp_path, script))
+
+
+def test_a_command_that_is_not_there_is_the_users_fault(model):
+    with pytest.raises(ConfigError, match="nosuchprogram"):
+        opening(model, "nosuchprogram {port}")
+
+
+def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
+    with pytest.raises(EngineLoadError, match=r"not loaded after 0.5 s"):
+        opening(model, command(tmp_path, "import time; time.sleep(60)"), load_timeout_seconds=0.5)
+
+
+def test_a_server_that_says_ready_and_dies_ends_the_engine(model, tmp_path):
+    script = """
+        import os, sys, asyncio
+        from aiohttp import web
+        async def health(_): return web.Response()
+        async def die(_): os._exit(3)
+        app = web.Application()
+        app.add_routes([web.get("/health", health), web.post("/{any:.*}", die)])
+        web.run_app(app, path=sys.argv[1], print=None)
+        """
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, script))
+    engine = create_engine(config)
+    engine.open(Flag())
+    with pytest.raises(EngineDied, match="exit status 3"):
+        drive_again(engine, calls(5))
+    engine.close()
+
+
+def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    stop = Flag()
+    stop.is_set = lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, script))
+    with pytest.raises(Interrupted):
+        create_engine(config).open(stop)
+    assert are_gone([int((tmp_path / "pid").read_text())])
+
+
+@pytest.mark.parametrize("server", ["vllm serve", "x {model}"])
+def test_a_command_that_says_not_where_to_listen_is_refused(model, server):
+    with pytest.raises(ConfigError, match="listen"):
+        opening(model, server)
+
+
+# --------------------------------------------------------------------------- nothing is left
+
+FAMILY = """
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    grandchild = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True)"
+    other = subprocess.run([sys.executable, "-c", grandchild], stdout=subprocess.PIPE).stdout
+    from aiohttp import web
+    async def health(_): return web.Response()
+    async def pids(_): return web.json_response({"data": [os.getpid(), child.pid, int(other)]})
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.get("/pids", pids)])
+    web.run_app(app, path=sys.argv[1], print=None, handle_signals=False)
+    """
+WORKER = """
+    import json, sys, threading, time
+    import msgspec
+    from batchinfer.engines import create_engine
+    from batchinfer.engines.config import EngineConfig
+    engine = create_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    opened = threading.Thread(target=engine.open, args=(threading.Event(),))  # a thread that ends
+    opened.start()
+    opened.join()
+    guard = engine.targets[0].process._guard.pid
+    print(json.dumps([guard, *json.loads(engine._run(engine.targets[0].get("/pids"))[1])["data"]]), flush=True)
+    time.sleep(600)
+    """
+
+
+@pytest.mark.parametrize("victim", ["worker", "server"])
+def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, FAMILY))
+    given = msgspec.json.encode(config).decode()
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WORKER), given], stdout=subprocess.PIPE
+    ) as worker:
+        [guard, *family] = json.loads(worker.stdout.readline())
+        assert all(start_of_process(pid) for pid in family)
+        time.sleep(0.2)
+        os.kill(worker.pid if victim == "worker" else family[0], signal.SIGKILL)
+        assert are_gone(family[1:], seconds=12.0)
+        assert are_gone(family[:1] if victim == "worker" else [], seconds=1.0)
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+    assert are_gone([guard, *family], seconds=12.0)
+
+
+def test_a_killed_guard_takes_its_server_with_it(open_engine):
+    engine = open_engine(replicas=1, kill_marker="X")
+    found = pids(engine)
+    os.kill(engine.targets[0].process._guard.pid, signal.SIGKILL)
+    assert are_gone(found)
+    assert {code_of(each) for each in drive_again(engine, calls(5))[0].values()} == {""}
