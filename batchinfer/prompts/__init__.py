@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from batchinfer.prompts.builder import PromptBuilder, finish_call, internal_failure
 from batchinfer.prompts.options import make_body
-from batchinfer.prompts.templates import NAMED_TEMPLATES, NamedTemplate
+from batchinfer.prompts.templates import NAMED_TEMPLATES
 from batchinfer.prompts.types import (
-    CHAT_URL,
-    COMPLETIONS_URL,
-    REQUEST_FORMATS,
-    TASK_PATHS,
-    TRUNCATIONS,
     BestOf,
     EngineRules,
     MediaRef,
@@ -21,16 +16,10 @@ from batchinfer.prompts.types import (
 )
 
 __all__ = [
-    "CHAT_URL",
-    "COMPLETIONS_URL",
     "NAMED_TEMPLATES",
-    "REQUEST_FORMATS",
-    "TASK_PATHS",
-    "TRUNCATIONS",
     "BestOf",
     "EngineRules",
     "MediaRef",
-    "NamedTemplate",
     "Prepared",
     "PromptBuilder",
     "PromptConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class PromptBuilder:
         reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
         self._reader: RowsReader | RequestsReader = reader_of(config, rules)
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
-        self._fields: dict[str, dict[str, Any]] = {}
+        self._fields_for = functools.cache(self._make_fields)
         self._check_names()
 
     @property
@@ -121,9 +122,8 @@ class PromptBuilder:
             TASK_PATHS["rerank"]: {"query": text, "documents": [text]},
         }
         body = {**prompts.get(path, {"input": text}), "model": self._rules.model}
-        fields = self._fields_for(path)
         if path in (CHAT_URL, COMPLETIONS_URL):
-            body["max_tokens"] = max(1, fields.get("min_tokens") or 1)
+            body["max_tokens"] = self._config.body.get("min_tokens") or 1
         return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 
     # ------------------------------------------------------------------ a row
@@ -177,13 +177,8 @@ class PromptBuilder:
         )
         return found if media else _with_call(found)
 
-    def _fields_for(self, path: str) -> dict[str, Any]:
-        """Return the run's fields for bodies of a path, in the form that they have there."""
-        if path not in self._fields:
-            self._fields[path] = self._make_fields(path)
-        return self._fields[path]
-
     def _make_fields(self, path: str) -> dict[str, Any]:
+        """Return the run's fields for bodies of a path, in the form that they have there."""
         implied = _TASK_FIELDS.get(self._config.task, {}) if path == self._task_path else {}
         fields = {**implied, **self._config.body}
         if path == CHAT_URL and type(fields.get("logprobs")) is int:

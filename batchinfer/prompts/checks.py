@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.prompts.conversation import check_turns
 from batchinfer.prompts.types import (
+    MEDIA_KINDS,
     REQUEST_FORMATS,
     SPEECH_URLS,
     TASK_PATHS,
@@ -15,9 +15,35 @@ from batchinfer.prompts.types import (
     PromptConfig,
 )
 
-_OF_TEXTS = ("--continue-final", "--constraint-column", "--tools-column")
-"""Options that say something about texts that the model writes."""
-_OF_CHATS = ("--system-prompt", "--tools", "--tools-column", "--image-column", "--video-column")
+_PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_name", "pair_columns")
+"""Fields that say what the prompt of a row is."""
+_OF_CHATS = ("system_prompt", "image_columns", "video_columns", "tools_column")
+_OF_TEXTS = ("continue_final", "constraint_column", "tools_column")
+"""Fields that say something about texts that the model writes."""
+_OTHERS = {
+    *_OF_CHATS,
+    *_OF_TEXTS,
+    "as_chat",
+    "few_shot",
+    "audio_columns",
+    "blank_columns",
+    "lora_column",
+}
+"""The other fields that only rows of columns have."""
+
+
+def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
+    """Return the options of those fields that are set."""
+    flags = {
+        "template_name": "--template",
+        **{f"{x}_columns": f"--{x}-column" for x in MEDIA_KINDS},
+    }
+    given = [field for field in fields if getattr(config, field)]
+    return [flags.get(field, "--" + field.replace("_", "-")) for field in given]
+
+
+def _is_speech(config: PromptConfig) -> bool:
+    return TASK_PATHS.get(config.task) in SPEECH_URLS
 
 
 def check_config(config: PromptConfig) -> None:
@@ -43,22 +69,20 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
         "\ud800" <= char <= "\udfff" for char in f"{config.system_prompt}{config.continue_final}"
     ):
         yield "--system-prompt or --continue-final: holds bytes that are no text", "expected UTF-8"
-    prompts, others = _prompts(config), _others(config)
     if config.request_format != "rows":
-        for option in prompts | others:
+        for option in _given(config, [*_PROMPTS, *sorted(_OTHERS)]):
             yield (
                 f"{option} with --request-format {config.request_format}: such rows hold their prompts",
                 f"leave out {option}, or use --request-format rows",
             )
         return
-    yield from _of_the_prompt(config, list(prompts))
-    for option in _OF_TEXTS if config.task != "generate" else ():
-        if option in others:
-            yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
-    for option in _OF_CHATS if not config.is_chat else ():
+    yield from _of_the_prompt(config, _given(config, _PROMPTS))
+    for option in _given(config, _OF_TEXTS) if config.task != "generate" else ():
+        yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
+    of_chats = _given(config, [*_OF_CHATS, *(["audio_columns"] if not _is_speech(config) else [])])
+    for option in [*of_chats, *(["--tools"] if "tools" in config.body else [])]:
         is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
-        is_given = option in others or (option == "--tools" and "tools" in config.body)
-        if is_given and not is_used:
+        if not config.is_chat and not is_used:
             hint = "add --as-chat, or use --messages-column"
             yield f"{option}: the prompt is plain text, expected a chat", hint
     if config.lora_column and not config.adapters:
@@ -67,7 +91,7 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
 
 def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:
     task = f"--task {config.task}"
-    is_speech = TASK_PATHS.get(config.task) in SPEECH_URLS
+    is_speech = _is_speech(config)
     if is_speech and (given or len(config.audio_columns) != 1):
         found = " and ".join(given) or f"{len(config.audio_columns)} columns of sounds"
         yield f"{task}: {found}, expected one column of sounds", "name it with --audio-column"
@@ -101,28 +125,3 @@ def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str
             "--few-shot with --prompt-column: a plain column has no answers to show",
             "use --template NAME, or a --prompt-template that loops over `examples`",
         )
-
-
-def _prompts(config: PromptConfig) -> dict[str, Any]:
-    """Return the options that say what the prompt is, if they are given."""
-    options = {
-        "--messages-column": config.messages_column,
-        "--prompt-column": config.prompt_column,
-        "--prompt-template": config.prompt_template,
-        "--template": config.template_name,
-        "--pair-columns": config.pair_columns,
-    }
-    return {option: value for option, value in options.items() if value}
-
-
-def _others(config: PromptConfig) -> dict[str, Any]:
-    """Return the other options that only rows of columns have, if they are given."""
-    options = {
-        "--as-chat": config.as_chat,
-        "--system-prompt": config.system_prompt,
-        "--continue-final": config.continue_final,
-        "--few-shot": config.few_shot,
-        **{f"--{kind}-column": names for kind, names in config.media_columns.items()},
-        **config.optional_columns,
-    }
-    return {option: value for option, value in options.items() if value and value != [""]}

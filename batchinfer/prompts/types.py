@@ -100,21 +100,16 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     @property
     def media_columns(self) -> dict[str, list[str]]:
         """Columns with media, by their kind."""
-        return {
-            "image": self.image_columns,
-            "audio": self.audio_columns,
-            "video": self.video_columns,
-        }
+        columns = (self.image_columns, self.audio_columns, self.video_columns)
+        return dict(zip(MEDIA_KINDS, columns, strict=True))
 
     @property
     def optional_columns(self) -> dict[str, list[str]]:
-        """Columns that the options name and that a row may lack. Keys are the options; "" stands for no column."""
-        return {
-            "--blank-columns": self.blank_columns,
-            "--constraint-column": [self.constraint_column],
-            "--lora-column": [self.lora_column],
-            "--tools-column": [self.tools_column],
-        }
+        """Columns that the options name and that a row may lack. Keys are the options."""
+        own = ("constraint_column", "lora_column", "tools_column")
+        named = {"--" + field.replace("_", "-"): getattr(self, field) for field in own}
+        found = {option: [name] for option, name in named.items() if name}
+        return {"--blank-columns": self.blank_columns, **found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -372,6 +372,7 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
         ({"messages_column": "m", "as_chat": True}, "--as-chat"),
         ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
         ({"prompt_column": "p", "image_columns": ["i"]}, "--image-column"),
+        ({"prompt_column": "p", "audio_columns": ["i"]}, "--audio-column"),
         ({"prompt_column": "p", "body": {"tools": [ADD]}}, "--tools"),
         ({"messages_column": "m", "system_prompt": "\udc80"}, "no text"),
         ({"prompt_column": "p", "continue_final": True}, "--continue-final"),
