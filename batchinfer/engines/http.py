@@ -59,7 +59,7 @@ MOST_RESTARTS = 3
 RESTART_PAUSE_SECONDS = 5.0
 """Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 LONGEST_PAUSE_SECONDS = 60.0
-FEW = 3
+FEW = 64
 """Most rows that may be given up because they fail alone; see `HttpEngine._find_outage`."""
 # Seconds until `RequestSource.take` is called again if slots are free: at first, and after many calls without a row.
 _POLL_SECONDS = 0.01
@@ -102,6 +102,8 @@ class HttpEngine:
         self._replies: queue.SimpleQueue[tuple[Target, Reply]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._num_answered = 0
+        self._is_idle = False
+        """Whether the source had no row ready when it was last asked, and slots are free."""
         self._outage_since: float | None = None
         """Time of the first failed attempt since an endpoint last answered."""
         self._last_replies: dict[RowKey, Reply] = {}
@@ -222,6 +224,7 @@ class HttpEngine:
                     taken = source.take(sum(free), *([free] if len(free) > 1 else []))
                     exhausted = taken is None
                 taken = taken or []
+                self._is_idle = any(free) and not taken
                 num_in_flight += len(taken)
                 self._give(taken, free)
                 if not num_in_flight:
@@ -425,15 +428,19 @@ class HttpEngine:
     def _find_outage(self) -> None:
         """Note the failure of endpoints that have answered nothing for `stall_seconds`.
 
-        A few rows alone that the endpoint answered with an error each time are given up instead. Otherwise one such row
-        at the end of a run would end every start of its worker.
+        A few rows alone that the endpoint answered with an error each time are given up instead; at once, if they are
+        the last ones and others were answered. Otherwise such rows would end every start of the run's last worker.
         """
         since = self._outage_since
-        if since is None or time.monotonic() - since < self.config.stall_seconds:
+        if since is None:
             return
+        is_late = time.monotonic() - since >= self.config.stall_seconds
         keys = [key for target in self.targets for key in list(target.in_flight)]
-        if len(keys) <= FEW and all(key in self._last_replies for key in keys):
+        are_few = 0 < len(keys) <= FEW and all(key in self._last_replies for key in keys)
+        if are_few and (is_late or (self._is_idle and self._num_answered)):
             self._run(self._give_up())
+            return
+        if not is_late:
             return
         self._failure = EngineDied(
             f"{self.targets[0].name}: answered nothing for {self.config.stall_seconds:g} s",
