@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from batchinfer.core.errors import ConfigError, near
+from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.conversation import check_turns
 from batchinfer.prompts.types import (
     MEDIA_KINDS,
-    REQUEST_FORMATS,
     SPEECH_URLS,
     TASK_PATHS,
-    TRUNCATIONS,
     PromptConfig,
 )
 
@@ -20,15 +18,7 @@ _PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_nam
 _OF_CHATS = ("system_prompt", "image_columns", "video_columns", "tools_column")
 _OF_TEXTS = ("continue_final", "constraint_column", "tools_column")
 """Fields that say something about texts that the model writes."""
-_OTHERS = {
-    *_OF_CHATS,
-    *_OF_TEXTS,
-    "as_chat",
-    "few_shot",
-    "audio_columns",
-    "blank_columns",
-    "lora_column",
-}
+_OTHERS = ("as_chat", "few_shot", "blank_columns", "lora_column", "audio_columns")
 """The other fields that only rows of columns have."""
 
 
@@ -58,19 +48,12 @@ def check_config(config: PromptConfig) -> None:
 
 def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do. Later complaints may follow from the first."""
-    for option, text, known in (
-        ("--request-format", config.request_format, REQUEST_FORMATS),
-        ("--truncate-prompt", config.truncate_prompt, TRUNCATIONS),
-    ):
-        if text not in known:
-            expected = f"expected one of {', '.join(known)}{near(text, known)}"
-            yield f"{option} {text}: {expected}", f"`{option} {known[0]}` is the default"
     if any(
         "\ud800" <= char <= "\udfff" for char in f"{config.system_prompt}{config.continue_final}"
     ):
         yield "--system-prompt or --continue-final: holds bytes that are no text", "expected UTF-8"
     if config.request_format != "rows":
-        for option in _given(config, [*_PROMPTS, *sorted(_OTHERS)]):
+        for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OF_TEXTS, *_OTHERS]):
             yield (
                 f"{option} with --request-format {config.request_format}: such rows hold their prompts",
                 f"leave out {option}, or use --request-format rows",
@@ -87,6 +70,8 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
             yield f"{option}: the prompt is plain text, expected a chat", hint
     if config.lora_column and not config.adapters:
         yield "--lora-column: the run has no adapter", "add --lora NAME=PATH"
+    if len(config.adapters) > 1 and not config.lora_column:
+        yield "--lora: several adapters, and rows say none", "add --lora-column COLUMN"
 
 
 def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:

@@ -94,10 +94,9 @@ class RowsReader:
             body = self._prompt(columns)
         body["model"] = self._rules.model
         config = self._config
-        if adapters := config.adapters if not config.lora_column else []:
-            body["model"] = adapters[0] if len(adapters) == 1 else self._rules.model
-        if config.lora_column and columns.get(config.lora_column):
-            body["model"] = columns[config.lora_column]
+        if config.adapters:  # a single one answers every row
+            own = columns.get(config.lora_column) if config.lora_column else config.adapters[0]
+            body["model"] = own or self._rules.model
         if name := config.constraint_column:
             with reading(f"column {name!r}", Code.INVALID_CONSTRAINT):
                 body |= read_constraint(columns.get(name))

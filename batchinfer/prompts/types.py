@@ -11,10 +11,6 @@ import msgspec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import Call, Failure, Record, RowKey
 
-REQUEST_FORMATS = ("rows", "openai-batch", "completions")
-"""Values of ``--request-format``: rows of a data set, lines of an OpenAI batch file, bodies of completions."""
-TRUNCATIONS = ("error", "left", "right")
-"""Values of ``--truncate-prompt``. A prompt too long makes its row fail (``error``) or loses tokens on that side."""
 MediaKind = Literal["image", "audio", "video"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
@@ -45,7 +41,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """
 
     request_format: str = "rows"
-    """One of `REQUEST_FORMATS`."""
+    """``rows`` of a data set, lines of an OpenAI batch file (``openai-batch``), or bodies of ``completions``."""
     task: str = "generate"
     """One of `core.tasks.TASKS`. It chooses the path for rows of columns; see `TASK_PATHS`."""
     messages_column: str = ""
@@ -88,7 +84,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     id_column: str = ""
     """Column whose value is the row's id. If empty, the field `_id` of the line is the id."""
     truncate_prompt: str = "error"
-    """One of `TRUNCATIONS`."""
+    """``error``, ``left`` or ``right``. A prompt too long makes its row fail, or loses tokens on that side."""
     body: dict[str, Any] = {}
     """The run's own fields of request bodies, as `make_body` gives them. A row's own fields take precedence."""
 

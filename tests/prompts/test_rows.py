@@ -352,7 +352,6 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
         return json.loads(prepared.call.body)["model"]
 
     assert model({"p": "x"}, adapters=["a"]) == "a"
-    assert model({"p": "x"}, adapters=["a", "b"]) == "m"
     for name, expected in (("b", "b"), (None, "m"), ("", "m"), ("m", "m")):
         assert model({"p": "x", "l": name}, adapters=["a", "b"], lora_column="l") == expected
 
@@ -365,8 +364,6 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
     [
         ({}, "no prompt option"),
         ({"messages_column": "m", "prompt_column": "p"}, "--messages-column and --prompt-column"),
-        ({"prompt_column": "p", "request_format": "row"}, "did you mean 'rows'"),
-        ({"prompt_column": "p", "truncate_prompt": "lefft"}, "did you mean 'left'"),
         ({"messages_column": "m", "turns": "some"}, "--turns some"),
         ({"messages_column": "m", "turns": "0"}, "--turns 0"),
         ({"messages_column": "m", "as_chat": True}, "--as-chat"),
@@ -379,6 +376,7 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
         ({"prompt_column": "p", "few_shot": [{"p": "x"}]}, "--few-shot"),
         ({"messages_column": "m", "few_shot": [{"n": 1}]}, "example 0"),
         ({"prompt_column": "p", "lora_column": "l"}, "no adapter"),
+        ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
         ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
         ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
         ({"task": "score", "prompt_column": "p"}, "--pair-columns"),
