@@ -37,7 +37,7 @@ CHUNK_ROWS = 100
 TALLY = """
 import os, sys
 from batchinfer.cli.main import main
-from batchinfer.engines.echo import EchoEngine
+from batchinfer.engines.echo_engine import EchoEngine
 file = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 generate = EchoEngine.generate
 def counted(self, source, stop):

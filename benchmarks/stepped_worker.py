@@ -11,7 +11,7 @@ import sys
 import time
 
 from batchinfer.cli.main import main
-from batchinfer.engines import echo
+from batchinfer.engines import echo_engine
 
 STEP_SECONDS = 0.025
 
@@ -30,13 +30,13 @@ class StepClock:
         time.sleep(max(0.0, end - time.monotonic()) + 1e-4)
 
 
-class SteppedEngine(echo.EchoEngine):
+class SteppedEngine(echo_engine.EchoEngine):
     """The echo engine by that clock."""
 
-    def __init__(self, config: echo.EngineConfig | None = None) -> None:
+    def __init__(self, config: echo_engine.EngineConfig | None = None) -> None:
         super().__init__(config, StepClock())
 
 
 if __name__ == "__main__":
-    echo.EchoEngine = SteppedEngine  # type: ignore[misc]
+    echo_engine.EchoEngine = SteppedEngine  # type: ignore[misc]
     sys.exit(main(["worker", *sys.argv[1:]]))

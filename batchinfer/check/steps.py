@@ -17,6 +17,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.records import Call, Job, Record
 from batchinfer.engines import check_engine, has_model
+from batchinfer.engines.adapters import describe_adapters
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
@@ -118,6 +119,7 @@ class Examination:
     def _read_engine(self) -> None:
         self.engine = engine_config(self.options)
         check_engine(self.engine)
+        describe_adapters(self.engine)
 
     def _read_prompt(self) -> None:
         self.prompt = prompt_config(self.options)

@@ -3,126 +3,108 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
+from batchinfer.cli.options import FIRST, F, SectionOption
 from batchinfer.cli.run_options import run_options
+from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
-from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
-from batchinfer.core.errors import BatchinferError, ConfigError, LimitReached
-from batchinfer.pipeline.running import WORKER_ID
+from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.pipeline.running import WORKER_ID, running_alone
 from batchinfer.split.command import parse_delimiter
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from batchinfer.pipeline.steps import PipelineConfig, WorkFolder
 
 STDOUT = "-"
-_UNLIMITED = sys.maxsize
-"""Value of --max-attempts where it is not given. Nothing starts `run` again by itself, as launchers do with workers, so
-that nothing has to bring starts to an end: a person may interrupt it however often before a row is finished."""
-_OWN = ("limit", "delimiter", "is_plain", "with_source", "explode")
 _GIVEN = {
-    "manifests": (),
-    "job": None,
-    "output": None,
-    "limit": None,
-    "allow_absolute": False,
     "worker_id": WORKER_ID,
-    "steal": True,
+    "allow_absolute": False,
+    # Nothing starts `run` again by itself, so nothing has to bring starts to an end.
+    "max_attempts": sys.maxsize,
+    "headless": False,
     "nnodes": 1,
     "node_rank": 0,
     "master_addr": "",
     "master_port": 29_501,
-    "headless": False,
 }
-"""Parameters of the worker that are no options of `run`, or mean something else there, with `run`'s own values."""
+"""Parameters of the worker that are no options of `run`, with `run`'s own values."""
+_PLACES = ("manifests", "job", "output", "limit")
+"""Parameters of the worker that `run` fills with places in its work folder."""
+_RESTART_STATUSES = (33, 34, 75)
 
 
-@click.command("run", cls=SectionCommand)
+def _option(*flags: str, section: str = FIRST, **settings: Any) -> Callable[[F], F]:
+    return click.option(*flags, cls=SectionOption, section=section, **settings)
+
+
+@click.command("run", cls=ServerCommand)
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@click.option(
+@_option(
     "-o",
     "--output",
     "dest",
-    cls=SectionOption,
-    section=FIRST,
     metavar="DEST",
     required=True,
     help="File (.parquet, .jsonl, .csv) or folder of the answers; - writes JSON Lines to stdout.",
 )
-@click.option(
+@_option(
     "--limit",
-    cls=SectionOption,
-    section=FIRST,
     type=click.IntRange(1),
     help="Only the first N rows for now; without it later, these rows are kept.",
 )
-@click.option(
+@_option(
     "--delimiter",
-    cls=SectionOption,
     section="prompt",
     callback=parse_delimiter,
-    metavar="CHARACTER",
-    help="As in split: the character between the fields of CSV.",
+    help="Character between the fields of CSV, as in split.",
 )
-@click.option(
+@_option(
     "--work",
-    cls=SectionOption,
     section="output",
     metavar="URL",
     help="Where job and run lie, to go on from after a kill.  [default: DEST.batchinfer]",
 )
-@click.option(
+@_option(
     "--format",
-    cls=SectionOption,
     section="output",
     type=click.Choice(["parquet", "jsonl", "csv", "lines"]),
     help="As in collect.",
 )
-@click.option(
+@_option(
     "--plain",
     "is_plain",
-    cls=SectionOption,
     section="prompt",
     is_flag=True,
     help="Send the prompts of --prompt-column as they are, also to a model with a chat template.",
 )
-@click.option(
+@_option(
     "--with-source",
-    cls=SectionOption,
     section="output",
     is_flag=True,
     help="Join the source's columns to the answers.",
 )
-@click.option(
-    "--explode",
-    cls=SectionOption,
+@_option(
+    "--json",
+    "as_json",
     section="output",
     is_flag=True,
-    help="A table row for each answer of a row, as in collect.",
+    help="End with one JSON object also at a terminal.",
 )
-@click.option(
-    "--max-attempts",
-    cls=SectionOption,
-    section="behaviour",
-    type=click.IntRange(1),
-    help="Starts without a new finished row before the command gives up (exit 3).  [default: never]",
-)
-@run_options(with_look=False, without=(*_GIVEN, "max_attempts"))
+@run_options(with_look=False, without=(*_GIVEN, *_PLACES))
 @common_options
-def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
+def command(
+    sources: tuple[str, ...], dest: str, work: str | None, *, as_json: bool, **options: Any
+) -> dict[str, Any] | None:
     """Answer every row of SOURCE with a model, on this machine, and write the answers to DEST.
 
     \b
@@ -139,69 +121,68 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     from batchinfer.pipeline.steps import PipelineConfig
     from batchinfer.storage.scratch import Scratch
 
+    if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
+        raise ConfigError(f"--format {options['format']}: with -o - stdout takes JSON Lines")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_handlers_put_back())
         # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
-        dest = options.pop("dest")
-        if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
-            raise ConfigError(
-                f"--format {options['format']}: with -o - standard output takes JSON Lines",
-                hint="leave --format out, or name a file",
-            )
-        answers = scratch / "answers.jsonl" if dest == STDOUT else None
+        answers = scratch / "answers.jsonl"
         config = PipelineConfig(
             sources=as_tables(sources, scratch / "sources"),
-            dest=without_slash(str(answers or dest)),
-            work=without_slash(options.pop("work") or _default_work(dest, scratch)),
+            dest=without_slash(str(answers) if dest == STDOUT else dest),
+            work=without_slash(work or _default_work(dest, scratch)),
+            limit=options["limit"],
+            delimiter=options.pop("delimiter"),
             format=options.pop("format") or "",
-            **{name: options.pop(name) for name in _OWN},
+            with_source=options.pop("with_source"),
+            is_plain=options.pop("is_plain"),
         )
-        options["max_attempts"] = options["max_attempts"] or _UNLIMITED
-        result = _run(config, {**options, **_GIVEN})
-        if answers is None:
-            return result
-        copy_to(answers, sys.stdout.buffer)
-        say(f"{units.many(result['rows'], 'row')} written to stdout")
-        return None
+        is_brief = sys.stdout.isatty() and not as_json
+        try:
+            result = _run(config, options | _GIVEN)
+        except BatchinferError as error:
+            if is_brief:
+                error.result = None
+            raise
+        if dest == STDOUT:
+            copy_to(answers, sys.stdout.buffer)
+        if is_brief or dest == STDOUT:
+            tell(result, dest)
+            return None
+        return result
+
+
+def tell(result: dict[str, Any], dest: str) -> None:
+    """Say in two lines what a run has given."""
+    speed = result.get("worker", {}).get("tokens_per_second")
+    rate = f"; {units.short(speed)} tokens/s" if speed else ""
+    there = "stdout" if dest == STDOUT else dest
+    rows, failed = result["rows"], result.get("rows_error", 0)
+    say(f"{units.many(rows - failed, 'answer')} in {there}, {failed} failed{rate}")
+    if dest != STDOUT:
+        say(f"job and run are in {result['work']}: batchinfer report {result['work']}/run")
 
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    from batchinfer.check.steps import CheckWorld
+    from batchinfer.check.steps import refuse_other_run
     from batchinfer.core.clock import SystemClock
-    from batchinfer.core.prices import Prices, listed_accelerators
-    from batchinfer.engines.models import describe_model
-    from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.pipeline.steps import WorkFolder
-    from batchinfer.storage.opening import check_writable, open_store, probe
-    from batchinfer.worker.command import describe_host, engine_config, price_of_machine
+    from batchinfer.storage.opening import check_writable, open_store
 
-    clock = SystemClock()
     check_writable(config.work, option="--work")
-    price_of_machine(options, describe_host(dict(os.environ)), engine_config(options))
-    world = CheckWorld(
-        open_store=open_store,
-        probe=probe,
-        describe_model=describe_model,
-        load_tokenizer=tokenizer_for,
-        prices=Prices(None),
-        accelerators=listed_accelerators(),
-        clock=clock,
-    )
-    work = WorkFolder(config, open_store, clock)
-    rows_there = work.claim_dest()
-    counted, options = work.look(options, world)
-    with work.alone():
+    work = WorkFolder(config, open_store, SystemClock())
+    work.claim_dest()
+    counted, options = work.look(options)
+    with running_alone(work.folder):
         work.split(counted)
-        if rows_there and work.is_current() and not options["retry_errors"]:
-            work.refuse_other_options(options)
-            return {
-                "status": "UNCHANGED",
-                "dest": config.dest,
-                "rows": rows_there,
-                "work": config.work,
-            }
+        options = work.asked_of_worker(options)
+        rows_there = work.claim_dest()
+        if rows_there and not options["retry_errors"]:
+            refuse_other_run(options)
+            there = {"dest": config.dest, "rows": rows_there, "work": config.work}
+            return {"status": "UNCHANGED", **there}
         return _generate(work, options)
 
 
@@ -209,32 +190,18 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
     """Answer the rows of the job and collect the answers."""
     from batchinfer.worker.command import work as run_worker
 
-    config = work.config
-    work.check_hub()
-    options |= {"job": work.job_url, "output": work.run_url, "manifests": (work.manifest(),)}
-    options["steal"] = config.limit is None
+    work.prepare_hub()
     try:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
-    except LimitReached as error:
-        if options["retry_errors"] or not work.is_answered():
-            raise
-        work.refuse_other_options(options)
-        logger.warning("%s, and every row is answered", error)
-        answered = error.result or {}
     except BatchinferError as error:
-        if error.exit_status in RESTART_STATUSES and not error.hint:
+        if error.exit_status in _RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"
         raise
     if options["max_error_rate"] is not None:
         work.refuse_errors(options["max_error_rate"], at_least=options["min_errors"])
     collected = work.collect()
-    names = ("status", "run", "dest", "format", "rows", "rows_error", "files", "bytes")
-    return {
-        **{name: collected[name] for name in names},
-        "work": config.work,
-        "worker": answered,
-    }
+    return {**collected, "work": work.config.work, "worker": answered}
 
 
 @contextlib.contextmanager
@@ -258,16 +225,11 @@ def _default_work(dest: str, scratch: Path) -> str:
         return str(scratch / "work")
     from batchinfer.storage.opening import local_path, split_url
 
-    if dest.startswith("hf://"):
-        raise ConfigError(
-            f"--output {dest}: the Hub cannot hold the work folder",
-            hint="say where: --work FOLDER",
-        )
     scheme, path = split_url(dest)
-    if scheme not in ("file", "memory") and "/" not in path.strip("/"):
+    if scheme == "hf" or (scheme not in ("file", "memory") and "/" not in path.strip("/")):
         raise ConfigError(
-            f"--output {dest}: is a whole bucket, so there is no place beside it for the work folder",
-            hint=f"name a folder in it: {dest.rstrip('/')}/answers",
+            f"--output {dest}: there is no place beside it for the work folder",
+            hint=f"say where: --work FOLDER; in a bucket, name a folder: {dest.rstrip('/')}/answers",
         )
     if scheme == "file" and Path(dest).name in ("", ".."):
         dest = str(local_path(dest).resolve())  # for example "."

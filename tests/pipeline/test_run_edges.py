@@ -6,16 +6,12 @@ import gzip
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,11 +19,8 @@ import zstandard
 
 from batchinfer.cli.main import main
 from batchinfer.core import codec
-from batchinfer.core.processes import start_of_process
-from batchinfer.core.records import Job, Worker
-from batchinfer.pipeline.running import RunningRecord
+from batchinfer.core.records import Job
 from batchinfer.split.command import SplitConfig, run_split
-from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from making import finish_process, start_process
 
@@ -70,106 +63,6 @@ def rows(tmp_path: Path) -> Path:
 
 
 class TestTwoAtOnce:
-    @pytest.fixture
-    def alive(self) -> Iterator[subprocess.Popen[bytes]]:
-        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        yield process
-        process.kill()
-        process.communicate()
-
-    @staticmethod
-    def leave(dest: Path, **changes: Any) -> Store:
-        """Leave the record of another command in the work folder."""
-        record = RunningRecord(
-            format_version=1,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            process_start="an earlier process",
-            started=0.0,
-            nonce="n",
-        )
-        store = open_store(f"{dest}.batchinfer")
-        store.create("running.json", codec.encode(msgspec.structs.replace(record, **changes)))
-        return store
-
-    def test_the_second_says_which_process_works_there(
-        self,
-        rows: Path,
-        tmp_path: Path,
-        alive: subprocess.Popen[bytes],
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        dest = tmp_path / "a.jsonl"
-        store = self.leave(dest, pid=alive.pid, process_start=start_of_process(alive.pid))
-        assert run(rows, "-o", dest) == 2
-        said = capsys.readouterr().err
-        assert f"another `batchinfer run` works there: process {alive.pid}, for " in said
-        assert f"or end it (kill {alive.pid})" in said
-        assert [info.key for info in store.list()] == ["running.json"]
-        alive.kill()
-        alive.wait()
-        assert run(rows, "-o", dest) == 0
-        assert len(answers(dest)) == 20
-        assert "running.json" not in [info.key for info in store.list()]
-
-    def test_a_record_of_a_killed_command_whose_id_another_process_has_blocks_nobody(
-        self, rows: Path, tmp_path: Path, alive: subprocess.Popen[bytes]
-    ) -> None:
-        dest = tmp_path / "a.jsonl"
-        self.leave(dest, pid=alive.pid)
-        assert run(rows, "-o", dest) == 0
-
-    @pytest.mark.parametrize("beats", [None, 0, 1])
-    def test_of_another_host_the_heartbeat_tells(
-        self,
-        rows: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        beats: int | None,
-    ) -> None:
-        """`beats` is the number of heartbeats while the new command looks, None for a command without a worker."""
-        dest = tmp_path / "a.jsonl"
-        self.leave(dest, host="elsewhere", pid=77)
-        worker = Worker(id="run", epoch=1, nonce="w", state="running", started=0, heartbeat=0)
-        store = open_store(f"{dest}.batchinfer/run")
-        if beats is not None:
-            store.create("workers/run.json", codec.encode(worker))
-        slept = [0.0]
-
-        class Clock:
-            now = staticmethod(time.time)
-
-            def monotonic(self) -> float:
-                return slept[0]
-
-            def sleep(self, seconds: float) -> None:
-                slept[0] += seconds
-                if slept[0] > 30 and beats:
-                    etag = store.stat("workers/run.json").etag
-                    renewed = msgspec.structs.replace(worker, beat=beats)
-                    store.replace("workers/run.json", codec.encode(renewed), etag)
-
-        monkeypatch.setattr("batchinfer.core.clock.SystemClock.monotonic", Clock().monotonic)
-        monkeypatch.setattr(
-            "batchinfer.core.clock.SystemClock.sleep", lambda _, s: Clock().sleep(s)
-        )
-        from batchinfer.core.clock import SystemClock
-        from batchinfer.core.errors import InputError
-        from batchinfer.pipeline.running import running_alone
-
-        work = open_store(f"{dest}.batchinfer")
-        if beats:
-            with (
-                pytest.raises(InputError, match="process 77 on the host elsewhere"),
-                running_alone(work, store, SystemClock()),
-            ):
-                pass
-        else:
-            with running_alone(work, store, SystemClock()):
-                assert json.loads(work.get("running.json").data)["pid"] == os.getpid()
-            assert (slept[0] >= 45) == (beats == 0)
-
     def test_two_real_commands_answer_each_row_once(self, rows: Path, tmp_path: Path) -> None:
         dest = tmp_path / "a.jsonl"
         slow = ["--engine", "echo", "--echo-latency-seconds", "0.2", "--max-num-seqs", "2"]
@@ -194,7 +87,6 @@ class TestTwoAtOnce:
         until((tmp_path / "a.jsonl.batchinfer/run/run.json").exists)
         os.kill(killed.pid, signal.SIGKILL)
         killed.communicate()
-        assert (tmp_path / "a.jsonl.batchinfer/running.json").exists()
         assert run(rows, "-o", dest) == 0
         assert len(answers(dest)) == 20
 
