@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Job, Marker, Run
-from batchinfer.formats import find_format
 from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, find_target
 from batchinfer.ledger.inventory import take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -33,22 +32,6 @@ class Selection(NamedTuple):
     num_foreign: int
     """Number of objects in the run's folder that batchinfer did not write."""
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of sound chunks and gaps together."""
-        return len(self.sound) + len(self.gaps)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the chunks that can be collected."""
-        return sum(marker.rows_ok + marker.rows_error for _, marker in self.sound)
-
-
-def format_of(run: Run) -> str:
-    """Return the name of the output format of a run's lines."""
-    prompt = run.config.get("prompt") or {}
-    return find_format(prompt.get("output_format") or "").name
-
 
 def select(
     store: Store,
@@ -72,13 +55,9 @@ def select(
             from another job.json, or run.json was edited.
     """
     inventory = take_inventory(store, now=now)
+    usage = "batchinfer collect {} DEST"
     target = find_target(
-        store,
-        inventory,
-        open_store,
-        usage="batchinfer collect {} DEST",
-        job_url=job_url,
-        manifests=manifests,
+        store, inventory, open_store, usage=usage, job_url=job_url, manifests=manifests
     )
     refuse_edited(target.run, url=store.url)
     audit = target.audit(inventory)
@@ -93,6 +72,7 @@ def select(
         for found in audit.findings
         if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in target.expected
     }
+    num_foreign = len(inventory.foreign)
     return Selection(
-        target.run, target.job, target.job_url, sound, list(gaps.values()), len(inventory.foreign)
+        target.run, target.job, target.job_url, sound, list(gaps.values()), num_foreign
     )

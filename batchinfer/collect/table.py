@@ -1,467 +1,276 @@
-"""Write a run's rows as a table in files, and make the record that lists the files."""
+"""The rows of a collection as Arrow tables: columns of the answers and of the source, of the rows that are taken."""
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any
 
-import msgspec
-
-from batchinfer.collect.answer_json import COLUMN, parser_for
-from batchinfer.collect.card import CardFacts, make_card
-from batchinfer.collect.destinations import (
-    Collected,
-    CollectedFile,
-    Destination,
-    put_all,
-    suffix_of,
-)
-from batchinfer.collect.files import FORMATS, ShardWriter, TableFile
-from batchinfer.collect.kinds import JSON, Kind, KindObserver
-from batchinfer.collect.picking import Picking, parse_condition
-from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, around_all, cut
-from batchinfer.collect.schema import LINE_COLUMN, Columns, Schema, as_column, table_names
-from batchinfer.collect.source_rows import LINE
-from batchinfer.collect.source_types import read_schema
-from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import Record
-from batchinfer.formats.columns import joined, shape_of
-from batchinfer.storage.hub_data_set import parse_address
+from batchinfer.collect.answers import Answers
+from batchinfer.collect.json_answers import VALID, JsonAnswers, schema_of
+from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
+from batchinfer.collect.options import TABLES, CollectConfig
+from batchinfer.collect.outputs import sound_outputs
+from batchinfer.collect.selection import Gap, Selection
+from batchinfer.collect.source import Source, open_lines, open_source
+from batchinfer.collect.vectors import VectorColumn
+from batchinfer.core.errors import ConfigError, InputError, RunUnsound
+from batchinfer.core.records import Marker
+from batchinfer.core.tasks import GENERATE, is_pooling
+from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-SHARD_ROWS = 100_000
-HALF = "float16"
-
-
-class CollectConfig(Record, frozen=True, kw_only=True):
-    """Options of `collect`. If `format` is empty, DEST's ending decides; without an ending the format is parquet."""
-
-    run: str
-    dest: str
-    format: str = ""
-    with_source: bool = False
-    columns: list[str] | None = None
-    explode: bool = False
-    shard_rows: int | None = None
-    csv_safe: bool = False
-    answer_json: bool | None = None
-    embedding_dtype: str | None = None
-    """Type of the numbers of vectors: float32 or float16; None for float32."""
-    partial: bool = False
-    overwrite: bool = False
-    is_private: bool = True
-    job: str | None = None
-    manifests: list[str] = []
-    scratch_dir: str | None = None
-    more_runs: list[str] = []
-    """URLs of further runs over the same job. Their rows follow those of `run`."""
-    where: list[str] = []
-    """Conditions of --where. Rows that do not fulfil all of them are left out."""
-    sample: int | None = None
-    """Number of rows of each run to draw from those that fulfil the conditions; None takes them all."""
-    seed: int | None = None
-    """Number that decides which rows are drawn; None is 0. Only for `sample`."""
-    rank: int | None = None
-    """Index of this process among `num_ranks` that write the files together. None: it writes them alone."""
-    num_ranks: int | None = None
-
-    @property
-    def runs(self) -> list[str]:
-        """URLs of all runs, in the order of the table."""
-        return [self.run, *self.more_runs]
-
-    @property
-    def picking(self) -> Picking:
-        """The rows to take.
-
-        Raises:
-            ConfigError: a condition of `where` cannot be read.
-        """
-        conditions = list(map(parse_condition, self.where))
-        return Picking(conditions=conditions, sample=self.sample, seed=self.seed or 0)
-
-
-class Collecting(Protocol):
-    """Writes one collection: a table, or unchanged output lines."""
-
-    def write(self, dest: Destination, key: str) -> Collected:
-        """Write every row to `dest`, and return the record of the files. `key` is stored in the record."""
-        ...
-
-    def write_part(self, rows: range) -> Iterator[tuple[TableFile, int]]:
-        """Write these rows, from the first row of a file, and yield each file with its number of failed rows."""
-        ...
-
-    def record(
-        self, files: list[CollectedFile], key: str, *, rows: int, rows_error: int
-    ) -> Collected:
-        """Return the record of all files."""
-        ...
-
-    def card(self, record: Collected) -> str:
-        """Return the data set card for the Hub. It describes the rows that `write` has written."""
-        ...
-
-
-def shard_rows_of(config: CollectConfig) -> int | None:
-    """Return the number of rows of the job in each file; None if DEST is one file, which holds all rows."""
-    return None if suffix_of(config.dest) else config.shard_rows or SHARD_ROWS
-
-
-def make_record(
-    readers: list[Reader],
-    files: list[CollectedFile],
-    *,
-    key: str,
-    kind: str,
-    rows: int,
-    rows_error: int,
-    kept_as_text: dict[str, int] | None = None,
-) -> Collected:
-    """Return the record of a collection whose rows `readers` have read. Log a warning for each damaged chunk."""
-    for reader in readers:
-        for gap in reader.damaged.values():
-            logger.warning("%s: %s: %s", gap.kind, reader.name_of(gap.chunk), gap.problem)
-    return Collected(
-        key=key,
-        fingerprint=",".join(reader.selection.run.fingerprint for reader in readers),
-        format=kind,
-        rows=rows,
-        rows_error=rows_error,
-        chunks=sum(len(reader.used()) for reader in readers),
-        missing=[name for reader in readers for name in reader.missing()],
-        files=files,
-        kept_as_text=kept_as_text or {},
-    )
-
-
-class _SourceColumns(NamedTuple):
-    """The source's columns that the table gets.
-
-    `place` says where they are read from: CHUNKS, OUTPUTS, or "" if the table gets none. `names` (in the table) and
-    `kinds` are dictionaries by the name that a column has in the rows.
-    """
-
-    place: str
-    names: dict[str, str]
-    kinds: dict[str, Kind]
-    kept_as_text: dict[str, int] = {}
-    """See `Collected.kept_as_text`."""
+_ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 
 
 class Collection:
-    """Writes the answers of one run, or of several over one job, as a table. Implements Collecting."""
+    """The rows of one run. Making it reads all outputs.
+
+    Args:
+        config: What to take.
+        selection: The chunks.
+        store: Store of the run.
+        open_store: Opens the stores of the chunks.
+        scratch: Folder for copies, and for what does not fit into memory.
+
+    Raises:
+        RunUnsound: an output is damaged, and `config.partial` is not set.
+        InputError: an output cannot be read.
+        ConfigError: the condition is none, or the source has no such column.
+    """
 
     def __init__(
         self,
         config: CollectConfig,
-        kind: str,
-        readers: list[Reader],
+        selection: Selection,
+        store: Store,
+        open_store: OpenStore,
         scratch: Scratch,
     ) -> None:
-        self._config = config
-        self._kind = kind
-        self._readers = readers
-        self._job = readers[0].selection.job
-        self._scratch = scratch
-        configs = [reader.selection.run.config for reader in readers]
-        self._shapes = joined([shape_of(one, explode=config.explode) for one in configs])
-        self._shape = self._shapes[0]
-        if config.answer_json and self._shape.is_pooling:
-            raise ConfigError(
-                f"--answer-json: the run has no texts (--task {self._shape.task})",
-                hint="leave it out",
+        import numpy as np
+
+        self._config, self._selection = config, selection
+        self.damaged: list[Gap] = []
+        """Chunks whose output cannot be used."""
+        self._is_table = config.kind in TABLES
+        self.answers = Answers(scratch.folder, with_lines=not self._is_table)
+        found: list[tuple[ChunkRef, Marker]] = []
+        for outputs in sound_outputs(selection, store, scratch, self.damaged):
+            self.answers.add(list(outputs))
+            found += outputs.values()
+        for gap in self.damaged:
+            logger.warning("%s: %s", gap.chunk, gap.problem)
+        if self.damaged and not config.partial:
+            raise RunUnsound(
+                f"{self.damaged[0].chunk}: {self.damaged[0].problem}",
+                hint=f"{_ASK_VERIFY}; --partial leaves it out",
             )
-        if config.embedding_dtype and not self._shape.has_vectors:
-            raise ConfigError(
-                f"--embedding-dtype {config.embedding_dtype}: the run has no vectors (--task {self._shape.task})",
-                hint="leave it out",
-            )
-        self._rows = self._unshown = self._num_lines = 0
-        self._parser = parser_for(configs, is_wanted=config.answer_json)
-        self._schema = Schema(self._shape, {})
-        self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
-        self._errors: Counter[str] = Counter()
-        self._source: _SourceColumns | None = None
-
-    def write(self, dest: Destination, key: str) -> Collected:
-        """See Collecting."""
-        files = put_all(dest, self._files(None))
-        self._tell()
-        return self.record(files, key, rows=self._rows, rows_error=self._errors.total())
-
-    def write_part(self, rows: range) -> Iterator[tuple[TableFile, int]]:
-        """See Collecting."""
-        before = self._errors.total()
-        for file in self._files(rows):
-            yield file, self._errors.total() - before
-            before = self._errors.total()
-
-    def record(
-        self, files: list[CollectedFile], key: str, *, rows: int, rows_error: int
-    ) -> Collected:
-        """See Collecting."""
-        return make_record(
-            self._readers,
-            files,
-            key=key,
-            kind=self._kind,
-            rows=rows,
-            rows_error=rows_error,
-            kept_as_text=self._columns_of_source().kept_as_text,
-        )
-
-    def _columns_of_source(self) -> _SourceColumns:
-        """Return the source's columns. Finds them, and the schema, when it is called first."""
-        if self._source is not None:
-            return self._source
-        self._source = source = self._find_source()
-        self._schema = Schema(
-            self._shape,
-            {source.names[name]: kind for name, kind in source.kinds.items()},
-            dimension=self._dimension() if self._shape.has_vectors else 0,
-            is_half=self._config.embedding_dtype == HALF,
-            has_chunk=self._job is None,
-            has_run=len(self._readers) > 1,
-            parsed={COLUMN: self._parser.kind} if self._parser is not None else {},
-        )
-        return source
-
-    def _tell(self) -> None:
-        """Log what the table does not show."""
-        if self._num_lines:
-            logger.warning(
-                "%d lines of the source are no JSON objects; their columns are null",
-                self._num_lines,
-            )
-        samplings = [reader.selection.run.config.get("sampling") or {} for reader in self._readers]
-        if any(sampling.get("prompt_logprobs") is not None for sampling in samplings):
-            logger.warning("log-probabilities of prompts are left out; --format lines has them")
-        if self._parser is not None:
-            self._parser.tell()
-        if self._unshown:
-            logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
-
-    # -- columns, types and the length of embeddings
-
-    def _find_source(self) -> _SourceColumns:
-        """Find the source's columns and their types, which all files then have.
-
-        The types are those in job.json. Where it has none, they are found from the values.
-        """
-        prompts = [reader.selection.run.config.get("prompt") or {} for reader in self._readers]
-        kept = [name for prompt in prompts for name in prompt.get("keep") or []]
-        place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
-        if not place:
-            return _SourceColumns("", {}, {})
-        job, types = self._job, self._types_of_job()
-        wanted, source_names = self._asked(), self._source_names()
-        if wanted is None and types and job is not None:
-            has_all = place == CHUNKS or "*" in kept
-            wanted = [name for name in job.columns if has_all or name in kept]
-        unknown = None if wanted is None else [name for name in wanted if name not in types]
-        observer = self._observe(place, unknown)
-        kinds = observer.kinds()
-        if wanted is not None:
-            found = types | kinds
-            kinds = {name: found[name] for name in wanted if name in found}
-        for name, asked in zip(self._config.columns or (), self._asked() or (), strict=True):
-            if asked not in kinds:
-                known = [source_names.get(one, one) for one in job.columns] if job else []
-                near = difflib.get_close_matches(name, known, n=1)
-                raise InputError(
-                    f"--columns: no row has a column {name!r}"
-                    + (f", expected some of: {', '.join(known[:30])}" if known else ""),
-                    hint=f"did you mean {near[0]}?" if near else "check the spelling",
-                )
-        own_names = {name: source_names.get(name, name) for name in kinds}
-        if LINE in kinds:
-            own_names[LINE] = LINE_COLUMN
-        own_columns = [*self._shape.names, "chunk", *(["run"] if len(self._readers) > 1 else [])]
-        own_columns += [COLUMN] if self._parser is not None else []
-        names = table_names(own_names, own_columns)
-        return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names, kinds))
-
-    def _types_of_job(self) -> dict[str, Kind]:
-        """Return the types of columns that job.json holds, by the name in the rows; none if they cannot be read."""
-        job = self._job
-        if job is None or isinstance(job.schema, msgspec.UnsetType):
-            return {}
-        try:
-            return read_schema(job.schema)
-        except InputError as error:
-            logger.warning("%s; the types are found from the values instead", error)
-            return {}
-
-    def _observe(self, place: str, columns: list[str] | None) -> KindObserver:
-        """Find the types of `columns`, or of all columns if it is None, by looking at every value.
-
-        Unless `columns` is empty, this reads all rows once.
-        """
-        observer = KindObserver()
-        if columns is not None and not columns:
-            return observer
-        logger.info("looking at the types of the source's columns")
-        for reader, shape in zip(self._readers, self._shapes, strict=True):
-            for block in reader.blocks(shape, place, columns, doing="looked at"):
-                for row in block.source or ():
-                    observer.see(row)
-        return observer
-
-    def _source_names(self) -> dict[str, str]:
-        """Return the names in the source of columns that `split` renamed, by their names in the rows."""
-        return self._job.source_names if self._job is not None else {}
-
-    def _asked(self) -> list[str] | None:
-        """Return the names in the rows of the columns that `--columns` names; None for all columns."""
-        if self._config.columns is None:
-            return None
-        names_in_rows = {source: name for name, source in self._source_names().items()}
-        return [names_in_rows.get(name, name) for name in self._config.columns]
-
-    def _dimension(self) -> int:
-        """Return the length of the runs' vectors. It is 0 for runs of requests, if none asked for a vector.
-
-        Raises:
-            InputError: a run has no vector, or the lengths differ.
-        """
-        found = {}
-        for url, reader, shape in zip(self._config.runs, self._readers, self._shapes, strict=True):
-            found[url] = reader.dimension(shape)
-            if not found[url] and not shape.is_of_requests:
-                raise InputError(
-                    f"{url}: not one row has an embedding",
-                    hint=f"see what failed: batchinfer status {url}",
-                )
-        if len(set(filter(None, found.values()))) > 1:
-            lengths = ", ".join(f"{url}: {length}" for url, length in found.items())
+        refs = [ref for ref, _ in found]
+        self.num_chunks = len(refs)
+        self._names = np.array([ref.name for ref in refs])
+        self._first_rows = np.array([ref.first_row for ref in refs], "int64")
+        self._starts = np.cumsum([0, *(marker.rows_ok + marker.rows_error for _, marker in found)])
+        self.num_rows = int(self._starts[-1])
+        if self.answers.one("count(*)") != self.num_rows:
             raise InputError(
-                f"the runs' embeddings have different lengths ({lengths}), which no column can hold",
-                hint="collect each run into a DEST of its own",
+                f"{store.url}: its outputs do not have the {self.num_rows} lines that their markers count",
+                hint=_ASK_VERIFY,
             )
-        return max(found.values())
+        self._vectors: VectorColumn | None = None
+        self._json: JsonAnswers | None = None
+        self._columns = self._columns_of_answers()
+        self._source: Source | None = None
+        if config.with_source:
+            self._source = open_source(selection.job, refs, config.columns, open_store, scratch)
+        elif config.kind in NEEDS_SOURCE:
+            self._source = open_lines(refs, open_store, scratch)
+        empty = self._shaped(self.answers.reader(self._columns).schema.empty_table(), 0)
+        self.schema = empty.schema
+        """Names and types of the columns."""
+        self._mask(empty)  # refuses a wrong condition before anything is written
+
+    def _columns_of_answers(self) -> dict[str, str]:
+        """Find the columns of the answers: their expressions by their names."""
+        prompt = self._selection.run.config.get("prompt") or {}
+        task = prompt.get("task") or GENERATE
+        found = self.answers.columns(() if is_pooling(task) else ("text", "finish_reason"))
+        vectors = found.keys() & {"embedding", "embeddings"}
+        if vectors:
+            self._vectors = VectorColumn(self.answers, task, is_list="embeddings" in vectors)
+        is_json, schema = schema_of(prompt.get("body") or {})
+        is_json = is_json if self._config.answer_json is None else self._config.answer_json
+        if is_json and not is_pooling(task):
+            self._json = JsonAnswers(self.answers, schema, is_list="texts" in found)
+            found |= self._json.columns
+        return found if self._is_table else found | {"line": "line"}
+
+    @property
+    def broken_answers(self) -> int:
+        """Number of finished answers that break the run's schema, among the rows that were read."""
+        return self._json.num_broken if self._json else 0
+
+    @property
+    def json_texts(self) -> set[str]:
+        """Names of the columns that hold JSON texts."""
+        names = ["tool_calls", "logprobs", *(self._json.json_texts if self._json else ())]
+        return set(map(self._apart, names))
+
+    def errors(self) -> dict[str, int]:
+        """Return the number of failed rows by error code, the most frequent first."""
+        query = (
+            "SELECT error_code, count(*) AS n FROM answers WHERE error_code IS NOT NULL GROUP BY 1"
+        )
+        return dict(self.answers.sql.execute(f"{query} ORDER BY n DESC, 1").fetchall())
 
     # -- rows
 
-    def _files(self, wanted: range | None) -> Iterator[TableFile]:
-        """Write the files of these rows; of all rows if `wanted` is None."""
-        source = self._columns_of_source()
-        rows = shard_rows_of(self._config)
-        with ShardWriter(
-            self._kind,
-            self._schema,
-            self._scratch.folder,
-            rows,
-            is_csv_safe=self._config.csv_safe,
-        ) as writer:
-            yield from writer.files(
-                self._blocks(source, wanted), partial(self._columns, source=source)
+    def tables(self) -> Iterator[Any]:
+        """Yield the rows that are taken, in input order, as Arrow tables.
+
+        They have the columns of `schema`; where the form is no table, they have the only column `line`.
+        """
+        import numpy as np
+        import pyarrow as pa
+
+        drawn = self._drawn()
+        if self._json:
+            self._json.num_broken = 0  # drawing may have counted them
+        for places, table in self._fitting():
+            taken = table if drawn is None else table.filter(pa.array(np.isin(places, drawn)))
+            yield taken if self._is_table else self._encoded(taken)
+
+    def _fitting(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the rows that fulfil the condition, each table with the places of its rows among all."""
+        import numpy as np
+        import pyarrow as pa
+
+        start = 0
+        for batch in self.answers.reader(self._columns):
+            table = self._shaped(pa.table(batch), start)
+            mask = self._mask(table)
+            yield np.flatnonzero(mask) + start, table.filter(pa.array(mask))
+            start += len(batch)
+            if start // 500_000 > (start - len(batch)) // 500_000:
+                logger.info("%d of %d rows read", start, self.num_rows)
+
+    def _mask(self, table: Any) -> Any:
+        """Return which rows fulfil the condition, as a numpy array.
+
+        Raises:
+            ConfigError: the condition is none.
+        """
+        import duckdb
+        import numpy as np
+
+        if not self._config.where:
+            return np.ones(len(table), bool)
+        sql = self.answers.sql.cursor()
+        sql.register("rows", table)
+        try:
+            query = f"SELECT coalesce(CAST(({self._config.where}) AS BOOLEAN), false) FROM rows"
+            return np.array(sql.execute(query).fetchall(), bool).reshape(-1)
+        except duckdb.Error as error:
+            raise ConfigError(
+                f"--where {self._config.where}: {str(error).splitlines()[0]}",
+                hint="SQL over the columns "
+                f"{', '.join(table.column_names)}; for example --where 'error_code IS NOT NULL'",
+            ) from error
+        finally:
+            sql.close()
+
+    def _drawn(self) -> Any:
+        """Return the places of the rows that --sample draws, ascending; None if it draws none.
+
+        A row's number decides, so that the same rows of several runs over one job are drawn.
+        """
+        import numpy as np
+
+        size = self._config.sample
+        if size is None:
+            return None
+        keys, places = np.empty(0, "uint64"), np.empty(0, "int64")
+        for more, _ in self._fitting():
+            keys = np.concatenate([keys, _mixed(self._rows(more)[1], self._config.seed)])
+            places = np.concatenate([places, more])
+            best = np.argsort(keys, kind="stable")[:size]
+            keys, places = keys[best], places[best]
+        return np.sort(places)
+
+    def _rows(self, places: Any) -> tuple[Any, Any]:
+        """Return the names of rows' chunks, and the numbers that the rows have in the job."""
+        chunks = self._starts.searchsorted(places, "right") - 1
+        return self._names[chunks], self._first_rows[chunks] + places - self._starts[chunks]
+
+    def _shaped(self, table: Any, start: int) -> Any:
+        """Return answers as they are in the table, with the source's columns. `start` is the place of the first.
+
+        Raises:
+            InputError: an answer is of another row than its place says.
+        """
+        import numpy as np
+        import pyarrow as pa
+
+        places = np.arange(start, start + len(table))
+        names, rows = self._rows(places)
+        wrong = np.flatnonzero(table["_row"].to_numpy() != rows)
+        if wrong.size:
+            raise InputError(
+                f"{names[wrong[0]]}: its output has another row in the place of row {rows[wrong[0]]}",
+                hint=_ASK_VERIFY,
             )
-
-    def _blocks(self, source: _SourceColumns, wanted: range | None) -> Iterator[Block]:
-        shapes = dict(zip((reader.name for reader in self._readers), self._shapes, strict=True))
-        for reader, rows in around_all(self._readers, wanted):
-            blocks = reader.blocks(
-                shapes[reader.name],
-                source.place,
-                [name for name in source.names if name != LINE] or None,
-                as_text={name for name, kind in source.kinds.items() if kind == JSON},
-                doing="written",
+        if self._vectors:
+            index = next(
+                i for i, each in enumerate(table.column_names) if each.startswith("embedding")
             )
-            yield from blocks if wanted is None else cut(blocks, rows)
+            array = self._vectors.array(table.column(index))
+            table = table.set_column(index, self._vectors.name, array)
+        if self._json and self._json.validator:
+            texts, reasons = (
+                table.column(table.column_names.index(name)) for name in self._texts(table)
+            )
+            table = table.append_column(VALID, self._json.valid(texts, reasons))
+        if self._selection.job is None:  # rows of several files have the same numbers
+            table = table.add_column(0, "chunk", pa.array(names, pa.string()))
+        if self._source is None:
+            return table
+        table = table.rename_columns(list(map(self._apart, table.column_names)))
+        source = self._source.rows(rows if self._source.has_all else places)
+        for field, column in zip(source.schema, source.columns, strict=True):
+            table = table.append_column(field, column)
+        return table
 
-    def _columns(self, block: Block, source: _SourceColumns) -> Columns:
-        columns, indices = block.lines.columns()
-        self._count(block)
-        rows = block.source
-        if rows is not None and indices is not None:
-            rows = [rows[index] for index in indices]
-        if rows is not None and LINE not in source.names:
-            self._num_lines += sum(LINE in row for row in rows)
-        for name, kind in source.kinds.items():
-            values = [row.get(name) for row in rows or ()]
-            columns[source.names[name]] = as_column(values, kind)
-        if self._parser is not None:
-            texts = columns["texts" if "texts" in columns else "text"]
-            columns[COLUMN] = self._parser.column(texts)
-        if self._job is None:
-            columns["chunk"] = [block.chunk] * len(columns["row"])
-        if len(self._readers) > 1:
-            columns["run"] = [block.run] * len(columns["row"])
-        return columns
+    @staticmethod
+    def _texts(table: Any) -> tuple[str, str]:
+        has_one = "text" in table.column_names
+        return ("text", "finish_reason") if has_one else ("texts", "finish_reasons")
 
-    def _count(self, block: Block) -> None:
-        found = block.lines.counts()
-        self._rows += block.num_rows
-        self._unshown += block.lines.num_unshown()
-        self._errors.update(found.errors)
-        counts = self._counts
-        counts["prompt_tokens"] += found.prompt_tokens
-        counts["completion_tokens"] += found.completion_tokens
+    def _apart(self, name: str) -> str:
+        """Return a name for a column of the answers that no column of the source has."""
+        while self._source is not None and name in self._source.schema.names:
+            name = f"_{name}"
+        return name
 
-    def card(self, record: Collected) -> str:
-        """See Collecting."""
-        job = self._job
-        return make_card(
-            {reader.name: reader.selection.run for reader in self._readers},
-            CardFacts(
-                name=parse_address(self._config.dest).repo,
-                columns={field.name: str(field.type) for field in self._schema.arrow()},
-                lines=sum(file.rows for file in record.files),
-                rows=record.rows,
-                rows_error=record.rows_error,
-                rows_missing=sum(reader.num_missing() for reader in self._readers),
-                errors=dict(sorted(self._errors.items(), key=lambda item: (-item[1], item[0]))),
-                prompt_tokens=self._counts["prompt_tokens"],
-                completion_tokens=self._counts["completion_tokens"],
-                sources=[_public(source.url) for source in job.sources] if job is not None else [],
-                path=f"data/part-*{FORMATS[self._kind]}",
-                picked=self._config.picking.describe(),
-            ),
+    def _encoded(self, table: Any) -> Any:
+        """Return the lines of a form that is no table, as the only column."""
+        import pyarrow as pa
+
+        lines = table["line"].to_pylist()
+        sources = table["source"].to_pylist() if self._source else [""] * len(lines)
+        found = map(ENCODERS[self._config.kind], lines, sources)
+        return pa.table({"line": pa.array(found, pa.binary())})
+
+
+def _mixed(rows: Any, seed: int) -> Any:
+    """Return a number for each row that looks random, as a numpy array (splitmix64)."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        mixed = (rows.astype("uint64") + np.uint64(seed % 2**32 + 1)) * np.uint64(
+            0x9E3779B97F4A7C15
         )
-
-
-def _say_kept_as_text(
-    observer: KindObserver, names: dict[str, str], kinds: dict[str, Kind]
-) -> dict[str, int]:
-    """Log which columns of the source become JSON text or hold escapes.
-
-    Returns the number of values that no column type can hold as they are, by column of the table.
-
-    `names` and `kinds` are the names in the table and the types, by a column's name in the rows.
-    """
-    counts = {}
-    if LINE in names:
-        counts[names[LINE]] = observer.num_lines
-        logger.warning(
-            "%d lines of the source are no JSON objects; their text is in the column %r",
-            observer.num_lines,
-            names[LINE],
-        )
-    for column, count in observer.num_unfit.items():
-        counts[names[column]] = count
-        if kinds[column] == JSON:
-            what = "numbers too large, nested too deep or half a surrogate pair, so it is JSON text"
-        else:
-            what = "half a surrogate pair, which is now an escape"
-        example = observer.examples[column]
-        logger.warning(
-            "column %r: %d values have %s; the first is %s", names[column], count, what, example
-        )
-    for column in observer.without_common_type():
-        logger.info("column %r is JSON text: its values have no type in common", names[column])
-    return counts
-
-
-def _public(url: str) -> str:
-    """Return a source's URL if it begins with hf:// or https://, else only its last part.
-
-    Strangers may read the card, and other URLs may tell them about the user's machines or buckets.
-    """
-    return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        return mixed ^ (mixed >> np.uint64(31))

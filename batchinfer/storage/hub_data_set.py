@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -198,55 +198,37 @@ class HubRepository:
             "must give a token with the right to write there",
         )
 
-    def make_branch(self, name: str, commit: str) -> None:
-        """Make a branch that begins at a commit, if there is none of this name."""
+    def upload(self, name: str, content: Path | bytes) -> Any:
+        """Send a file to the Hub, which shows it to nobody before a commit does. Bytes that it has are not sent again.
 
-        def attempt() -> None:
-            with self._asking() as api:
-                api.create_branch(
-                    self._repo, repo_type="dataset", branch=name, revision=commit, exist_ok=True
-                )
-
-        retried(self._retries, attempt)
-
-    def delete_branch(self, name: str) -> None:
-        """Delete a branch.
-
-        Raises:
-            BatchinferError: There is no such branch, or it could not be deleted.
+        Returns:
+            The addition for `try_publish`. A large file can be removed then; see `is_large`.
         """
 
-        def attempt() -> None:
+        def attempt() -> Any:
+            from huggingface_hub import CommitOperationAdd
+
+            addition = CommitOperationAdd(name, content)
             with self._asking() as api:
-                api.delete_branch(self._repo, repo_type="dataset", branch=name)
+                api.preupload_lfs_files(
+                    self._repo, [addition], repo_type="dataset", revision=self.branch
+                )
+            return addition
 
-        retried(self._retries, attempt)
-
-    def add(self, branch: str, files: Mapping[str, Path], *, message: str) -> None:
-        """Upload files to a branch in one commit. Files that it has already are not sent again."""
-        self.retried(lambda: self._commit(branch, message, add=files))
+        return retried(self._retries, attempt)
 
     def retried(self, action: Callable[[], T]) -> T:
         """Run `action` until it succeeds, fails for good, or has failed too often."""
         return retried(self._retries, action)
 
     def try_publish(
-        self,
-        seen: BranchState,
-        *,
-        add: Mapping[str, Path | bytes],
-        copy: Iterable[str] = (),
-        source: str = "",
-        delete: Iterable[str] = (),
-        message: str,
+        self, seen: BranchState, *, add: Iterable[Any], delete: Iterable[str] = (), message: str
     ) -> str:
         """Change the branch that readers read, in one commit, and return the commit's hash. Not tried again.
 
         Args:
             seen: State of the branch that the change is made for.
-            add: Files to upload.
-            copy: Paths of files that are taken from the branch `source` as they are there.
-            source: Name of the branch for `copy`.
+            add: What `upload` has returned.
             delete: Paths of files to remove.
             message: Message of the commit.
 
@@ -254,40 +236,17 @@ class HubRepository:
             TransientError: The Hub failed, or somebody else has committed since `seen`. The commit may have been made
                 all the same, and only its reply was lost.
         """
-        return self._commit(
-            self.branch,
-            message,
-            add=add,
-            copy=copy,
-            source=source,
-            delete=delete,
-            parent=seen.commit,
-        )
-
-    def _commit(
-        self,
-        branch: str,
-        message: str,
-        *,
-        add: Mapping[str, Path | bytes],
-        copy: Iterable[str] = (),
-        source: str = "",
-        delete: Iterable[str] = (),
-        parent: str = "",
-    ) -> str:
-        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+        from huggingface_hub import CommitOperationDelete
 
         operations: list[Any] = [CommitOperationDelete(path) for path in delete]
-        operations += [CommitOperationCopy(path, path, src_revision=source) for path in copy]
         with self._asking() as api:
-            operations += [CommitOperationAdd(path, content) for path, content in add.items()]
             info = api.create_commit(
                 self._repo,
-                operations,
+                [*operations, *add],
                 repo_type="dataset",
-                revision=branch,
+                revision=self.branch,
                 commit_message=message,
-                parent_commit=parent or None,
+                parent_commit=seen.commit,
             )
         return str(info.oid)
 
@@ -309,6 +268,11 @@ def open_hub(url: str, *, is_private: bool) -> HubRepository:
         ConfigError: The URL is not of this form.
     """
     return HubRepository(parse_address(url), is_private=is_private)
+
+
+def is_large(addition: Any) -> bool:
+    """Whether the Hub has a file of `upload` apart from git. Other files are sent with the commit."""
+    return bool(addition._upload_mode == "lfs")  # noqa: SLF001 - huggingface_hub tells it nowhere else
 
 
 def _described(entries: Iterable[Any]) -> Iterator[tuple[str, HubFile]]:

@@ -1,4 +1,4 @@
-"""`batchinfer collect`: what a marker vouches for, in input order, typed, and nothing else."""
+"""`batchinfer collect`: what a marker vouches for, in input order, as columns, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,719 +7,591 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
-from batchinfer.collect import reader
-from batchinfer.collect.command import run_collect
-from batchinfer.collect.table import CollectConfig
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
-from batchinfer.core.records import Run
-from batchinfer.formats.arrow_lines import ArrowBlock
-from batchinfer.formats.columns import OutputBlock, Shape
-from batchinfer.split.command import SplitConfig, run_split
-from batchinfer.storage import Store
+from batchinfer.core.records import Failure
+from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
-from making import (
-    change_marker,
-    make_job,
-    overwrite,
-    put_raw,
-    read_marker,
-    run_process,
-    run_worker_here,
-)
+from collecting import collect, table_of
+from finished_run import chat, finish_run
+from making import change_marker, make_job, overwrite
 
 ROWS = 25
-
-
-def collect(run: str | Path, dest: str | Path, **options: Any) -> dict[str, Any]:
-    config = CollectConfig(run=str(run), dest=str(dest), **options)
-    return run_collect(config, open_store=open_store, clock=SystemClock())
-
-
-def read_table(folder: str | Path) -> list[dict[str, Any]]:
-    from pyarrow import parquet
-
-    rows: list[dict[str, Any]] = []
-    schemas = set()
-    for path in sorted(Path(folder).rglob("*.parquet")):
-        table = parquet.read_table(path)
-        schemas.add(str(table.schema))
-        rows += table.to_pylist()
-    assert len(schemas) == 1
-    return rows
-
-
-def texts_of(number: int) -> str:
-    return f"hello row {number} " + "x " * (number % 17)
-
-
-def row_with_trouble(index: int) -> dict[str, Any]:
-    """Columns that collide, are of mixed types, nested, missing or null."""
-    row: dict[str, Any] = {
-        "prompt": texts_of(index),
-        "text": f"own text {index}",
-        "score": index if index % 2 else index + 0.5,
-        "mixed": index if index % 3 else str(index),
-        "turns": [{"role": "user", "content": "é\u2028"}] * (index % 3),
-        "nothing": None,
-        "when": "2024-01-01",
-    }
-    if index == 7:
-        del row["prompt"]  # becomes an error row
-    return row
+TOO_LONG = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
-    url = str(tmp_path / "job")
-    make_job(url, rows=ROWS, per_chunk=10, workers=2)
-    return url
+def job(tmp_path: Path) -> Path:
+    make_job(tmp_path / "job", rows=ROWS, per_chunk=10)
+    return tmp_path / "job"
 
 
 @pytest.fixture
-def run(job: str) -> str:
-    run_worker_here(job, f"{job}/runs/a")
-    return f"{job}/runs/a"
+def run(job: Path) -> Path:
+    finish_run(job, job / "runs/a", lambda row: TOO_LONG if row == 7 else chat(f"answer {row}"))
+    return job / "runs/a"
 
 
-@pytest.fixture
-def store(run: str) -> Store:
-    return open_store(run)
+# --------------------------------------------------------------------------- columns
 
 
-# --------------------------------------------------------------------------- the table
-
-
-@pytest.mark.parametrize("place", ["memory", "local", pytest.param("s3", marks=pytest.mark.s3)])
-def test_rows_come_out_in_input_order_with_their_types(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    from pyarrow import parquet
-
-    url = {"memory": f"memory://{request.node.name}", "local": str(tmp_path / "in")}.get(place)
-    url = url or request.getfixturevalue("s3_url")("in")
-    make_job(f"{url}/job", rows=ROWS, per_chunk=10, workers=2)
-    run_worker_here(f"{url}/job", f"{url}/run")
-    result = collect(f"{url}/run", f"{url}/out")
-    assert (result["status"], result["rows"], result["rows_error"]) == ("SUCCESS", ROWS, 0)
-    open_store(f"{url}/out").download("part-00000.parquet", tmp_path / "got.parquet")
-    table = parquet.read_table(tmp_path / "got.parquet")
-    assert [str(field.type) for field in table.schema] == [
-        *("int64", "string", "string", "string", "string"),
-        *("int32", "int32", "int32", "string", "string"),
-    ]
+def test_rows_come_in_input_order_with_their_types(run: Path, tmp_path: Path) -> None:
+    table = table_of(run, tmp_path)
     rows = table.to_pylist()
-    assert [row["row"] for row in rows] == list(range(ROWS))
-    assert [row["text"] for row in rows] == [texts_of(number) for number in range(ROWS)]
-    assert {row["status"] for row in rows} == {"ok"}
-    assert all(row["prompt_tokens"] == row["completion_tokens"] > 0 for row in rows)
-
-
-def test_datasets_reads_a_collected_folder(run: str, tmp_path: Path) -> None:
-    import datasets
-
-    for kind in ("parquet", "jsonl", "csv"):
-        collect(run, tmp_path / kind, format=kind, shard_rows=7)
-        found = datasets.load_dataset(
-            str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache")
-        )
-        assert found["row"] == list(range(ROWS))
-        assert found["text"][3] == texts_of(3)
-        assert found["error_code"][3] is None
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_equal_input_gives_equal_bytes_in_files_of_the_chosen_size(
-    kind: str, run: str, tmp_path: Path
-) -> None:
-    results = [
-        collect(run, tmp_path / name, format=kind, shard_rows=8, with_source=True) for name in "ab"
-    ]
-    assert results[0]["files"] == 4
-    first, second = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
-    )
-    assert first == second
-    record = json.loads(first["_COLLECTED"])
-    assert [file["rows"] for file in record["files"]] == [8, 8, 8, 1]
-    assert all(codec.sha256(first[file["name"]]) == file["sha256"] for file in record["files"])
-
-
-def test_errors_are_rows_without_text(tmp_path: Path) -> None:
-    job = str(tmp_path / "job")
-    make_job(job, rows=ROWS, per_chunk=10, make_row=row_with_trouble)
-    run_worker_here(job, f"{job}/runs/a")
-    result = collect(f"{job}/runs/a", tmp_path / "out")
-    assert result["rows_error"] == 1
-    bad = read_table(tmp_path / "out")[7]
-    assert (bad["status"], bad["text"], bad["error_code"]) == ("error", None, "missing_column")
-    assert bad["error_message"]
-
-
-def test_source_columns_are_joined_and_typed_over_all_rows(tmp_path: Path) -> None:
-    job = str(tmp_path / "job")
-    make_job(job, rows=ROWS, per_chunk=10, make_row=row_with_trouble, compression="zstd")
-    run_worker_here(job, f"{job}/runs/a")
-    collect(f"{job}/runs/a", tmp_path / "out", with_source=True, shard_rows=9)
-    rows = read_table(tmp_path / "out")
-    assert [row["source_text"] for row in rows] == [f"own text {n}" for n in range(ROWS)]
-    assert rows[1]["score"] == 1.0
-    assert rows[2]["score"] == 2.5
-    assert (rows[1]["mixed"], rows[3]["mixed"]) == ("1", '"3"')
-    assert rows[2]["turns"] == [{"role": "user", "content": "é\u2028"}] * 2
-    assert rows[3]["turns"] == []
-    assert rows[2]["nothing"] is None
-    assert rows[2]["when"] == "2024-01-01"
-    assert rows[7]["prompt"] is None
-    collect(f"{job}/runs/a", tmp_path / "few", with_source=True, columns=["mixed"])
-    assert list(read_table(tmp_path / "few")[0])[-2:] == ["error_message", "mixed"]
-    with pytest.raises(InputError, match="'turn'"):
-        collect(f"{job}/runs/a", tmp_path / "none", with_source=True, columns=["turn"])
-
-
-def test_kept_columns_come_without_the_chunks(job: str, tmp_path: Path) -> None:
-    run_worker_here(job, f"{job}/runs/a", "--keep", "prompt", "--keep-prompt")
-    for info in list(open_store(job).list(layout.CHUNKS)):
-        open_store(job).delete([info.key])
-    collect(f"{job}/runs/a", tmp_path / "out")
-    row = read_table(tmp_path / "out")[3]
-    assert row["prompt"] == row["source_prompt"] == texts_of(3)
-
-
-def test_several_answers_are_lists_or_rows_of_their_own(job: str, tmp_path: Path) -> None:
-    run_worker_here(job, f"{job}/runs/a", "--n", "3")
-    collect(f"{job}/runs/a", tmp_path / "lists")
-    row = read_table(tmp_path / "lists")[2]
-    assert len(row["texts"]) == len(row["finish_reasons"]) == 3
-    result = collect(f"{job}/runs/a", tmp_path / "rows", explode=True, with_source=True)
-    assert (result["rows"], result["file_rows"]) == (ROWS, 3 * ROWS)
-    rows = read_table(tmp_path / "rows")
-    assert [(row["row"], row["choice_index"]) for row in rows[:4]] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 0),
-    ]
-    assert rows[3]["prompt"] == texts_of(1)
-
-
-def test_a_renamed_column_of_parquet_gets_its_type_back_too(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    source = pa.table({"prompt": ["a", "b"], "_id": pa.array([5, None], pa.int32())})
-    parquet.write_table(source, tmp_path / "a.parquet")
-    job = tmp_path / "job"
-    run_split(
-        SplitConfig(sources=[str(tmp_path / "a.parquet")], output=str(job), num_chunks=1),
-        store=open_store(str(job)),
-    )
-    run_worker_here(str(job), f"{job}/runs/a")
-    collect(f"{job}/runs/a", tmp_path / "out.parquet", with_source=True)
-    found = parquet.read_table(tmp_path / "out.parquet")
-    assert found.select(source.column_names).cast(source.schema) == source
-    assert found.schema.field("_id").type == pa.int32()
-
-
-def test_columns_that_split_renamed_get_their_names_back(tmp_path: Path) -> None:
-    rows = [{"_id": f"own {row}", "prompt": "hi", "_row": row * 10, "id": row} for row in range(5)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = tmp_path / "job"
-    run_split(
-        SplitConfig(sources=[str(tmp_path / "a.jsonl")], output=str(job), num_chunks=2),
-        store=open_store(str(job)),
-    )
-    run_worker_here(str(job), f"{job}/runs/a", "--keep", "_source_id")
-    collect(f"{job}/runs/a", tmp_path / "all", with_source=True)
-    found = read_table(tmp_path / "all")
-    assert [(row["_id"], row["_row"], row["source_id"]) for row in found] == [
-        (row["_id"], row["_row"], row["id"]) for row in rows
-    ]
-    assert [(row["row"], row["id"]) for row in found] == [(row, str(row)) for row in range(5)]
-    collect(f"{job}/runs/a", tmp_path / "one", with_source=True, columns=["_id"])
-    assert [row["_id"] for row in read_table(tmp_path / "one")] == [row["_id"] for row in rows]
-    collect(f"{job}/runs/a", tmp_path / "kept")
-    assert [row["_id"] for row in read_table(tmp_path / "kept")] == [row["_id"] for row in rows]
-    with pytest.raises(InputError, match="no row has a column '_ids'") as caught:
-        collect(f"{job}/runs/a", tmp_path / "none", with_source=True, columns=["_ids"])
-    assert caught.value.hint == "did you mean _id?"
-
-
-def test_csv_tells_an_empty_answer_from_none_and_holds_lists_as_json(
-    job: str, tmp_path: Path
-) -> None:
-    run_worker_here(job, f"{job}/runs/a", "--n", "2")
-    collect(f"{job}/runs/a", tmp_path / "out.csv")
-    with (tmp_path / "out.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert json.loads(rows[4]["texts"]) == [texts_of(4)] * 2
-    assert b",," in (tmp_path / "out.csv").read_bytes()
-
-
-@pytest.mark.parametrize("output_format", ["openai-batch", "completions"])
-def test_other_output_formats_give_the_same_columns(output_format: str, tmp_path: Path) -> None:
-    def request(index: int) -> dict[str, Any]:
-        body = {"prompt": texts_of(index), "n": 1 + index % 2, "max_tokens": 50}
-        if index == 5:
-            body["tools"] = [{}]
-        if output_format == "completions":
-            return body
-        return {
-            "custom_id": f"r{index}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": body,
-        }
-
-    job = str(tmp_path / "job")
-    make_job(job, rows=12, per_chunk=5, make_row=request)
-    options = ("--prompt-column", "", "--request-format", output_format)
-    run_worker_here(job, f"{job}/runs/a", *options, "--output-format", output_format)
-    collect(f"{job}/runs/a", tmp_path / "out", explode=True)
-    rows = read_table(tmp_path / "out")
-    assert [row["row"] for row in rows] == sorted(row["row"] for row in rows)
-    assert [row["choice_index"] for row in rows if row["row"] == 1] == [0, 1]
-    bad = next(row for row in rows if row["row"] == 5)
-    good_tokens = {row["prompt_tokens"] for row in rows if row["status"] == "ok"}
-    assert (None in good_tokens) == (output_format == "completions"), "unknown is not 0"
-    assert good_tokens != {None} or output_format == "completions"
-    assert bad["prompt_tokens"] is None
-    assert (bad["status"], bad["error_code"], bad["text"]) == (
-        "error",
-        "unsupported_parameter",
-        None,
-    )
-    good = next(row for row in rows if row["row"] == 2)
-    assert good["text"] == texts_of(2)
-    assert good["id"] == ("r2" if output_format == "openai-batch" else "2")
-
-
-@pytest.mark.parametrize("output_format", ["openai-batch", "completions", "native"])
-def test_log_probabilities_that_only_a_request_asks_for_have_a_column(
-    output_format: str, tmp_path: Path
-) -> None:
-    job = str(tmp_path / "job")
-    rows = [{"prompt": "a b", "max_tokens": 5, "logprobs": 1}, {"prompt": "a b", "max_tokens": 5}]
-    make_job(job, rows=2, per_chunk=2, make_row=lambda row: rows[row])
-    options = ("--prompt-column", "", "--request-format", "completions")
-    run_worker_here(job, f"{job}/runs/a", *options, "--output-format", output_format)
-    collect(f"{job}/runs/a", tmp_path / "out", explode=True)
-    with_them, without = (row["logprobs"] for row in read_table(tmp_path / "out"))
-    assert "logprob" in with_them
-    assert without is None
-
-
-def test_log_probabilities_of_prompts_are_said_to_be_left_out(
-    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_worker_here(job, f"{job}/runs/a", "--sampling", "prompt_logprobs=1")
-    collect(f"{job}/runs/a", tmp_path / "out")
-    assert "log-probabilities of prompts are left out" in caplog.text
-
-
-def test_embeddings_are_float32_lists_of_one_length(run: str, store: Store, tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    made = read_run(store)
-    config = {**made.config, "prompt": {**made.config["prompt"], "task": "embed"}}
-    fingerprint = codec.fingerprint(config)
-    replace_run(store, msgspec.structs.replace(made, config=config, fingerprint=fingerprint))
-    for index, rows in enumerate((10, 10, 5)):
-        lines = [
-            {
-                "_row": 10 * index + row,
-                "_id": str(10 * index + row),
-                "status": "ok" if row else "error",
-                "choices": [],
-                "usage": {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0},
-                "error": None if row else {"code": "engine_rejected", "message": ""},
-                **({"embedding": [0.1, row, -2]} if row else {}),
-            }
-            for row in range(rows)
-        ]
-        replace_output(store, f"part-{index:05d}", lines)
-    for index, rows in enumerate((10, 10, 5)):
-        change_marker(
-            store,
-            f"part-{index:05d}",
-            fingerprint=fingerprint,
-            rows_ok=rows - 1,
-            rows_error=1,
-            errors={"engine_rejected": 1},
-        )
-    collect(run, tmp_path / "out")
-    table = parquet.read_table(tmp_path / "out" / "part-00000.parquet")
-    assert str(table.schema.field("embedding").type) == "fixed_size_list<element: float>[3]"
-    assert "text" not in table.column_names
-    assert table["embedding"][0].as_py() is None
-    assert table["embedding"][4].as_py() == pytest.approx([0.1, 4.0, -2.0])
-
-
-def test_reasoning_has_a_column_where_the_run_speaks_of_it() -> None:
-    line = {
-        "_row": 0,
-        "_id": "0",
-        "status": "ok",
-        "choices": [{"index": 0, "text": "4", "finish_reason": "stop", "reasoning": "2+2"}],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0},
-        "error": None,
+    assert [(row["_row"], row["_id"]) for row in rows] == [(n, f"id-{n}") for n in range(ROWS)]
+    assert rows[3] == {
+        "_row": 3,
+        "_id": "id-3",
+        "status": 200,
+        "text": "answer 3",
+        "finish_reason": "stop",
+        "model": "tiny",
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "error_code": None,
+        "error_message": None,
     }
-    data = json.dumps(line).encode() + b"\n"
-    shape = Shape(output_format="native", answers="single", has_reasoning=True)
-    plain = msgspec.structs.replace(shape, has_reasoning=False)
-    for kind in (OutputBlock, ArrowBlock):
-        assert list(map(str, kind(data, shape, 0).columns()[0]["reasoning"])) == ["2+2"]
-        assert kind(data, plain, 0).num_unshown() == 1
+    wrong = rows[7]
+    assert (wrong["status"], wrong["error_code"]) == (400, "prompt_too_long")
+    assert (wrong["text"], wrong["error_message"]) == (None, "too long")
+    assert table.schema.field("_row").type == pa.int64()
 
 
-@pytest.mark.parametrize("answers", ["single", "lists", "exploded"])
-def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
-    def line(row: int, texts: list[str], **more: Any) -> bytes:
-        choices = [
-            {"index": index, "text": text, "finish_reason": "stop"}
-            for index, text in enumerate(texts)
-        ]
-        usage = {"prompt_tokens": row, "completion_tokens": 2, "cached_tokens": 1}
-        entry = {"_row": row, "_id": f"r{row}", "status": "ok" if texts else "error"}
-        entry |= {"choices": choices, "usage": usage, "error": None, **more}
-        return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-
-    several = [] if answers == "single" else ["2024-01-01"]
-    failed = {"code": "invalid_json", "message": "no"}
-    data = b"".join(
-        [
-            line(5, ["a\u2028\n", *several]),
-            line(6, [], error=failed, timing={"queue_seconds": 0.1}),
-            line(7, ["", *several]),
-            line(8, ["😀"]),
-            line(9, ["x"], usage={"prompt_tokens": 3}),
-        ]
+@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.s3)])
+def test_runs_in_buckets(place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    url = (
+        f"memory://{tmp_path}"
+        if place == "memory"
+        else request.getfixturevalue("s3_url")("collect")
     )
-    shape = Shape(output_format="native", answers=answers)
-    left, right = OutputBlock(data, shape, 5), ArrowBlock(data, shape, 5)
-    for one, other in ((left, right), (left.part(1, 3), right.part(1, 3))):
-        assert one.counts() == other.counts()
-        assert one.num_rows == other.num_rows
-        columns, lines = one.columns()
-        arrays, other_lines = other.columns()
-        assert lines == other_lines
-        assert list(columns) == list(arrays) == shape.names
-        assert columns == {name: values.to_pylist() for name, values in arrays.items()}
-    assert left.columns()[0]["prompt_tokens"][-2:] == [8, 3]
-    assert left.columns()[0]["cached_tokens"][-2:] == [1, None]
+    make_job(f"{url}/job", rows=4, per_chunk=2)
+    finish_run(f"{url}/job", f"{url}/job/runs/a")
+    collect(f"{url}/job/runs/a", f"{url}/out")
+    names = [info.key for info in open_store(f"{url}/out").list("")]
+    assert names == ["_COLLECTED", "part-00000.parquet"]
 
 
-# --------------------------------------------------------------------------- the lines as they are
+def test_what_servers_answer_becomes_columns(job: Path, tmp_path: Path) -> None:
+    call = {
+        "id": "chatcmpl-tool-1",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}"},
+    }
+    thought = {"type": "reasoning", "id": "rs_1", "content": [{"text": "hm"}]}
+    said = {"type": "message", "id": "msg_1", "content": [{"text": "he"}, {"text": "llo"}]}
+    details = {"cached_tokens": 4}
+    usage = {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": details}
+    answers: list[Any] = [
+        chat(None, reasoning="thinking", tool_calls=[call]),
+        {"choices": [{"text": "plain", "finish_reason": "length", "logprobs": {"tokens": ["a"]}}]},
+        {"output": [thought, said], "status": "completed", "usage": usage},
+        {
+            "output": [{"type": "function_call", "name": "f"}],
+            "incomplete_details": {"reason": "max_output_tokens"},
+        },
+        {"text": "spoken", "usage": {"type": "duration", "seconds": 1}},
+        {"results": [{"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": 0.25}]},
+        {"choices": 7, "usage": [], "text": {"odd": 1}},
+        b'"only text"',
+    ]
+    finish_run(job, job / "runs/a", lambda row: answers[row % len(answers)])
+    rows = table_of(job / "runs/a", tmp_path).to_pylist()
+    assert rows[0]["text"] is None
+    assert rows[0]["reasoning"] == "thinking"
+    assert json.loads(rows[0]["tool_calls"])[0]["function"] == call["function"]
+    assert (rows[1]["text"], rows[1]["finish_reason"]) == ("plain", "length")
+    assert json.loads(rows[1]["logprobs"]) == {"tokens": ["a"]}
+    assert (rows[2]["text"], rows[2]["reasoning"], rows[2]["finish_reason"]) == (
+        "hello",
+        "hm",
+        "stop",
+    )
+    assert (rows[2]["prompt_tokens"], rows[2]["cached_tokens"]) == (7, 4)
+    assert json.loads(rows[3]["tool_calls"]) == [{"type": "function_call", "name": "f"}]
+    assert (rows[3]["text"], rows[3]["finish_reason"]) == ("", "length")
+    assert rows[4]["text"] == "spoken"
+    assert rows[5]["results"] == [{"index": 1, "score": 0.5}, {"index": 0, "score": 0.25}]
+    assert {row["status"] for row in rows} == {200}
+    assert rows[7]["text"] is None
 
 
-def lines_of(store: Store, *chunks: str) -> bytes:
-    return b"".join(store.get(f"outputs/{chunk}.jsonl").data for chunk in chunks)
+def test_several_answers_are_lists(job: Path, tmp_path: Path) -> None:
+    def answer(row: int) -> dict[str, Any]:
+        choices = [{"text": f"{row}.{n}", "finish_reason": "stop"} for n in range(1 + row % 2)]
+        return {"choices": choices}
+
+    finish_run(job, job / "runs/a", answer)
+    rows = table_of(job / "runs/a", tmp_path).to_pylist()
+    assert [row["texts"] for row in rows[:2]] == [["0.0"], ["1.0", "1.1"]]
+    assert rows[1]["finish_reasons"] == ["stop", "stop"]
+    assert "text" not in rows[0]
 
 
-ALL = ("part-00000", "part-00001", "part-00002")
+def test_a_run_of_which_every_row_failed_has_the_columns(job: Path, tmp_path: Path) -> None:
+    finish_run(job, job / "runs/a", lambda _row: TOO_LONG)
+    assert table_of(job / "runs/a", tmp_path)["text"].to_pylist() == [None] * ROWS
 
 
-def test_lines_are_those_of_the_outputs_byte_for_byte(
-    run: str, store: Store, tmp_path: Path
-) -> None:
-    result = collect(run, tmp_path / "out.jsonl", format="lines")
-    assert (result["status"], result["rows"], result["files"]) == ("SUCCESS", ROWS, 1)
-    assert (tmp_path / "out.jsonl").read_bytes() == lines_of(store, *ALL)
-    assert result["bytes"] == (tmp_path / "out.jsonl").stat().st_size
-    with pytest.raises(InputError, match="there already"):
-        collect(run, tmp_path / "out.jsonl", format="lines")
+def test_other_forms_have_the_values_of_parquet(run: Path, tmp_path: Path) -> None:
+    rows = table_of(run, tmp_path).to_pylist()
+    collect(run, tmp_path / "a.jsonl")
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == rows
+    collect(run, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert found[3] == {
+        name: "" if value is None else str(value) for name, value in rows[3].items()
+    }
 
 
-def test_lines_in_files_of_the_chosen_size_cross_the_borders_of_chunks(
-    run: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "_MEMORY_BYTES", 100)  # over the disk
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", 1000)  # and not in step with the files
-    collect(run, tmp_path / "out", format="lines", shard_rows=7)
-    files = sorted((tmp_path / "out").glob("part-*.jsonl"))
-    assert [len(file.read_bytes().splitlines()) for file in files] == [7, 7, 7, 4]
-    assert b"".join(file.read_bytes() for file in files) == lines_of(store, *ALL)
-    again = collect(run, tmp_path / "out", format="lines", shard_rows=7)
-    assert again["status"] == "UNCHANGED"
-    with pytest.raises(InputError, match="another collection"):
-        collect(run, tmp_path / "out", format="jsonl", shard_rows=7)
+def test_json_lines_hold_json_and_csv_its_text(job: Path, tmp_path: Path) -> None:
+    finish_run(job, job / "runs/a", lambda _row: chat('a,"b"\n', tool_calls=[{"type": "function"}]))
+    collect(job / "runs/a", tmp_path / "a.jsonl")
+    first = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
+    assert first["tool_calls"][0]["type"] == "function"
+    collect(job / "runs/a", tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        found = next(csv.DictReader(file))
+    assert (found["text"], json.loads(found["tool_calls"])) == ('a,"b"\n', first["tool_calls"])
 
 
-def test_lines_of_an_unsound_run_are_refused_and_a_part_leaves_them_out(
-    run: str, store: Store, tmp_path: Path
-) -> None:
-    store.create("outputs/part-00002.orphan.jsonl", b"a line of nobody\n")
-    key = "outputs/part-00001.jsonl"
-    overwrite(store, key, store.get(key).data.replace(b"hello row 13", b"HELLO ROW 13"))
-    out = tmp_path / "out.jsonl"
-    with pytest.raises(RunUnsound, match="sha256"):
-        collect(run, out, format="lines")
-    assert not out.exists()
-    result = collect(run, out, format="lines", partial=True)
-    assert (result["status"], result["missing"], result["rows"]) == ("PARTIAL", ["part-00001"], 15)
-    assert out.read_bytes() == lines_of(store, "part-00000", "part-00002")
-    store.delete([layout.marker_key("part-00000")])
-    with pytest.raises(RunUnsound, match="1 of 3 chunks"):
-        collect(run, tmp_path / "other.jsonl", format="lines")
+def test_an_empty_answer_is_not_a_missing_one_in_csv(job: Path, tmp_path: Path) -> None:
+    finish_run(job, job / "runs/a", lambda row: TOO_LONG if row else chat(""))
+    collect(job / "runs/a", tmp_path / "a.csv")
+    first, second, *_ = (tmp_path / "a.csv").read_text().splitlines()[1:]
+    assert first.split(",")[3] == '""'
+    assert second.split(",")[3] == ""
+
+
+def test_datasets_reads_a_collected_folder(run: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    collect(run, tmp_path / "out", shard_rows=10)
+    found = datasets.load_dataset(
+        str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "c")
+    )
+    assert found["_row"][:] == list(range(ROWS))
+
+
+# --------------------------------------------------------------------------- vectors
+
+
+def vector(row: int) -> list[float]:
+    return [row, 0.5, -1.0, 2.0]
+
+
+def as_base64(values: list[float]) -> str:
+    import base64
+    import struct
+
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+@pytest.mark.parametrize("form", [as_base64, list])
+def test_embeddings_are_fixed_size_lists(form: Any, job: Path, tmp_path: Path) -> None:
+    finish_run(
+        job,
+        job / "runs/a",
+        lambda row: TOO_LONG if row == 7 else {"data": [{"embedding": form(vector(row))}]},
+        prompt={"task": "embed"},
+    )
+    table = table_of(job / "runs/a", tmp_path)
+    assert table.schema.field("embedding").type == pa.list_(pa.float32(), 4)
+    assert table["embedding"][3].as_py() == vector(3)
+    assert table["embedding"][7].as_py() is None
+    assert "text" not in table.column_names
 
 
 @pytest.mark.parametrize(
-    ("cut", "message"), [(-1, "is cut off"), (-2, "is cut off"), (None, "the marker counts")]
+    ("task", "data", "name", "kind"),
+    [
+        (
+            "embed",
+            [{"embedding": [1]}, {"embedding": [1, 2]}],
+            "embeddings",
+            pa.list_(pa.list_(pa.float32())),
+        ),
+        (
+            "token-embed",
+            [{"data": [[1, 2], [3, 4]]}],
+            "token_embeddings",
+            pa.list_(pa.list_(pa.float32())),
+        ),
+        ("reward", [{"data": [0.5]}], "reward", pa.float32()),
+        ("reward", [{"data": [[0.5], [1.0]]}], "rewards", pa.list_(pa.list_(pa.float32()))),
+        ("classify", [{"label": "good", "probs": [0.75, 0.25]}], "probs", pa.list_(pa.float64())),
+        ("score", [{"score": 0.5}], "score", pa.float64()),
+        ("score", [{"score": 0.5}, {"score": 1.0}], "scores", pa.list_(pa.float64())),
+    ],
 )
-def test_lines_that_are_not_as_many_as_the_rows_are_refused(
-    run: str, store: Store, tmp_path: Path, cut: int | None, message: str
+def test_what_pooling_models_answer(
+    task: str, data: Any, name: str, kind: pa.DataType, job: Path, tmp_path: Path
 ) -> None:
-    data = lines_of(store, "part-00001")
-    data = data[:cut] if cut else data + data.splitlines(keepends=True)[-1]
-    overwrite(store, "outputs/part-00001.jsonl", data)
-    change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
-    with pytest.raises(InputError, match=message):
-        collect(run, tmp_path / "out.jsonl", format="lines")
-    assert not (tmp_path / "out.jsonl").exists()
+    finish_run(job, job / "runs/a", lambda _row: {"data": data}, prompt={"task": task})
+    table = table_of(job / "runs/a", tmp_path)
+    assert table.schema.field(name).type == kind
+    wanted = [list(each.values())[-1] for each in data]
+    assert table[name][0].as_py() in (
+        wanted,
+        wanted[0],
+        wanted[0][0] if isinstance(wanted[0], list) else None,
+    )
 
 
-def test_lines_of_a_batch_run_are_a_file_that_openai_clients_read(tmp_path: Path) -> None:
-    from openai.types.chat import ChatCompletion
+# --------------------------------------------------------------------------- JSON answers
 
-    def request(index: int) -> dict[str, Any]:
-        body = {"messages": [{"role": "user", "content": texts_of(index)}], "max_tokens": 50}
-        if index == 5:
-            body["temperature"] = -1
-        url = "/v1/chat/completions"
-        return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": body}
-
-    job = str(tmp_path / "job")
-    make_job(job, rows=12, per_chunk=5, make_row=request)
-    options = ("--prompt-column", "", "--request-format", "openai-batch")
-    run_worker_here(job, f"{job}/runs/a", *options, "--output-format", "openai-batch")
-    command = ["collect", f"{job}/runs/a", str(tmp_path / "batch.jsonl"), "--format", "lines"]
-    done = run_process(command)
-    assert (done.status, done.result["rows"], done.result["rows_error"]) == (0, 12, 1)
-    lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
-    assert [line["custom_id"] for line in lines] == [f"r{index}" for index in range(12)]
-    assert [line["response"]["status_code"] for line in lines] == [200] * 5 + [400] + [200] * 6
-    answer = ChatCompletion.model_validate(lines[3]["response"]["body"])
-    assert texts_of(3).strip() in str(answer.choices[0].message.content)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0},
+        "rate": {"type": "number"},
+        "tags": {"type": "array"},
+    },
+    "required": ["age"],
+}
+BODY = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}
 
 
-# --------------------------------------------------------------------------- what counts
+def test_json_answers_are_columns_and_broken_ones_are_marked(job: Path, tmp_path: Path) -> None:
+    def answer(row: int) -> dict[str, Any]:
+        if row == 1:
+            return chat('{"age": -1}')
+        found = chat(['{"age": 3, "rate": 2, "tags": ["a"]}', "", "no JSON", '{"ag'][row % 4])
+        if row % 4 == 3:
+            found["choices"][0]["finish_reason"] = "length"
+        return found
+
+    finish_run(job, job / "runs/a", answer, prompt={"body": BODY})
+    table = table_of(job / "runs/a", tmp_path)
+    rows = table.to_pylist()
+    assert [rows[0][f"answer_{name}"] for name in ("age", "rate", "tags")] == [3, 2.0, ["a"]]
+    assert table.schema.field("answer_rate").type == pa.float64()
+    assert [row["answer_valid"] for row in rows[:4]] == [True, False, False, None]
+    assert rows[1]["answer_age"] == -1
+    assert rows[2]["answer_age"] is None
+    found = collect(job / "runs/a", tmp_path / "one.jsonl")
+    assert found["broken_answers"] == sum(row["answer_valid"] is False for row in rows)
+    assert "answer_age" not in table_of(job / "runs/a", tmp_path, answer_json=False).column_names
 
 
-def read_run(store: Store) -> Run:
-    return codec.decode(store.get(layout.RUN_KEY).data, Run, name=layout.RUN_KEY)
+def test_json_answers_without_a_schema_have_the_types_that_they_share(
+    job: Path, tmp_path: Path
+) -> None:
+    texts = [
+        '{"a": 1, "b": [1], "A": 2}',
+        '{"a": 1.5, "b": {"x": 1}}',
+        '{"big": 12345678901234567890123}',
+    ]
+    finish_run(job, job / "runs/a", lambda row: chat(texts[row % 3]))
+    rows = table_of(job / "runs/a", tmp_path, answer_json=True).to_pylist()
+    assert [json.loads(row["answer"]) for row in rows[:3]] == list(map(json.loads, texts))
+    texts[0] = '{"a": 1, "b": [1]}'
+    finish_run(job, job / "runs/b", lambda row: chat(texts[row % 3]))
+    rows = table_of(job / "runs/b", tmp_path, answer_json=True).to_pylist()
+    assert [row["answer_a"] for row in rows[:3]] == [1.0, 1.5, None]
+    assert [rows[0]["answer_b"], rows[1]["answer_b"]] == ["[1]", '{"x":1}']
+    assert rows[2]["answer_big"] == "12345678901234567890123"
 
 
-def replace_run(store: Store, run: Run) -> None:
-    overwrite(store, layout.RUN_KEY, codec.encode(run))
+def test_several_json_answers_are_a_list(job: Path, tmp_path: Path) -> None:
+    choices = [{"text": f'{{"age": {n}}}', "finish_reason": "stop"} for n in (1, -1)]
+    finish_run(job, job / "runs/a", lambda _row: {"choices": choices}, prompt={"body": BODY})
+    first = table_of(job / "runs/a", tmp_path).to_pylist()[0]
+    assert [each["age"] for each in first["answer"]] == [1, -1]
+    assert first["answer_valid"] == [True, False]
 
 
-def replace_output(store: Store, chunk: str, lines: list[dict[str, Any]]) -> None:
-    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    overwrite(store, layout.output_key(layout.output_file(chunk)), data)
-    change_marker(store, chunk, output_sha256=codec.sha256(data), output_bytes=len(data))
+def test_a_schema_that_points_elsewhere_is_not_fetched(job: Path, tmp_path: Path) -> None:
+    body = {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}}}
+    finish_run(job, job / "runs/a", lambda _row: chat('{"a": 1}'), prompt={"body": body})
+    rows = table_of(job / "runs/a", tmp_path).to_pylist()
+    assert {row["answer_valid"] for row in rows} == {None}
+    assert rows[0]["answer_a"] == 1
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path) -> None:
+    found = table_of(run, tmp_path, where="error_code IS NOT NULL OR text LIKE '%2'")
+    assert found["_row"].to_pylist() == [2, 7, 12, 22]
+    joined = table_of(run, tmp_path, where="prompt LIKE '%row 4 %'", with_source=True)
+    assert joined["_row"].to_pylist() == [4]
+    assert table_of(run, tmp_path, where="false").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "where", ["status=error", "texts = 'a'", "select", "_row", "1; drop table answers"]
+)
+def test_other_conditions_are_refused_before_anything_is_written(
+    where: str, run: Path, tmp_path: Path
+) -> None:
+    if where == "_row":
+        assert (
+            table_of(run, tmp_path, where=where).num_rows == ROWS - 1
+        )  # SQL takes numbers as truth
+        return
+    with pytest.raises(ConfigError, match="--where"):
+        collect(run, tmp_path / "out", where=where)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) -> None:
+    drawn = [table_of(run, tmp_path, sample=9, seed=seed)["_row"].to_pylist() for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] == sorted(drawn[0])
+    assert drawn[0] != drawn[2]
+    assert len(set(drawn[0])) == len(drawn[2]) == 9
+    fitting = table_of(run, tmp_path, sample=4, where="_row % 2 = 0")["_row"].to_pylist()
+    assert len(fitting) == 4
+    assert not any(row % 2 for row in fitting)
+    assert table_of(run, tmp_path, sample=100).num_rows == ROWS
+
+
+def test_every_row_has_the_same_chance(run: Path, tmp_path: Path) -> None:
+    from collections import Counter
+
+    import numpy as np
+
+    from batchinfer.collect.table import _mixed
+
+    drawn: Counter[int] = Counter()
+    for seed in range(2000):
+        drawn.update(np.argsort(_mixed(np.arange(20), seed))[:5].tolist())
+    assert all(400 < drawn[row] < 600 for row in range(20))
+
+
+# --------------------------------------------------------------------------- lines
+
+
+def outputs_of(run: Path) -> list[bytes]:
+    data = b"".join(path.read_bytes() for path in sorted(run.glob("outputs/*.jsonl")))
+    return data.splitlines(keepends=True)
+
+
+def test_lines_are_those_of_the_outputs_byte_for_byte(run: Path, tmp_path: Path) -> None:
+    collect(run, tmp_path / "a.jsonl", format="lines")
+    assert (tmp_path / "a.jsonl").read_bytes() == b"".join(outputs_of(run))
+    collect(run, tmp_path / "b", format="lines", where="_row IN (3, 20)", shard_rows=1)
+    found = [path.read_bytes() for path in sorted((tmp_path / "b").glob("*.jsonl"))]
+    assert found == [outputs_of(run)[3], outputs_of(run)[20]]
+
+
+def test_batch_results_are_those_that_openai_clients_read(job: Path, tmp_path: Path) -> None:
+    crash = Failure(code=Code.ENGINE_CRASH, message="died", status=500)
+    finish_run(job, job / "runs/a", lambda row: [chat("yes"), TOO_LONG, crash][row % 3])
+    collect(job / "runs/a", tmp_path / "a.jsonl", format="openai-batch")
+    found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len({line["id"] for line in found}) == len(found) == ROWS
+    assert [line["custom_id"] for line in found[:3]] == ["id-0", "id-1", "id-2"]
+    assert found[0]["error"] is None
+    assert found[0]["response"]["status_code"] == 200
+    assert found[0]["response"]["body"]["choices"][0]["message"]["content"] == "yes"
+    assert found[1]["response"]["status_code"] == 400
+    assert found[1]["response"]["body"]["error"]["code"] == "prompt_too_long"
+    assert found[2]["response"] is None
+    assert found[2]["error"] == {"code": "engine_crash", "message": "died"}
+    assert set(found[0]["response"]) == {"status_code", "request_id", "body"}
+
+
+def test_completions_hold_the_request_beside_its_result(job: Path, tmp_path: Path) -> None:
+    answer = {"choices": [{"text": "x", "index": 0, "logprobs": None, "finish_reason": "stop"}]}
+    finish_run(job, job / "runs/a", lambda row: answer if row else TOO_LONG, leave_out=[1])
+    collect(job / "runs/a", tmp_path / "a.jsonl", format="completions", partial=True)
+    found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(found) == 15
+    assert found[1] == {"request": {"prompt": "hello row 1 x "}, "result": answer}
+    assert found[10]["request"]["prompt"].startswith("hello row 20")
+    assert (found[0]["result"], found[0]["error"]["code"]) == (None, "prompt_too_long")
+
+
+# --------------------------------------------------------------------------- which outputs
 
 
 def test_the_newest_generation_counts_and_orphans_do_not(
-    run: str, store: Store, tmp_path: Path
+    run: Path, job: Path, tmp_path: Path
 ) -> None:
-    lines = [json.loads(line) for line in store.get("outputs/part-00001.jsonl").data.splitlines()]
-    lines[0]["choices"][0]["text"] = "repaired"
-    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    store.create("outputs/part-00001.repair.jsonl", data)
-    marker = msgspec.structs.replace(
-        read_marker(store, "part-00001"),
-        generation=1,
-        output="part-00001.repair.jsonl",
-        output_sha256=codec.sha256(data),
-        output_bytes=len(data),
-    )
-    store.create(layout.marker_key("part-00001", 1), codec.encode(marker))
-    store.create("outputs/part-00002.orphan.jsonl", data)
-    store.create("notes.txt", b"mine")
-    result = collect(run, tmp_path / "out")
-    assert result["foreign_objects"] == 1
-    rows = read_table(tmp_path / "out")
-    assert len(rows) == ROWS
-    assert rows[10]["text"] == "repaired"
+    finish_run(job, run, lambda row: chat(f"again {row}"), leave_out=[0, 2], generation=1)
+    (run / "outputs/part-00000.stray.jsonl").write_bytes(b"not read")
+    texts = table_of(run, tmp_path)["text"].to_pylist()
+    assert (texts[3], texts[13], texts[23]) == ("answer 3", "again 13", "answer 23")
 
 
-def test_unfinished_run_is_refused_and_a_part_says_what_is_missing(
-    run: str, store: Store, tmp_path: Path
+def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
+    job: Path, tmp_path: Path
 ) -> None:
-    store.delete([layout.marker_key("part-00001")])
-    with pytest.raises(RunUnsound, match=r"1 of 3 chunks .*part-00001") as caught:
+    finish_run(job, job / "runs/a", leave_out=[1])
+    with pytest.raises(RunUnsound, match="1 of 3 chunks"):
+        collect(job / "runs/a", tmp_path / "out")
+    result = collect(job / "runs/a", tmp_path / "out", partial=True, with_source=True)
+    assert (result["status"], result["missing"], result["rows"]) == ("PARTIAL", ["part-00001"], 15)
+    rows = parquet.read_table(tmp_path / "out/part-00000.parquet").to_pylist()
+    assert rows[10]["prompt"].startswith("hello row 20")
+
+
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_damage_is_noticed_before_a_row_is_written(
+    how: str, run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from batchinfer.collect import collecting
+
+    select = collecting.select
+
+    def damaging(*arguments: Any, **options: Any) -> Any:
+        found = select(*arguments, **options)
+        path = run / "outputs/part-00001.jsonl"
+        if how == "gone":
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(path.read_bytes().replace(b"answer 13", b"answer 31"))
+        return found
+
+    monkeypatch.setattr(collecting, "select", damaging)
+    with pytest.raises(RunUnsound, match="part-00001"):
         collect(run, tmp_path / "out")
-    assert "--partial" in caught.value.hint
     assert not (tmp_path / "out").exists()
-    result = collect(run, tmp_path / "out", partial=True)
-    assert (result["status"], result["missing"]) == ("PARTIAL", ["part-00001"])
-    assert [row["row"] for row in read_table(tmp_path / "out")] == [*range(10), *range(20, 25)]
+    assert collect(run, tmp_path / "out", partial=True)["missing"] == ["part-00001"]
 
 
-def test_changed_output_is_noticed_before_a_row_of_it_is_used(
-    run: str, store: Store, tmp_path: Path
+def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
+    store = open_store(str(run))
+    data = store.get(layout.output_key("part-00001.jsonl")).data
+    lines = data.splitlines(keepends=True)
+    for changed in ([lines[1], lines[0], *lines[2:]], [*lines[:-1], b"\n"], [*lines[:-1], b"{\n"]):
+        other = b"".join(changed)
+        overwrite(store, layout.output_key("part-00001.jsonl"), other)
+        change_marker(
+            store, "part-00001", output_sha256=codec.sha256(other), output_bytes=len(other)
+        )
+        with pytest.raises(InputError):
+            collect(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_run_and_wrong_job_and_a_list_are_told_apart(
+    run: Path, job: Path, tmp_path: Path
 ) -> None:
-    key = "outputs/part-00001.jsonl"
-    overwrite(store, key, store.get(key).data.replace(b"hello row 13", b"HELLO ROW 13"))
-    with pytest.raises(RunUnsound, match="sha256"):
-        collect(run, tmp_path / "out.parquet")
-    assert not (tmp_path / "out.parquet").exists()
-    result = collect(run, tmp_path / "out", partial=True)
-    assert (result["status"], result["missing"]) == ("PARTIAL", ["part-00001"])
-
-
-def test_output_that_vanishes_while_it_is_read_is_an_answer_not_a_crash(
-    run: str, store: Store, tmp_path: Path
-) -> None:
-    class Vanishing:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-        def get(self, key: str) -> Any:
-            if key.startswith("outputs/") and key.endswith(".jsonl"):
-                store.delete(["outputs/part-00002.jsonl"])
-            return store.get(key)
-
-    def opener(url: str) -> Any:
-        return Vanishing() if url == run else open_store(url)
-
-    config = CollectConfig(run=run, dest=str(tmp_path / "out.jsonl"))
-    with pytest.raises(RunUnsound, match="vanished"):
-        run_collect(config, open_store=opener, clock=SystemClock())
-
-
-def test_large_outputs_go_over_the_disk(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "_MEMORY_BYTES", 100)
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", 1000)
-    collect(run, tmp_path / "out", with_source=True)
-    rows = read_table(tmp_path / "out")
-    assert [row["text"] for row in rows] == [row["prompt"] for row in rows]
-    assert len(rows) == ROWS
-
-
-def test_lines_of_other_rows_are_refused(run: str, store: Store, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in store.get("outputs/part-00001.jsonl").data.splitlines()]
-    replace_output(store, "part-00001", lines[::-1])
-    with pytest.raises(InputError, match="out of order"):
-        collect(run, tmp_path / "out")
-
-
-def test_no_run_and_newer_run_and_run_without_answers_are_told_apart(
-    job: str, run: str, store: Store, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match="no run there"):
-        collect(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(InputError, match="is a job, expected one of its runs"):
-        collect(job, tmp_path / "out")
-    open_store(f"{job}/runs/new").create(layout.RUN_KEY, store.get(layout.RUN_KEY).data)
-    with pytest.raises(RunUnsound, match="no chunk is done"):
-        collect(f"{job}/runs/new", tmp_path / "out", partial=True)
-    replace_run(store, msgspec.structs.replace(read_run(store), format_version=99))
-    with pytest.raises(InputError, match="format version 99"):
-        collect(run, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["answers.json", "answers.jsonl.gz", "Answers.TXT"])
-def test_a_name_of_a_file_that_is_not_written_makes_no_folder(
-    run: str, tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(ConfigError, match=r"expected a name in \.parquet, \.jsonl, \.csv, or"):
-        collect(run, tmp_path / name)
-    assert not (tmp_path / name).exists()
-    collect(run, tmp_path / "answers-v1.2")
-
-
-def test_a_column_that_no_row_has_is_answered_with_those_they_have(
-    run: str, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        InputError, match=r"no row has a column 'promt', expected some of: .*prompt"
-    ) as caught:
-        collect(run, tmp_path / "out", with_source=True, columns=["promt"])
-    assert caught.value.hint == "did you mean prompt?"
-
-
-def test_job_of_another_run_is_refused(run: str, tmp_path: Path) -> None:
-    make_job(tmp_path / "other", rows=3, per_chunk=3)
-    with pytest.raises(InputError, match=r"another job\.json"):
+    with pytest.raises(InputError):
+        collect(job / "runs/none", tmp_path / "out")
+    make_job(tmp_path / "other", rows=3, per_chunk=10)
+    with pytest.raises(InputError, match="another job"):
         collect(run, tmp_path / "out", job=str(tmp_path / "other"))
 
 
-def test_run_over_a_list_of_files_needs_the_list(tmp_path: Path) -> None:
-    folder = tmp_path / "lists"
-    folder.mkdir()
-    for name in "ab":
-        (folder / f"{name}.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
-    (folder / "list.txt").write_text("b.jsonl\na.jsonl\n")
-    arguments = ["--manifest", f"{folder}/list.txt", "--output", f"{tmp_path}/run"]
-    done = run_process(["worker", *arguments, "--engine", "echo", "--prompt-column", "prompt"])
-    assert done.status == 0, done.stderr
-    with pytest.raises(InputError, match="list of chunks") as caught:
-        collect(tmp_path / "run", tmp_path / "out")
-    assert "--manifest" in caught.value.hint
-    collect(tmp_path / "run", tmp_path / "out", manifests=[f"{folder}/list.txt"])
-    rows = read_table(tmp_path / "out")
-    assert [(row["chunk"], row["row"]) for row in rows] == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
+# --------------------------------------------------------------------------- places
 
 
-# --------------------------------------------------------------------------- the destination
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_finished_collection_is_left_alone_and_another_is_not_overwritten(
-    run: str, tmp_path: Path
+def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
+    run: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    collect(run, out, shard_rows=10)
-    assert collect(run, out, shard_rows=10)["status"] == "UNCHANGED"
+    assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
+    before = contents(tmp_path / "out")
+    assert collect(run, tmp_path / "out")["status"] == "UNCHANGED"
     with pytest.raises(InputError, match="another collection"):
-        collect(run, out, shard_rows=11)
-    assert collect(run, out, shard_rows=20, overwrite=True)["files"] == 2
-    assert len(read_table(out)) == ROWS
-
-
-def test_files_of_a_killed_collect_are_replaced_and_strangers_are_not(
-    run: str, tmp_path: Path
-) -> None:
-    out = open_store(str(tmp_path / "out"))
-    put_raw(out, "part-00000.parquet", b"half of something")
-    put_raw(out, "part-00007.parquet", b"more than there will be")
-    collect(run, tmp_path / "out")
-    assert len(read_table(tmp_path / "out")) == ROWS
-    put_raw(open_store(str(tmp_path / "mine")), "train.parquet", b"precious")
-    with pytest.raises(InputError, match=r"train\.parquet"):
+        collect(run, tmp_path / "out", where="status = 200")
+    assert contents(tmp_path / "out") == before
+    collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
+    assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/data.parquet").write_bytes(b"mine")
+    with pytest.raises(InputError, match="something else"):
         collect(run, tmp_path / "mine", overwrite=True)
-    collect(run, tmp_path / "one.jsonl")
-    with pytest.raises(InputError, match="there already"):
-        collect(run, tmp_path / "one.jsonl")
-    collect(run, tmp_path / "one.jsonl", overwrite=True)
+
+
+def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("mine")
+    with pytest.raises(InputError, match="is there already"):
+        collect(run, tmp_path / "a.jsonl")
+    collect(run, tmp_path / "a.jsonl", overwrite=True)
+    assert (tmp_path / "a.jsonl").read_text().count("\n") == ROWS
+
+
+@pytest.mark.parametrize("dest", ["out", "out.parquet"])
+def test_killed_at_any_write_it_ends_with_the_same_bytes(
+    dest: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.storage.local import LocalStore
+
+    def undisturbed(folder: Path) -> dict[str, bytes]:
+        folder.mkdir()
+        collect(run, folder / dest, shard_rows=10)
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+    wanted = undisturbed(tmp_path / "wanted")
+
+    class Killed(BaseException):
+        pass
+
+    for number in range(20):
+        left = number
+
+        def dying(name: str) -> Any:
+            write = getattr(LocalStore, name)
+
+            def written(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return write(*arguments, **options)
+
+            return written
+
+        folder = tmp_path / f"{number}"
+        with monkeypatch.context() as patch:
+            for name in ("create", "create_file", "delete"):
+                patch.setattr(LocalStore, name, dying(name))
+            try:
+                collect(run, folder / dest, shard_rows=10)
+            except Killed:
+                pass
+            else:
+                break
+        result = collect(run, folder / dest, shard_rows=10, overwrite=dest != "out")
+        assert result["rows"] == ROWS
+        found = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        assert found == wanted
+    assert number > 0
 
 
 @pytest.mark.parametrize(
-    ("dest", "options", "message"),
+    ("dest", "options"),
     [
-        ("x.csv", {"format": "parquet"}, "--format"),
-        ("x.csv", {"shard_rows": 3}, "--shard-rows"),
-        ("x", {"columns": ["a"]}, "--with-source"),
-        ("x.csv", {"format": "lines"}, "--format lines"),
-        ("x", {"format": "lines", "with_source": True}, "--with-source"),
-        ("x", {"format": "lines", "explode": True}, "--explode"),
-        ("hf://datasets/a/b", {"format": "lines"}, "takes a table"),
-        ("job/runs/a/out", {}, "lies inside"),
-        ("job/out", {}, "lies inside"),
-        ("hf://models/a/b", {}, "hf://datasets/org/name"),
-        ("hf://datasets/a", {}, "hf://datasets/org/name"),
+        ("out.json", {}),
+        ("out.parquet", {"format": "csv"}),
+        ("hf://datasets/a/b", {"format": "lines"}),
+        ("out", {"columns": ["prompt"]}),
+        ("out", {"format": "completions", "with_source": True}),
+        ("job/runs/a/out", {}),
+        ("job/out.jsonl", {}),
     ],
 )
-def test_wrong_destination_is_refused_before_anything_is_written(
-    run: str, tmp_path: Path, dest: str, options: dict[str, Any], message: str
+def test_wrong_places_and_options_are_refused(
+    dest: str, options: Any, run: Path, tmp_path: Path
 ) -> None:
     place = dest if "://" in dest else str(tmp_path / dest)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError):
         collect(run, place, **options)
-    assert not (tmp_path / dest.partition("/")[0]).exists() or dest.startswith("job")
+
+
+def test_the_command_prints_its_result(run: Path, tmp_path: Path) -> None:
+    from making import run_process
+
+    done = run_process(["collect", str(run), str(tmp_path / "out.csv"), "--where", "status=200"])
+    assert done.status == 0
+    assert (done.result["status"], done.result["file_rows"]) == ("SUCCESS", ROWS - 1)

@@ -14,30 +14,18 @@ from typing import Any
 
 import pytest
 
-from batchinfer.collect import hub_destination
-from batchinfer.collect.command import run_collect
-from batchinfer.collect.table import CollectConfig
-from batchinfer.core.clock import SystemClock
+import collecting
 from batchinfer.core.errors import AccessDenied, InputError, StorageError
-from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN
 from fake_hub_upload import Fault, UploadHub
-from making import (
-    Finished,
-    finish_process,
-    make_job,
-    run_process,
-    run_worker_here,
-    start_process,
-)
+from finished_run import finish_run
+from making import Finished, finish_process, make_job, run_process, start_process
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use .content=:DeprecationWarning"
 )  # huggingface_hub uploads in an old way
 
 ROWS = 10
-FEW = 4
-"""Most files of one commit in these tests."""
 REPO = "org/answers"
 DEST = f"hf://datasets/{REPO}"
 CARD = "README.md"
@@ -48,24 +36,17 @@ RECORD = ".collected.json"
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     job = str(tmp_path_factory.mktemp("hub") / "job")
     make_job(job, rows=ROWS, per_chunk=5)
-    run_worker_here(job, f"{job}/runs/a")
+    finish_run(job, f"{job}/runs/a")
     return f"{job}/runs/a"
 
 
-@pytest.fixture(autouse=True)
-def small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_destination, "COMMIT_FILES", FEW)
-
-
-def collect(run: str, **options: Any) -> dict[str, Any]:
-    config = CollectConfig(run=run, dest=DEST, **{"shard_rows": 1, **options})
-    return run_collect(config, open_store=open_store, clock=SystemClock())
+def collect(run: str, dest: str = DEST, **options: Any) -> dict[str, Any]:
+    return collecting.collect(run, dest, **{"shard_rows": 1, **options})
 
 
 def undisturbed(run: str, folder: Path, **options: Any) -> dict[str, bytes]:
     """The files that a collection into a folder has."""
-    config = CollectConfig(run=run, dest=str(folder), **{"shard_rows": 1, **options})
-    run_collect(config, open_store=open_store, clock=SystemClock())
+    collect(run, str(folder), **options)
     return {path.name: path.read_bytes() for path in folder.glob("part-*")}
 
 
@@ -75,48 +56,26 @@ def published(hub: UploadHub) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("data/*")}
 
 
-# --------------------------------------------------------------------------- several commits
+# --------------------------------------------------------------------------- one commit
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_many_files_come_in_several_commits_and_at_once_for_readers(
+def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
     hub: UploadHub, run: str, tmp_path: Path, kind: str
 ) -> None:
     scratch = tmp_path / "scratch"
     on_disk: list[int] = []
-    for _ in range(4):
-        look = lambda: on_disk.append(sum(path.is_file() for path in scratch.rglob("data/*")))  # noqa: E731
-        hub.faults.append(Fault("POST", "/commit/", look))
+    look = lambda: on_disk.append(sum(path.is_file() for path in scratch.rglob("*-table")))  # noqa: E731
+    hub.faults.append(Fault("POST", "/commit/", look))
     result = collect(run, format=kind, scratch_dir=str(scratch))
-    assert on_disk == [FEW, FEW, ROWS - 2 * FEW, 0]
-    assert [commit["branch"] == "main" for commit in hub.commits] == [False, False, False, True]
-    assert max(len(commit["files"]) for commit in hub.commits[:-1]) == FEW
+    assert on_disk == [0 if kind == "parquet" else ROWS]
+    assert [commit["branch"] for commit in hub.commits] == ["main"]
     assert published(hub) == undisturbed(run, tmp_path / "folder", format=kind)
-    assert [len(names) for names in hub.seen_by_readers] == [ROWS]
     assert hub.num_uploads == (ROWS if kind == "parquet" else 0)
-    assert hub.branches(REPO) == ["main"]
     assert result["commit"] == hub.commit_of(REPO, "main")
     files = hub.repos[REPO]["main"]
     assert json.loads((files / RECORD).read_text())["rows"] == ROWS
     assert "path: data/part-*" in (files / CARD).read_text()
-
-
-def test_a_file_larger_than_a_commit_goes_alone(
-    hub: UploadHub, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_destination, "COMMIT_BYTES", 1)
-    collect(run, shard_rows=4)
-    assert [len(commit["files"]) for commit in hub.commits] == [1, 1, 1, 5]
-
-
-def test_text_files_that_the_last_commit_could_not_hold_are_refused(
-    hub: UploadHub, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_destination, "SMALL_BYTES", 100)
-    with pytest.raises(InputError, match="text") as caught:
-        collect(run, format="jsonl")
-    assert "--shard-rows" in caught.value.hint
-    assert published(hub) == {}
 
 
 def test_the_same_command_again_changes_nothing_and_another_is_refused(
@@ -139,7 +98,7 @@ def test_readers_see_the_old_collection_until_the_new_one_is_whole(
     hub: UploadHub, run: str, tmp_path: Path
 ) -> None:
     collect(run, shard_rows=2)
-    collect(run, shard_rows=1, overwrite=True)
+    collect(run, overwrite=True)
     collect(run, shard_rows=5, overwrite=True)
     assert [len(names) for names in hub.seen_by_readers] == [5, 10, 2]
     assert published(hub) == undisturbed(run, tmp_path / "folder", shard_rows=5)
@@ -147,8 +106,7 @@ def test_readers_see_the_old_collection_until_the_new_one_is_whole(
 
 
 def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: UploadHub, run: str) -> None:
-    config = CollectConfig(run=run, dest=f"{DEST}@v2", shard_rows=1)
-    run_collect(config, open_store=open_store, clock=SystemClock())
+    collect(run, f"{DEST}@v2")
     assert sorted(hub.branches(REPO)) == ["main", "v2"]
     assert published(hub) == {}
     assert len(list(hub.repos[REPO]["v2"].glob("data/*"))) == ROWS
@@ -161,15 +119,10 @@ FAULTS = {
     "too many requests": Fault("POST", "/commit/", 429),
     "a commit is cut": Fault("POST", "/commit/", None),
     "the reply to a commit is lost": Fault("POST", "/commit/", None, True),
-    "the last commit fails": Fault("POST", "/commit/main", 503),
-    "the reply to the last commit is lost": Fault("POST", "/commit/main", None, True),
     "somebody commits at the same instant": Fault("POST", "/commit/", 409),
     "large files are refused": Fault("POST", "/info/lfs", 502),
     "a large file's upload fails": Fault("PUT", "/objects/", 500),
     "a large file's upload is cut": Fault("PUT", "/objects/", None),
-    "no branch": Fault("POST", "/branch/", 500),
-    "the reply to a branch is lost": Fault("POST", "/branch/", None, True),
-    "no deletion": Fault("DELETE", "/branch/", 500),
     "no listing": Fault("GET", "/tree/", 504),
     "no announcement": Fault("POST", "/preupload/", 500),
     "no new repository": Fault("POST", "/repos/create", 500),
@@ -282,7 +235,7 @@ def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
     trouble: Callable[[UploadHub, pytest.MonkeyPatch], None],
 ) -> None:
     trouble(hub, monkeypatch)
-    monkeypatch.setattr("batchinfer.collect.command.Collection", None)  # a use of it would fail
+    monkeypatch.setattr("batchinfer.collect.collecting.Collection", None)  # a use of it would fail
     with pytest.raises(AccessDenied, match=re.escape(DEST)) as caught:
         collect(run)
     assert "HF_TOKEN" in caught.value.hint
@@ -319,12 +272,12 @@ def test_small_collection_is_one_commit_with_a_card_and_reads_back(
         assert "private" in json.dumps(hub.created[0])
         card = (hub.repos[REPO]["main"] / CARD).read_text()
         assert "# license:" in card
-        assert "| model | echo |" in card
+        assert "| model | tiny |" in card
         assert "| rows | 10 |" in card
         assert str(tmp_path) not in card
         script = (
             "import datasets, json; found = datasets.load_dataset('org/answers', split='train');"
-            "print(json.dumps([found['row'][:], found['text'][3]]))"
+            "print(json.dumps([found['_row'][:], found['text'][3]]))"
         )
         read = subprocess.run(
             [sys.executable, "-c", script],
@@ -336,15 +289,14 @@ def test_small_collection_is_one_commit_with_a_card_and_reads_back(
         )
         assert read.returncode == 0, read.stderr[-3000:]
         rows, text = json.loads(read.stdout.splitlines()[-1])
-        assert (rows, text) == (list(range(ROWS)), "hello row 3 x x x ")
+        assert (rows, text) == (list(range(ROWS)), "answer 3")
 
 
 def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:
-    """A commit holds 50 files, so 60 files are two of them and the one for readers."""
-    rows = 60
+    rows = 12
     job = str(tmp_path / "job")
-    make_job(job, rows=rows, per_chunk=20)
-    run_worker_here(job, f"{job}/run")
+    make_job(job, rows=rows, per_chunk=5)
+    finish_run(job, f"{job}/run")
     hub = UploadHub()
     running: list[subprocess.Popen[str]] = []
 
@@ -354,7 +306,6 @@ def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:
 
     points = [
         (Fault("PUT", "/objects/", kill), 0),
-        (Fault("POST", "/commit/batchinfer-", kill, True), 0),
         (Fault("POST", "/commit/main", kill), 0),
         (Fault("POST", "/commit/main", kill, True), rows),
     ]

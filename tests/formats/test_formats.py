@@ -102,8 +102,10 @@ class TestEqualAnswersAreEqualBytes:
         line = encoded(chat(tool_calls=[call(1), call(2), call(1) | {"id": "functions.add:2"}]))
         body = msgspec.json.decode(line.line)["body"]
         calls = [each["id"] for each in body["choices"][0]["message"]["tool_calls"]]
-        assert body["id"].startswith("chatcmpl-") and "created" not in body
-        assert len({body["id"], *calls}) == 4 and calls[2] == "functions.add:2"
+        assert body["id"].startswith("chatcmpl-")
+        assert "created" not in body
+        assert len({body["id"], *calls}) == 4
+        assert calls[2] == "functions.add:2"
 
     def test_another_row_has_other_ids(self) -> None:
         reply = Reply(key=KEY, status=200, body=msgspec.json.encode(chat()))
@@ -176,7 +178,8 @@ class TestLine:
     )
     def test_odd_bodies_stay_one_line_that_is_read_back(self, body: bytes, text: str) -> None:
         found = encoded(body)
-        assert found.ok and b"\n" not in found.line
+        assert found.ok
+        assert b"\n" not in found.line
         found.line.decode()
         assert answer_of(read_line(found.line)).text == text
 
@@ -236,9 +239,8 @@ class TestAnswer:
     def test_chat(self) -> None:
         found = self.of(chat(reasoning="hm", tool_calls=[call(1)]))
         assert (found.text, found.finish_reason, found.reasoning) == ("hello", "stop", "hm")
-        assert (
-            found.tool_calls[0]["function"]["name"] == "add" and found.usage.completion_tokens == 5
-        )
+        assert found.tool_calls[0]["function"]["name"] == "add"
+        assert found.usage.completion_tokens == 5
 
     def test_response(self) -> None:
         found = self.of(response(1))

@@ -1,0 +1,273 @@
+"""`collect --with-source`: the source's columns with their own values and types, whatever they hold."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Job
+from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.storage.opening import open_store
+from collecting import collect, table_of
+from finished_run import finish_run
+
+ROWS = 25
+
+
+def write_source(folder: Path, table: pa.Table, *, files: int = 2) -> list[Path]:
+    """Parquet files with row groups of a few rows."""
+    folder.mkdir(exist_ok=True)
+    size = -(-len(table) // files)
+    paths = [folder / f"{index}.parquet" for index in range(files)]
+    for index, path in enumerate(paths):
+        parquet.write_table(table.slice(index * size, size), path, row_group_size=4)
+    return paths
+
+
+def split(source: Path, job: Path, **options: Any) -> None:
+    config = SplitConfig(sources=[str(source)], output=str(job), chunk_rows=10, **options)
+    run_split(config, store=open_store(str(job)))
+
+
+def finished(tmp_path: Path, table: pa.Table, **options: Any) -> Path:
+    """A finished run over parquet files."""
+    write_source(tmp_path / "source", table)
+    split(tmp_path / "source", tmp_path / "job", **options)
+    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
+    return tmp_path / "job/runs/a"
+
+
+def finished_lines(tmp_path: Path, lines: list[bytes], *, per_chunk: int = 10) -> Path:
+    """A finished run over a job whose chunks have these lines. Lines that are objects get their `_row` and `_id`."""
+    store = open_store(str(tmp_path / "job"))
+    job_chunks, names = [], []
+    for index in range(0, len(lines), per_chunk):
+        data = b""
+        for row, line in enumerate(lines[index : index + per_chunk], index):
+            own = b',"_row":%d,"_id":"%d"}' % (row, row)
+            data += (
+                line[:-1] + own if line.startswith(b"{") and line.endswith(b"}") else line
+            ) + b"\n"
+        name = layout.chunk_name(index // per_chunk, 9)
+        names.append(layout.chunk_file(name, "none"))
+        store.create(names[-1], data)
+        job_chunks.append(
+            {
+                "name": name,
+                "first_row": index,
+                "rows": len(lines[index : index + per_chunk]),
+                "bytes": len(data),
+                "sha256": codec.sha256(data),
+            }
+        )
+    source = {"url": "/gone.jsonl", "format": "jsonl", "files": []}
+    job = {
+        "format_version": 1,
+        "sources": [source],
+        "columns": [],
+        "rows": len(lines),
+        "chunks": job_chunks,
+        "num_workers": 1,
+    }
+    store.create(layout.JOB_KEY, codec.encode_pretty(msgspec.convert(job, Job)))
+    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
+    return tmp_path / "job/runs/a"
+
+
+# --------------------------------------------------------------------------- parquet
+
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, datetime.UTC)
+COLUMNS: dict[str, Any] = {
+    "id": pa.array(range(100, 100 + ROWS)),
+    "text": pa.array([f"own {row}" for row in range(ROWS)], pa.large_string()),
+    "when": pa.array([NOW] * ROWS, pa.timestamp("us", "UTC")),
+    "nanos": pa.array([1] * ROWS, pa.timestamp("ns")),
+    "price": pa.array([Decimal("1.10")] * ROWS, pa.decimal128(10, 2)),
+    "huge": pa.array([Decimal(10**60)] * ROWS, pa.decimal256(70, 0)),
+    "bytes": pa.array([b"\xff\x00"] * ROWS),
+    "half": pa.array([0.5] * ROWS, pa.float16()),
+    "nan": pa.array([float("nan"), None] * 12 + [1.0]),
+    "words": pa.array([["a", None], None] * 12 + [[]], pa.list_(pa.string())),
+    "vector": pa.array([[1.0, 2.0]] * ROWS, pa.list_(pa.float32(), 2)),
+    "map": pa.array([[("k", 1)]] * ROWS, pa.map_(pa.string(), pa.int64())),
+    "deep": pa.array([{"a": {"B": [row]}, "b": None} for row in range(ROWS)]),
+    "kind": pa.array(["x", "y"] * 12 + ["x"]).dictionary_encode(),
+    "long": pa.array([2**63 + row for row in range(ROWS)], pa.uint64()),
+    "time": pa.array([datetime.time(1, 2, 3)] * ROWS, pa.time64("us")),
+    "took": pa.array([datetime.timedelta(seconds=1)] * ROWS, pa.duration("us")),
+}
+
+
+def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
+    table = pa.table(COLUMNS)
+    write_source(tmp_path / "plain", table)
+    wanted = parquet.read_table(tmp_path / "plain")
+    found = table_of(finished(tmp_path, table), tmp_path, with_source=True).select(list(COLUMNS))
+    assert found.schema.types == wanted.schema.types
+    assert str(found.to_pylist()) == str(wanted.to_pylist())  # NaN is not equal to itself
+
+
+def test_columns_of_the_source_keep_their_names(tmp_path: Path) -> None:
+    rows = table_of(finished(tmp_path, pa.table(COLUMNS)), tmp_path, with_source=True).to_pylist()
+    assert (rows[3]["_row"], rows[3]["_id"], rows[3]["id"]) == (3, "id-3", 103)
+    assert (rows[3]["text"], rows[3]["_text"]) == ("own 3", "answer 3")
+
+
+def test_chosen_rows_and_columns(tmp_path: Path) -> None:
+    run = finished(tmp_path, pa.table(COLUMNS))
+    options: dict[str, Any] = {"with_source": True, "columns": ["kind", "id"]}
+    found = table_of(run, tmp_path, where="_row IN (2, 3, 14, 24) AND id < 120", **options)
+    assert found["id"].to_pylist() == [102, 103, 114]
+    assert found.column_names[-2:] == ["kind", "id"]
+    drawn = table_of(run, tmp_path, sample=5, **options)
+    assert drawn["id"].to_pylist() == [row + 100 for row in drawn["_row"].to_pylist()]
+    with pytest.raises(ConfigError, match=r"'kinds'.*did you mean .kind"):
+        collect(run, tmp_path / "out", with_source=True, columns=["kinds"])
+
+
+def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    parquet.write_table(
+        pa.table({"a": pa.array([1, 2, 3], pa.int32()), "b": ["x", "y", "z"]}), folder / "0.parquet"
+    )
+    parquet.write_table(
+        pa.table({"b": ["v", "w"], "a": pa.array([2**40, 5])}), folder / "1.parquet"
+    )
+    split(folder, tmp_path / "job", limit=4)
+    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
+    found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
+    assert found["a"].to_pylist() == [1, 2, 3, 2**40]
+    assert found["b"].to_pylist() == ["x", "y", "z", "v"]
+    assert found.schema.field("a").type == pa.int64()
+
+
+@pytest.mark.parametrize("what", ["changed", "gone", "damaged"])
+def test_a_source_that_is_not_the_same_any_more_is_not_read(what: str, tmp_path: Path) -> None:
+    table = pa.table({"prompt": [f"row {row}" for row in range(ROWS)], "number": range(ROWS)})
+    run = finished(tmp_path, table)
+    path = tmp_path / "source/1.parquet"
+    if what == "changed":
+        write_source(
+            tmp_path / "source", table.slice(1).append_column("x", pa.array(range(ROWS - 1)))
+        )
+    elif what == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    found = table_of(run, tmp_path, with_source=True)
+    assert found["prompt"].to_pylist() == table["prompt"].to_pylist()
+    assert found["number"].to_pylist() == list(range(ROWS))
+
+
+def test_times_and_bytes_in_json_lines_and_csv(tmp_path: Path) -> None:
+    run = finished(tmp_path, pa.table(COLUMNS))
+    collect(run, tmp_path / "a.jsonl", with_source=True)
+    first = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
+    wanted = {
+        "when": "2026-01-02T03:04:05.678901Z",
+        "price": "1.10",
+        "bytes": "/wA=",
+        "nan": None,
+        "time": "01:02:03",
+    }
+    assert {name: first[name] for name in wanted} == wanted
+    assert first["nanos"].endswith("00.000000001")
+    assert first["deep"] == {"a": {"B": [0]}, "b": None}
+    collect(run, tmp_path / "a.csv", with_source=True)
+    header, line, *_ = (tmp_path / "a.csv").read_text().splitlines()
+    assert len(header.split(",")) == len(first)
+    assert '"[""a"",null]"' in line
+    assert "2026-01-02T03:04:05.678901Z" in line
+
+
+# --------------------------------------------------------------------------- chunks
+
+HARD = [
+    b'{"a": 1, "b": "x", "c": [1], "t": "2026-01-01"}',
+    b'{"a": 2.5, "b": null, "c": [], "e": {"k": [1, "x"]}}',
+    b'{"a": -1, "b": "\\ud800", "c": null, "e": {"K": 1}}',
+    b'{"a": 9007199254740993, "d": 12345678901234567890123}',
+    b'{"b": "\xff\xfe", "d": "text"}',
+    '{"b": "é\u2028😀", "A": 1, "d": 1, "name with \'quotes\' and / ~ \\"": true}'.encode(),
+    b"",
+    b"no JSON",
+    b"[1, 2]",
+    b'{"b": ' + b"[" * 300 + b"]" * 300 + b"}",
+    b'{"a": NaN, "f": {"nested": "' + b"\xc3\x28" + b'"}}',
+    b'{"a": 1, "d": {"deep": [{"x": null}]}, "": 1}',
+]
+
+
+def test_hard_values_end_as_values_or_texts(tmp_path: Path) -> None:
+    rows = table_of(
+        finished_lines(tmp_path, HARD, per_chunk=5), tmp_path, with_source=True
+    ).to_pylist()
+    assert [row["text"] for row in rows] == [f"answer {row}" for row in range(len(HARD))]
+    assert [row["b"] for row in rows[:6]] == [
+        "x",
+        None,
+        "\\ud800",
+        None,
+        "\\udcff\\udcfe",
+        "é\u2028😀",
+    ]
+    assert [json.loads(rows[row]["a"]) for row in (0, 1, 2, 3)] == [1, 2.5, -1, 2**53 + 1]
+    assert [row["c"] for row in rows[:4]] == [[1], [], None, None]
+    assert rows[3]["d"] == "12345678901234567890123"
+    assert rows[4]["d"] == '"text"'
+    assert rows[0]["t"] == "2026-01-01"
+    assert json.loads(rows[1]["e"]) == {"k": [1, "x"]}
+    assert rows[5]["A"] == 1
+    assert rows[5]["name with 'quotes' and / ~ \""] is True
+    assert all(rows[row]["b"] is None for row in (6, 7, 8, 9))
+    assert rows[11][""] == 1
+    assert "_row" not in rows[0]["b"]
+
+
+def test_a_line_that_is_not_utf8_costs_no_other_row(tmp_path: Path) -> None:
+    lines = [
+        b'{"prompt": "%d", "meta": {"x": "%b"}}' % (row, b"\xff" if row == 3 else b"y")
+        for row in range(ROWS)
+    ]
+    rows = table_of(
+        finished_lines(tmp_path, lines), tmp_path, with_source=True, columns=["prompt"]
+    ).to_pylist()
+    assert [row["prompt"] for row in rows] == [str(row) for row in range(ROWS)]
+
+
+def test_parts_and_samples_take_their_own_rows_of_the_chunks(tmp_path: Path) -> None:
+    lines = [b'{"n": %d}' % row for row in range(ROWS)]
+    run = finished_lines(tmp_path, lines)
+    found = table_of(run, tmp_path, with_source=True, sample=6, where="n % 2 = 0")
+    assert found["n"].to_pylist() == found["_row"].to_pylist()
+    path = tmp_path / "job/runs/a/outputs/part-00001.jsonl.succeed"
+    path.unlink()
+    found = table_of(run, tmp_path, with_source=True, partial=True)
+    assert found["n"].to_pylist() == found["_row"].to_pylist() == [*range(10), *range(20, ROWS)]
+
+
+def test_all_forms_have_the_same_values(tmp_path: Path) -> None:
+    run = finished_lines(
+        tmp_path,
+        [b'{"a": %d, "b": [{"c": null}], "s": {"x": "%d"}}' % (row, row) for row in range(5)],
+    )
+    rows = table_of(run, tmp_path, with_source=True).to_pylist()
+    collect(run, tmp_path / "a.jsonl", with_source=True)
+    assert list(map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())) == rows
+
+
+def test_a_job_without_columns_beside_its_own(tmp_path: Path) -> None:
+    assert (
+        table_of(finished_lines(tmp_path, [b"1", b"2"]), tmp_path, with_source=True).num_rows == 2
+    )

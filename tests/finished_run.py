@@ -1,0 +1,113 @@
+"""Finished runs with any answers, written through the ledger's own functions and without a worker."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchinfer.core import codec
+from batchinfer.core.records import Failure, Job, Marker, Reply
+from batchinfer.formats import EncodedRow, encode_row
+from batchinfer.ledger.jobs import job_chunks, load_job
+from batchinfer.ledger.publishing import Publisher, build_output
+from batchinfer.ledger.runs import join_run
+from batchinfer.prompts import Prepared
+from batchinfer.storage.opening import open_store
+
+Answer = bytes | dict[str, Any] | Failure
+"""Body of the server's answer, or why there is none."""
+
+
+def chat(text: str | None, **more: Any) -> dict[str, Any]:
+    """The body of a chat's answer, as vLLM's server writes it. `more` are further fields of the message."""
+    message = {"role": "assistant", "content": text, "refusal": None, "reasoning": None, **more}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 5, "total_tokens": 8, "completion_tokens": 3}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def finish_run(
+    job_url: str | Path,
+    run_url: str | Path,
+    answer: Callable[[int], Answer] | None = None,
+    *,
+    prompt: Mapping[str, Any] | None = None,
+    leave_out: Collection[int] = (),
+    generation: int = 0,
+) -> None:
+    """Write a run's outputs and markers.
+
+    Args:
+        job_url: The job.
+        run_url: The run; it may exist.
+        answer: What becomes of the row of a number; by default a chat that names it.
+        prompt: `prompt` of run.json's config.
+        leave_out: Indices of the chunks that are not done.
+        generation: Generation of the markers.
+    """
+    answer = answer or (lambda row: chat(f"answer {row}"))
+    found = load_job(str(job_url), open_store)
+    assert found is not None
+    job, sha256 = found
+    store = open_store(str(run_url))
+    config = {"job_sha256": sha256, "limit": None, "model": "tiny", "prompt": dict(prompt or {})}
+    run = join_run(store, config, {"job": str(job_url)}, nonce="n", is_safe=True)
+    publisher = Publisher(store, is_safe=True, nonce=f"n{generation}", require_lease=lambda: None)
+    with tempfile.TemporaryDirectory() as folder:
+        for index, ref in enumerate(job_chunks(job, str(job_url)).values()):
+            if index in leave_out:
+                continue
+            rows = [
+                encoded(ref.name, ref.first_row + line, line, answer)
+                for line in range(ref.rows or 0)
+            ]
+            built = build_output(Path(folder) / ref.name, [row.line for row in rows])
+            marker = Marker(
+                output="",
+                output_bytes=0,
+                output_sha256="",
+                chunk=ref.key,
+                chunk_sha256=ref.sha256 or "",
+                generation=generation,
+                rows_ok=sum(row.ok for row in rows),
+                rows_error=sum(not row.ok for row in rows),
+                rows_resumed=0,
+                fingerprint=run.fingerprint,
+                worker="w",
+                epoch=1,
+                start="2026-01-01T00:00:00Z",
+                end="2026-01-01T00:01:00Z",
+                prompt_tokens=sum(row.usage.prompt_tokens for row in rows),
+                completion_tokens=sum(row.usage.completion_tokens for row in rows),
+                nonce="",
+            )
+            publisher.publish(built, marker, chunk=ref.name, leftovers=())
+
+
+def encoded(chunk: str, row: int, line: int, answer: Callable[[int], Answer]) -> EncodedRow:
+    """The output line of one row."""
+    given = answer(row)
+    key = (chunk, line)
+    if not isinstance(given, Failure):
+        body = given if isinstance(given, bytes) else json.dumps(given).encode()
+        given = Reply(key=key, status=200, body=body)
+    return encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given)
+
+
+def change_job(job_url: str | Path, **changes: Any) -> None:
+    """Write other values into job.json, before there is a run."""
+    path = Path(job_url) / "job.json"
+    job = codec.decode(path.read_bytes(), Job, name="job.json")
+    path.write_bytes(codec.encode_pretty(msgspec.structs.replace(job, **changes)))
