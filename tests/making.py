@@ -89,6 +89,12 @@ def make_job(
     return job
 
 
+def said(line: dict[str, Any]) -> str:
+    """The text of the first answer in an output line of a completion or a chat."""
+    choice = line["body"]["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
 def _lines(keys: Iterable[str]) -> bytes:
     return "".join(f"{key}\n" for key in keys).encode()
 

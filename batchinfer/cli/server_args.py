@@ -22,6 +22,8 @@ from batchinfer.core.errors import ConfigError
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 _NEARLY = 0.85
+_NO_MISSPELLING = ("--load-format",)
+"""Options of vLLM's server whose names are nearly ours."""
 _MANAGED = {
     **dict.fromkeys(
         ("--uds", "--host", "--port"), "the worker chooses where its server listens; leave it out"
@@ -29,8 +31,11 @@ _MANAGED = {
     **dict.fromkeys(
         ("--api-key", "--ssl-keyfile", "--root-path"), "only the worker reaches its server"
     ),
+    "--grpc": "the worker speaks HTTP with its server; leave it out",
     "-tp": "write --tensor-parallel-size",
     "-pp": "write --pipeline-parallel-size",
+    "-n": "write --nnodes",
+    "-r": "write --node-rank",
 }
 """Options of vLLM's server that the worker sets itself, each with what to do."""
 
@@ -99,7 +104,7 @@ def check_name(name: str, known: Mapping[str, Any]) -> None:
     long_names = [each for each in known if each.startswith("--")]
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
     near = difflib.get_close_matches(spelled, long_names, n=1, cutoff=_NEARLY)
-    if near and name.startswith("--"):
+    if near and name.startswith("--") and spelled not in _NO_MISSPELLING:
         raise ConfigError(
             f"No such option: {name}. Did you mean {near[0]}?",
             hint=f"if the server has an option of this name, write it after `--`, as in `-- {name} …`",

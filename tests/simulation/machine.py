@@ -16,7 +16,8 @@ from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import RequestSource, Stop
-from batchinfer.prompts import CHAT_URL, MediaRef, PromptConfig
+from batchinfer.prompts import MediaRef, PromptConfig
+from batchinfer.prompts.types import CHAT_URL
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Priority, Stopper
@@ -372,7 +373,7 @@ def _is_poison(call: Call) -> bool:
 def fetch_images(
     fetcher: MediaFetcher, refs: list[MediaRef], longest_seconds: float
 ) -> list[bytes] | Failure:
-    """In place of MediaFetcher.fetch_now: what a URL says decides whether there is an image, which is the URL itself."""
+    """In place of MediaFetcher.fetch_now: a URL says whether there is an image, whose content is the URL."""
     process: Process = fetcher._background._process  # type: ignore[union-attr]
     process.sleep(longest_seconds * process.scheduler.random.random())
     if any(BROKEN in ref.place for ref in refs):

@@ -12,11 +12,11 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, RunMismatch
 from batchinfer.core.records import Marker, RowKey, Run
 from batchinfer.ledger.claims import decode_claim
-from simulation.machine import sampling
+from simulation.machine import prompt_config
 from simulation.oracle import RUN
 from simulation.stage import Ending, Stage
 
-OTHER = {"sampling": sampling(0.7)}
+OTHER = {"prompt": prompt_config(0.7)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def stored_run(stage: Stage) -> Run:
 def other_run(stage: Stage) -> bytes:
     """The run.json of the same job with another temperature."""
     run = stored_run(stage)
-    config = run.config | {"sampling": run.config["sampling"] | {"temperature": 0.7}}
+    config = run.config | {"prompt": msgspec.to_builtins(prompt_config(0.7))}
     changed = msgspec.structs.replace(run, config=config, fingerprint=codec.fingerprint(config))
     return codec.encode_pretty(changed)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
@@ -60,15 +60,15 @@ class Steps:
             max_in_flight=SEQS * 3 // 2,
         )
 
-    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        waiting: list[Request] = []
-        running: list[tuple[int, Request]] = []
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
+        waiting: list[Call] = []
+        running: list[tuple[int, Call]] = []
         while not stop.is_set():
             taken = source.take(SEQS * 3 // 2 - len(waiting) - len(running))
             waiting += taken or []
             while waiting and len(running) < SEQS:
-                request = waiting.pop(0)
-                running.append((self.steps + 4 + request.key[1] % 8, request))
+                call = waiting.pop(0)
+                running.append((self.steps + 4 + call.key[1] % 8, call))
             if not running:
                 if taken is None:
                     return
@@ -78,9 +78,12 @@ class Steps:
             time.sleep(STEP_SECONDS)
             self.steps += 1
             self.slots += len(running)
-            done = [request for end, request in running if end <= self.steps]
+            done = [call for end, call in running if end <= self.steps]
             running = [each for each in running if each[0] > self.steps]
-            yield [Completion(key=each.key, choices=[Choice(index=0, text="x")]) for each in done]
+            yield [Reply(key=each.key, status=200, body=b"{}") for each in done]
+
+    def parameters(self, _path: str) -> frozenset[str]:
+        return frozenset()
 
     def stats(self) -> EngineStats:
         return EngineStats(steps=self.steps)
@@ -96,7 +99,6 @@ def run(job: str, name: str, seconds: float) -> Steps:
         output=f"{job}/runs/{name}",
         engine=EngineConfig(engine="echo"),
         prompt=PromptConfig(prompt_column="prompt"),
-        sampling=Sampling(),
         checkpoint_seconds=0.5,
     )
     environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)

@@ -13,39 +13,44 @@ import msgspec
 import pytest
 
 from batchinfer.core.codec import raw
-from batchinfer.core.records import (
-    Choice,
-    Completion,
-    EngineInfo,
-    Failure,
-    Request,
-    RowKey,
-    Sampling,
-)
-from batchinfer.formats import Encoder, encoder_for, read_line
+from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
+from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
-from batchinfer.storage.opening import open_store
+from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig
 from batchinfer.worker.background import Priority
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.media import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
-from batchinfer.worker.repeats import Repeats
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
-from pictures import as_base64, picture
 from simulation.defects import DEFECTS
 
-PROMPT = PromptConfig(prompt_column="q", keep=["note"])
-WITH_IMAGES = PromptConfig(prompt_column="q", image_columns=["image"])
-RED = f'say","image":"{as_base64(picture("red"))}'
+PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
+WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, image_columns=["image"])
+RED = 'say","image":"memory://pictures/red.png'
 """Text of a row with an image, as `ChunksPutByHand.put` takes it."""
+BLUE = 'say","image":"memory://pictures/blue.png'
 NO_IMAGE = 'say","image":null,"more":"'
-NO_SUCH_IMAGE = 'say","image":"memory://no-pictures/a.png'
+FORBIDDEN = 'say","image":"/etc/passwd'
+
+
+class Pictures:
+    """A store in which everything is a picture of so many bytes."""
+
+    def __init__(self, num_bytes: int = 100) -> None:
+        self.num_bytes = num_bytes
+        self.fetched: list[str] = []
+
+    def stat(self, key: str) -> Any:
+        return SimpleNamespace(bytes=self.num_bytes)
+
+    def get(self, key: str) -> Any:
+        self.fetched.append(key)
+        return SimpleNamespace(data=b"\x89PNG".ljust(self.num_bytes, b"x"))
 
 
 class AtOnce:
@@ -94,7 +99,6 @@ class ChunksPutByHand:
     def __init__(self, folder: Path) -> None:
         self.open: dict[str, OpenChunk] = {}
         self.finished: list[FinishedRow] = []
-        self.copied: list[FinishedRow] = []
         self._folder = folder
 
     def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
@@ -119,10 +123,8 @@ class ChunksPutByHand:
             if name in self.open:
                 self.open[name].note_deaths([line], len(keys))
 
-    def finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
-        fresh = self.open[name].finish(rows)
-        self.finished += fresh
-        self.copied += fresh if are_copies else []
+    def finish(self, name: str, rows: list[FinishedRow]) -> None:
+        self.finished += self.open[name].finish(rows)
 
 
 @pytest.fixture
@@ -135,32 +137,26 @@ def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
 
 def stream_over(
     chunks: ChunksPutByHand,
-    encoder: Encoder | None = None,
     *,
     prefix_window: int = 0,
     max_in_flight: int = 4,
     max_row_memory: int = 256,
-    dedupe: bool = False,
     prompt: PromptConfig = PROMPT,
-    open_store: Callable[[str], Any] = open_store,
+    pictures: Pictures | None = None,
     background: AtOnce | None = None,
 ) -> RowStream:
     environment = SimpleNamespace(
-        clock=FakeClock(), background=background or AtOnce(), open_store=open_store
+        clock=FakeClock(),
+        background=background or AtOnce(),
+        open_store=lambda _url: pictures or Pictures(),
     )
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
         cast("Environment", environment),
         cast("OpenChunks", chunks),
-        PromptBuilder(prompt, Sampling(temperature=0.0), None, None, None),
-        encoder or encoder_for(PROMPT),
+        PromptBuilder(prompt, None, rules=EngineRules(model="m")),
         cast("Telemetry", telemetry),
-        Limits(
-            row_attempts=3,
-            prefix_window=prefix_window,
-            max_row_memory=max_row_memory,
-            dedupe=dedupe,
-        ),
+        Limits(prefix_window=prefix_window, max_row_memory=max_row_memory),
         info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
     )
 
@@ -172,33 +168,19 @@ def keep_books(stream: RowStream) -> None:
     stream.prepare()
 
 
-def take(stream: RowStream) -> list[Request]:
-    keep_books(stream)  # starts to build prompts
+def take(stream: RowStream) -> list[Call]:
+    keep_books(stream)  # starts to build calls
     keep_books(stream)  # collects them; if there are none, starts with those of suspects
     keep_books(stream)
     return list(stream.take(4) or [])
 
 
-def answer(request: Request) -> Completion:
-    return Completion(key=request.key, choices=[Choice(index=0, text="said")])
+def answer(call: Call) -> Reply:
+    return Reply(key=call.key, status=200, body=b'{"choices":[{"text":"said"}]}')
 
 
-def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(chunks: ChunksPutByHand) -> None:
-    """The engine was busy, and the second try went in among the rows of the next chunk."""
-    chunks.put("first", 2).deaths = {0: Deaths(2, 4)}
-    stream = stream_over(chunks)
-    [harmless] = take(stream)
-    stream.handle([answer(harmless)])
-    [suspect] = take(stream)
-    assert (harmless.key, suspect.key) == (("first", 1), ("first", 0))
-    chunks.put("second", 2)
-    keep_books(stream)
-    busy = Failure(code="engine_busy", message="busy", transient=True)
-    stream.handle([Completion(key=suspect.key, failure=busy)])
-    assert [request.key for request in take(stream)] == [suspect.key]
-    assert not take(stream)
-    stream.handle([answer(suspect)])
-    assert [request.key for request in take(stream)] == [("second", 0), ("second", 1)]
+def death(call: Call) -> Reply:
+    return Reply(key=call.key, status=0, body=b"killed")
 
 
 def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: int) -> None:
@@ -212,16 +194,15 @@ def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
     suspects_of(chunks, "second", range(3), 8)
     stream = stream_over(chunks)
     for group in ([("first", 0), ("first", 1)], [("first", 2), ("second", 0)]):
-        requests = take(stream)
-        assert [request.key for request in requests] == group
+        calls = take(stream)
+        assert [call.key for call in calls] == group
         assert not take(stream), "the next group waits for the last row of this one"
-        stream.handle([answer(requests[0])])
+        stream.handle([answer(calls[0])])
         assert not take(stream)
-        stream.handle([answer(requests[1])])
-    requests = take(stream)
-    dead = Failure(code="engine_crash", message="killed", transient=True)
-    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
-    assert [request.key for request in take(stream)] == [("second", 1)], "now each of them alone"
+        stream.handle([answer(calls[1])])
+    calls = take(stream)
+    stream.handle([death(call) for call in calls])
+    assert [call.key for call in take(stream)] == [("second", 1)], "now each of them alone"
     first, *_, last = [record.getMessage() for record in caplog.records]
     assert first.startswith("6 rows with which the engine died at least twice, the first is first ")
     assert first.endswith(" line 0; running 2 rows apart from the others")
@@ -234,12 +215,12 @@ def test_suspects_of_a_chunk_that_another_worker_published_hold_nobody_up(
     suspects_of(chunks, "first", range(2), 8)
     chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
     stream = stream_over(chunks)
-    requests = take(stream)
-    assert [request.key for request in requests] == [("first", 0), ("first", 1)]
+    calls = take(stream)
+    assert [call.key for call in calls] == [("first", 0), ("first", 1)]
     chunks.open.pop("first").close()
     stream.drop(["first"])
-    stream.handle([answer(request) for request in requests])
-    assert [request.key for request in take(stream)] == [("second", 0)]
+    stream.handle([answer(call) for call in calls])
+    assert [call.key for call in take(stream)] == [("second", 0)]
 
 
 def test_a_suspect_waits_for_rows_that_the_engine_has_of_a_published_chunk(
@@ -249,14 +230,14 @@ def test_a_suspect_waits_for_rows_that_the_engine_has_of_a_published_chunk(
     chunks.put("first", 1).deaths = {0: Deaths(2, 1)}
     chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
     stream = stream_over(chunks)
-    requests = take(stream)
-    assert [request.key for request in requests] == [("first", 0)]
+    calls = take(stream)
+    assert [call.key for call in calls] == [("first", 0)]
     chunks.open.pop("first").close()
     stream.drop(["first"])
     assert not take(stream)
     assert not chunks.is_closing, "a row is left"
-    stream.handle([answer(requests[0])])
-    assert [request.key for request in take(stream)] == [("second", 0)]
+    stream.handle([answer(calls[0])])
+    assert [call.key for call in take(stream)] == [("second", 0)]
 
 
 def test_the_end_waits_for_no_row_of_a_published_chunk(chunks: ChunksPutByHand) -> None:
@@ -273,12 +254,11 @@ def test_rows_of_a_published_chunk_count_among_those_at_a_death(chunks: ChunksPu
     chunks.put("first", 1)
     second = chunks.put("second", 1)
     stream = stream_over(chunks)
-    requests = take(stream)
-    assert len(requests) == 2
+    calls = take(stream)
+    assert len(calls) == 2
     chunks.open.pop("first").close()
     stream.drop(["first"])
-    dead = Failure(code="engine_crash", message="killed", transient=True)
-    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
+    stream.handle([death(call) for call in calls])
     assert second.deaths == {0: Deaths(1, 2)}
 
 
@@ -293,29 +273,77 @@ def test_a_group_whose_chunk_is_gone_before_it_runs_holds_nobody_up(
         keep_books(stream)
     chunks.open.pop("first").close()
     assert stream.take(4) == []
-    assert [request.key for request in take(stream)] == [("second", 0)]
+    assert [call.key for call in take(stream)] == [("second", 0)]
 
 
 def test_rows_of_an_engine_that_died_are_tried_again_among_the_others(
     chunks: ChunksPutByHand,
 ) -> None:
-    """The first death of a row says nothing; it costs none of the row's attempts either."""
+    """The first death of a row says nothing."""
     chunks.put("first", 2)
     stream = stream_over(chunks)
-    dead = Failure(code="engine_crash", message="killed", transient=True)
-    requests = take(stream)
-    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
-    assert {request.key for request in take(stream)} == {("first", 0), ("first", 1)}
-    busy = Failure(code="engine_busy", message="busy", transient=True)
-    for _ in range(2):
-        stream.handle([Completion(key=("first", 0), failure=busy)])
-        assert [request.key for request in take(stream)] == [("first", 0)]
+    stream.handle([death(call) for call in take(stream)])
+    assert {call.key for call in take(stream)} == {("first", 0), ("first", 1)}
+
+
+def test_a_suspect_that_dies_alone_is_an_error_row(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1).deaths = {0: Deaths(2, 4)}
+    stream = stream_over(chunks)
+    [suspect] = take(stream)
+    stream.handle([death(suspect)])
+    assert not take(stream)
+    [row] = chunks.finished
+    line = read_line(bytes(row.output))
+    assert (row.ok, row.code, line.status) == (False, "engine_crash", 500)
+    assert line.error is not None
+    assert line.error.message.startswith("the engine died 3 times with this row in flight")
+
+
+def test_a_reply_that_is_no_answer_is_an_error_row_with_the_servers_reason(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 2)
+    stream = stream_over(chunks)
+    refused, busy = take(stream)
+    error = {"message": "n is 0", "param": "n", "type": "BadRequestError"}
+    stream.handle(
+        [
+            Reply(key=refused.key, status=400, body=json.dumps({"error": error}).encode()),
+            Reply(key=busy.key, status=503, body=b"<html>"),
+        ]
+    )
+    lines = [json.loads(bytes(row.output)) for row in chunks.finished]
+    found = {"code": "invalid_parameter", "message": "n is 0", "param": "n"}
+    assert lines[0] == {"_row": 0, "_id": "0", "status": 400, "error": found}
+    assert (lines[1]["status"], lines[1]["error"]["code"]) == (503, "server_error")
+    assert stream.num_pending == 0
+
+
+def test_a_finished_row_has_the_servers_body_and_what_it_cost(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    stream = stream_over(chunks)
+    [call] = take(stream)
+    details = {"prompt_tokens_details": {"cached_tokens": 2}}
+    body = {
+        "id": "cmpl-random",
+        "created": 1,
+        "choices": [{"text": "said", "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4, **details},
+    }
+    stream.handle([Reply(key=call.key, status=200, body=json.dumps(body).encode())])
+    [row] = chunks.finished
+    assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (3, 2, 4)
+    assert (row.ok, row.finish_reason, row.reasoning_tokens) == (True, "stop", msgspec.UNSET)
+    written = json.loads(bytes(row.output))
+    assert written["body"]["choices"] == body["choices"]
+    assert "created" not in written["body"]
+    assert written["body"]["id"] != body["id"]
 
 
 MIB = 1 << 20
 
 
-def take_all(stream: RowStream, rounds: int = 50) -> list[Request]:
+def take_all(stream: RowStream, rounds: int = 50) -> list[Call]:
     """All rows that an engine without a limit of its own gets."""
     found = []
     for _ in range(rounds):
@@ -330,12 +358,12 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
     held = take_all(stream)
     assert len(held) == 8
-    stream.handle([answer(request) for request in held[:3]])
+    stream.handle([answer(call) for call in held[:3]])
     more = take_all(stream)
     assert len(more) == 3
     rest = held[3:] + more
     while rest:
-        stream.handle([answer(request) for request in rest])
+        stream.handle([answer(call) for call in rest])
         rest = take_all(stream)
         assert len(rest) <= 8
     assert len(chunks.finished) == 40
@@ -346,14 +374,11 @@ def test_rows_that_failed_or_went_with_their_chunk_take_no_memory_any_more(
 ) -> None:
     chunks.put("first", 8, texts=["x" * MIB])
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
-    busy = Failure(code="engine_busy", message="busy", transient=True)
-    dead = Failure(code="engine_crash", message="killed", transient=True)
-    for failure in (busy, dead, busy):
-        held = take_all(stream)
-        assert len(held) == 8
-        stream.handle([Completion(key=request.key, failure=failure) for request in held])
+    held = take_all(stream)
+    assert len(held) == 8
+    stream.handle([death(call) for call in held])
     assert len(chunks.finished) == 0
-    take_all(stream)
+    assert len(take_all(stream)) == 8
     chunks.open.pop("first").close()
     stream.drop(["first"])
     chunks.put("second", 8, texts=["x" * MIB])
@@ -364,12 +389,12 @@ def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHa
     chunks.put("first", 8, [RED]).deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
     stream = stream_over(chunks, max_in_flight=8, prompt=WITH_IMAGES)
     normal = take_all(stream)
-    assert [request.key[1] for request in normal] == [1, 2, 4, 5, 6, 7]
-    stream.handle([answer(request) for request in normal])
+    assert [call.key[1] for call in normal] == [1, 2, 4, 5, 6, 7]
+    stream.handle([answer(call) for call in normal])
     group = take_all(stream)
-    assert [request.key[1] for request in group] == [0, 3]
-    assert all(len(request.media or []) == 1 for request in group)
-    stream.handle([answer(request) for request in group])
+    assert [call.key[1] for call in group] == [0, 3]
+    assert all(b"data:image/png;base64" in call.body for call in group)
+    stream.handle([answer(call) for call in group])
     assert len(chunks.finished) == 8
 
 
@@ -414,7 +439,7 @@ def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
     suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
     stream = stream_over(chunks, prompt=WITH_IMAGES)
     while group := take_all(stream):
-        stream.handle([answer(request) for request in group])
+        stream.handle([answer(call) for call in group])
     assert len(chunks.finished) == 2 * NUM_THREADS + 1
 
 
@@ -427,7 +452,7 @@ def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wai
     stream = stream_over(chunks, prompt=WITH_IMAGES, background=background)
     assert not take(stream)
     chunks.put("second", 1, [NO_IMAGE])
-    chunks.put("third", 1, [f'say","image":"{as_base64(picture("blue"))}'])
+    chunks.put("third", 1, [BLUE])
     assert not take(stream), "the group of suspects has begun"
     stream.wait(1.0)
     assert background.num_waits == 1, "the engine may take none of the rows that wait"
@@ -435,29 +460,18 @@ def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wai
     [suspect] = take_all(stream)
     assert suspect.key == ("first", 0)
     stream.handle([answer(suspect)])
-    assert [request.key for request in take_all(stream)] == [("second", 0)]
+    assert [call.key for call in take_all(stream)] == [("second", 0)]
     background.has_fetched = True
-    assert [request.key for request in take_all(stream)] == [("third", 0)]
+    assert [call.key for call in take_all(stream)] == [("third", 0)]
 
 
 def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from_them(
     chunks: ChunksPutByHand,
 ) -> None:
     background, number = FetchesLater(), NUM_THREADS + 4
-    texts = ['say","image":"memory://pictures/red.png']
-    deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
-    chunks.put("first", number, texts).deaths = deaths
-    pictures = SimpleNamespace(
-        stat=lambda _key: SimpleNamespace(bytes=100),
-        get=lambda _key: SimpleNamespace(data=picture("red")),
-    )
+    suspects_with_images(chunks, "first", number)
     stream = stream_over(
-        chunks,
-        prompt=WITH_IMAGES,
-        max_in_flight=100,
-        max_row_memory=1,
-        background=background,
-        open_store=lambda _url: pictures,
+        chunks, prompt=WITH_IMAGES, max_in_flight=100, max_row_memory=1, background=background
     )
     assert not take(stream)
     chunks.put("second", 2, ["x" * MIB + NO_IMAGE])
@@ -465,8 +479,8 @@ def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from
     background.has_fetched = True
     order = []
     while group := take_all(stream):
-        order += [request.key[0] for request in group]
-        stream.handle([answer(request) for request in group])
+        order += [call.key[0] for call in group]
+        stream.handle([answer(call) for call in group])
     assert order == ["first"] * number + ["second"] * 2
 
 
@@ -479,59 +493,54 @@ def test_suspects_whose_chunk_is_published_while_their_images_are_fetched_hold_n
     assert not take(stream)
     chunks.open.pop("first").close()
     stream.drop(["first"])
-    chunks.put("second", 2, [f'say","image":"{as_base64(picture("blue"))}', NO_IMAGE])
-    assert [request.key for request in take_all(stream)] == [("second", 1)]
+    chunks.put("second", 2, [BLUE, NO_IMAGE])
+    assert [call.key for call in take_all(stream)] == [("second", 1)]
     background.has_fetched = True
-    assert [request.key for request in take_all(stream)] == [("second", 0)]
+    assert [call.key for call in take_all(stream)] == [("second", 0)]
 
 
 def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
-    large = picture("red", 600, "BMP")  # a megabyte
-    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.bmp' for i in range(40)])
-    fetched = []
-
-    class Pictures:
-        def stat(self, key: str) -> Any:
-            return SimpleNamespace(bytes=len(large))
-
-        def get(self, key: str) -> Any:
-            fetched.append(key)
-            return SimpleNamespace(data=large)
-
+    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.png' for i in range(40)])
+    pictures = Pictures(num_bytes=3 * MIB // 4)  # a megabyte as base64
     stream = stream_over(
-        chunks,
-        max_in_flight=100,
-        max_row_memory=8,
-        prompt=WITH_IMAGES,
-        open_store=lambda _url: Pictures(),
+        chunks, max_in_flight=100, max_row_memory=8, prompt=WITH_IMAGES, pictures=pictures
     )
     held = take_all(stream)
     # What is being fetched when the bound is reached comes on top: here all threads at once.
-    assert len(held) == len(fetched) <= 8 + NUM_THREADS
-    stream.handle([answer(request) for request in held])
+    assert len(held) == len(pictures.fetched) <= 8 + NUM_THREADS
+    stream.handle([answer(call) for call in held])
     while rest := take_all(stream):
-        stream.handle([answer(request) for request in rest])
-    assert len(chunks.finished) == len(fetched) == 40
+        stream.handle([answer(call) for call in rest])
+    assert len(chunks.finished) == len(pictures.fetched) == 40
+
+
+def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 3, [FORBIDDEN])
+    stream = stream_over(chunks, prompt=WITH_IMAGES)
+    assert take_all(stream) == []
+    assert [row.code for row in chunks.finished] == ["media_forbidden"] * 3
+    assert (stream.num_pending, stream._num_bytes) == (0, 0)
 
 
 def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 3, texts=["x" * 3 * MIB])
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=1)
     for _ in range(3):
-        [request] = take_all(stream)
-        stream.handle([answer(request)])
+        [call] = take_all(stream)
+        stream.handle([answer(call)])
     assert len(chunks.finished) == 3
 
 
 def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
-    """With --dedupe, all rows that follow a row that kills the engine become suspects with it."""
     chunk = chunks.put("first", 40, texts=["x" * MIB])
     chunk.deaths = {line: Deaths(2, 160) for line in range(40)}
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=5)
     rounds = 0
     while held := take_all(stream):
         assert len(held) <= 5
-        stream.handle([answer(request) for request in held])
+        stream.handle([answer(call) for call in held])
         rounds += 1
     assert len(chunks.finished) == 40
     assert rounds == 10, "four rows with their lines' ends fit"
@@ -543,26 +552,9 @@ def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
     assert len(take_all(stream)) >= 1536
 
 
-def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(chunks: ChunksPutByHand) -> None:
-    """Reading had gone just deep enough; writing did not, and ended every worker that came to the row."""
-    encoder = encoder_for(PROMPT)
-
-    class Shallow:
-        def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
-            if prepared.source is not None:
-                raise RecursionError("maximum recursion depth exceeded")
-            return encoder.encode(prepared, completion)
-
-    chunks.put("first", 1)
-    stream = stream_over(chunks, Shallow())
-    stream.handle([answer(request) for request in take(stream)])
-    [row] = chunks.finished
-    assert (row.ok, row.code) == (False, "invalid_json")
-    assert not read_line(bytes(row.output)).is_ok
-
-
 def texts_for(stream: RowStream, *free_slots: int) -> str:
-    return "".join(request.text or "" for request in stream.take(sum(free_slots), free_slots) or [])
+    calls = stream.take(sum(free_slots), free_slots) or []
+    return "".join(json.loads(call.body)["prompt"] for call in calls)
 
 
 def test_with_a_window_each_replica_gets_rows_that_begin_alike(chunks: ChunksPutByHand) -> None:
@@ -595,7 +587,7 @@ def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHan
     assert stream.take(4) == []
     assert stream.take(4) == []
     keep_books(stream)
-    assert [request.key for request in stream.take(4) or []] == [("first", 0), ("first", 1)]
+    assert [call.key for call in stream.take(4) or []] == [("first", 0), ("first", 1)]
     assert stream.take(4) == []
 
 
@@ -607,7 +599,7 @@ def keys_after_reopening(chunks: ChunksPutByHand) -> list[RowKey]:
     keep_books(stream)
     chunks.open.pop("a").close()
     chunks.put("a", 2)
-    return [request.key for request in take(stream)]
+    return [call.key for call in take(stream)]
 
 
 def test_a_row_of_a_chunk_that_was_closed_and_opened_again_is_not_handed_out(
@@ -625,10 +617,10 @@ def test_the_check_of_the_chunks_identity_is_what_keeps_it_back(chunks: ChunksPu
 def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 1)
     stream = stream_over(chunks)
-    [request] = take(stream)
+    [call] = take(stream)
     keep_books(stream)
     assert not chunks.is_closing, "its answer may be a failure that is tried again"
-    stream.handle([answer(request)])
+    stream.handle([answer(call)])
     assert stream.take(4) == []
     keep_books(stream)
     assert stream.take(4) is None
@@ -637,225 +629,12 @@ def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutB
     assert stream.take(4) is None
 
 
-# --------------------------------------------------------------------------- equal requests
-
-DEAD = Failure(code="engine_crash", message="killed", transient=True)
-
-
-def lines_of(rows: Sequence[FinishedRow]) -> list[int]:
-    return sorted(row.line for row in rows)
-
-
-def test_equal_requests_are_answered_once_and_every_row_has_its_own_line(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 5, texts=["a", "b"])
-    stream = stream_over(chunks, dedupe=True)
-    requests = take(stream)
-    assert [request.text for request in requests] == ["a", "b"]
-    assert stream.num_pending == 5
-    said = [
-        Completion(
-            key=request.key,
-            choices=[Choice(index=0, text=f"said {request.text}", num_tokens=2)],
-            prompt_tokens=1,
-            completion_tokens=2,
-            cached_tokens=1,
-            generation_seconds=9.0,
-        )
-        for request in requests
-    ]
-    stream.handle(said)
-    assert (lines_of(chunks.finished), lines_of(chunks.copied)) == ([0, 1, 2, 3, 4], [2, 3, 4])
-    by_line = {row.line: row for row in chunks.finished}
-    assert msgspec.structs.replace(by_line[2], line=0, output=by_line[0].output) == by_line[0]
-    first, copied = (json.loads(bytes(by_line[line].output)) for line in (0, 2))
-    no_time = {"queue_seconds": 0.0, "generation_seconds": 0.0}
-    assert copied == {**first, "_row": 2, "_id": "2", "timing": no_time}
-    assert first["choices"][0]["text"] == "said a"
-    assert (stream.num_pending, stream._num_bytes) == (0, 0)
-
-
-def test_a_row_that_comes_later_gets_the_answer_that_is_kept(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1)
-    stream = stream_over(chunks, dedupe=True)
-    stream.handle([answer(request) for request in take(stream)])
-    chunks.put("second", 3, texts=["say", "other"])
-    assert [request.text for request in take(stream)] == ["other"]
-    assert lines_of(chunks.copied) == [0, 2]
-
-
-def test_without_dedupe_every_row_is_asked(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 3)
-    assert len(take(stream_over(chunks))) == 3
-
-
-def test_kept_answers_are_bounded_in_bytes_and_the_one_unused_for_longest_goes() -> None:
-    repeats: Repeats[int] = Repeats(1000)
-    for key in (b"a", b"b"):
-        repeats.answer(key, Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 80)]))
-    assert repeats.find(b"a")
-    repeats.answer(b"c", Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 80)]))
-    assert [bool(repeats.find(key)) for key in (b"a", b"b", b"c")] == [True, False, True]
-    repeats.answer(b"d", Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 2000)]))
-    assert [bool(repeats.find(key)) for key in (b"a", b"c", b"d")] == [True, True, False]
-
-
-def test_rows_that_follow_count_in_the_memory_for_rows(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 40, texts=["x" * MIB])
-    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8, dedupe=True)
-    [leader] = take_all(stream)
-    assert stream.num_pending == 8
-    stream.handle([answer(leader)])
-    assert take_all(stream) == []
-    assert len(chunks.copied) == 39
-
-
-def test_rows_that_follow_a_row_that_fails_are_asked_themselves(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 3)
-    stream = stream_over(chunks, dedupe=True)
-    [leader] = take(stream)
-    refused = Failure(code="engine_rejected", message="refused")
-    stream.handle([Completion(key=leader.key, failure=refused)])
-    assert lines_of(chunks.finished) == [0]
-    assert [request.key for request in take(stream)] == [("first", 1), ("first", 2)]
-
-
-def test_a_row_that_is_tried_again_keeps_those_that_follow_it(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 3)
-    stream = stream_over(chunks, dedupe=True)
-    [leader] = take(stream)
-    busy = Failure(code="engine_busy", message="busy", transient=True)
-    stream.handle([Completion(key=leader.key, failure=busy)])
-    assert [request.key for request in take(stream)] == [leader.key]
-    stream.handle([answer(leader)])
-    assert lines_of(chunks.copied) == [1, 2]
-
-
-def test_equal_rows_that_kill_the_engine_become_suspects_together(chunks: ChunksPutByHand) -> None:
-    """Else each of a thousand equal rows would kill it, one after the other."""
-    first = chunks.put("first", 3)
-    second = chunks.put("second", 2)
-    stream = stream_over(chunks, dedupe=True)
-    for _ in range(2):
-        [leader] = take(stream)
-        stream.handle([Completion(key=leader.key, failure=DEAD)])
-    assert first.deaths == dict.fromkeys(range(3), Deaths(2, 5))
-    assert second.deaths == dict.fromkeys(range(2), Deaths(2, 5))
-    assert stream.num_pending == 0
-    requests = take(stream)
-    assert len(requests) == 2, "a group of a quarter of the five, each asked itself"
-    stream.handle([answer(request) for request in requests])
-    stream.handle([answer(request) for request in take(stream)])
-    stream.handle([answer(request) for request in take(stream)])
-    assert len(chunks.finished) == 5
-    assert stream._num_bytes == 0
-
-
-def test_a_row_that_came_after_the_first_death_does_not_wait_for_a_suspect(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 1).deaths = {0: Deaths(1, 4)}
-    stream = stream_over(chunks, dedupe=True)
-    [leader] = take(stream)
-    second = chunks.put("second", 1)
-    assert not take(stream)
-    stream.handle([Completion(key=leader.key, failure=DEAD)])
-    assert second.deaths == {0: Deaths(1, 2)}
-    assert [request.key for request in take(stream)] == [("second", 0)]
-    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
-    assert [request.key for request in take(stream)] == [("first", 0)], "the suspect, at the end"
-
-
-def test_an_engine_that_ends_for_good_died_of_the_rows_that_follow_too(
-    chunks: ChunksPutByHand,
-) -> None:
-    first = chunks.put("first", 3)
-    stream = stream_over(chunks, dedupe=True)
-    stream.note_death([request.key for request in take(stream)])
-    assert first.deaths == dict.fromkeys(range(3), Deaths(1, 3))
-
-
-def test_rows_that_follow_a_row_of_a_published_chunk_are_asked(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 2)
-    chunks.put("second", 2)
-    stream = stream_over(chunks, dedupe=True)
-    [leader] = take(stream)
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    assert stream.num_pending == 2
-    assert [request.key for request in take(stream)] == [("second", 0)]
-    stream.handle([answer(leader)])
-    assert not chunks.finished
-    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
-    assert lines_of(chunks.finished) == [0, 1]
-    assert stream._num_bytes == 0
-
-
-def test_rows_that_follow_a_row_whose_chunk_is_gone_before_it_runs_are_asked(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 1)
-    chunks.put("second", 2)
-    stream = stream_over(chunks, dedupe=True)
-    for _ in range(3):
-        keep_books(stream)
-    chunks.open.pop("first").close()
-    assert stream.take(4) == []
-    assert [request.key for request in take(stream)] == [("second", 0)]
-    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
-    assert lines_of(chunks.finished) == [0, 1]
-
-
-def test_rows_that_follow_a_row_whose_image_cannot_be_used_are_not_lost(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 3, [NO_SUCH_IMAGE])
-    stream = stream_over(chunks, dedupe=True, prompt=WITH_IMAGES)
-    assert take_all(stream) == []
-    assert {row.line: row.code for row in chunks.finished} == dict.fromkeys(
-        range(3), "media_not_found"
-    )
-    assert (stream.num_pending, stream._num_bytes) == (0, 0)
-
-
-def test_rows_that_follow_a_row_of_a_published_chunk_that_has_no_image_yet_are_asked(
-    chunks: ChunksPutByHand,
-) -> None:
-    background = FetchesLater()
-    chunks.put("first", 1, [RED])
-    chunks.put("second", 2, [RED])
-    stream = stream_over(chunks, dedupe=True, prompt=WITH_IMAGES, background=background)
-    assert not take(stream)
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    assert stream.num_pending == 2
-    background.has_fetched = True
-    [leader] = take_all(stream)
-    stream.handle([answer(leader)])
-    assert lines_of(chunks.finished) == [0, 1]
-    assert (stream.num_pending, stream._num_bytes) == (0, 0)
-
-
-def test_rows_of_a_published_chunk_follow_no_more(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1)
-    chunks.put("second", 2)
-    stream = stream_over(chunks, dedupe=True)
-    [leader] = take(stream)
-    chunks.open.pop("second").close()
-    stream.drop(["second"])
-    assert stream.num_pending == 1
-    stream.handle([answer(leader)])
-    assert lines_of(chunks.finished) == [0]
-    assert stream._num_bytes == 0
-
-
 def test_a_row_that_another_worker_has_finished_is_not_handed_out(chunks: ChunksPutByHand) -> None:
     chunk = chunks.put("shared", 6)
     stream = stream_over(chunks, max_in_flight=2)
     first = take(stream)
-    assert [request.key[1] for request in first] == [0, 1, 2, 3]
+    assert [call.key[1] for call in first] == [0, 1, 2, 3]
     chunk.adopt([FinishedRow(line=line, ok=True, output=raw(b"{}")) for line in (3, 4)])
-    stream.handle([answer(request) for request in first])
-    assert [request.key[1] for request in take(stream)] == [5]
+    stream.handle([answer(call) for call in first])
+    assert [call.key[1] for call in take(stream)] == [5]
     assert chunk.num_left == 1
