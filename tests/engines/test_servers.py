@@ -316,7 +316,7 @@ def test_a_command_that_says_not_where_to_listen_is_refused(model, server):
 FAMILY = """
     import os, subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    grandchild = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True)"
+    grandchild = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); print(p.pid, flush=True)"
     other = subprocess.run([sys.executable, "-c", grandchild], stdout=subprocess.PIPE).stdout
     from aiohttp import web
     async def health(_): return web.Response()

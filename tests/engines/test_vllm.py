@@ -1,0 +1,280 @@
+"""The real vLLM, on the CPU: its answers, its refusals, its errors of loading, and its death at every place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.processes import start_of_process
+from batchinfer.engines import create_engine
+from batchinfer.engines.config import EngineConfig
+from engine_contract import (
+    EngineContract,
+    Flag,
+    ListSource,
+    body_of,
+    call,
+    code_of,
+    drive,
+    drive_again,
+)
+from fixtures_vllm import SMALL
+from peft_adapter import write_adapter
+from tiny_model import DEMO_MODEL, write_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Egypt": "Cairo"}
+
+
+def ask_capital(index: int, **body):
+    country = list(CAPITALS)[index % len(CAPITALS)]
+    messages = [{"role": "user", "content": f"What is the capital of {country}?"}]
+    return call(index, messages=messages, temperature=0, **body)
+
+
+def is_right(index: int, reply) -> bool:
+    text = body_of(reply)["choices"][0]["message"]["content"]
+    return text == CAPITALS[list(CAPITALS)[index % len(CAPITALS)]]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def are_gone(pids, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while any(start_of_process(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(start_of_process(pid) for pid in pids)
+
+
+def named(pids, name: str) -> int:
+    """The process that vLLM has given this name."""
+    return next(pid for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+class TestShared(EngineContract):
+    """What all engines must do, and what only vLLM can show. All tests of a session share this server."""
+
+    @pytest.fixture
+    def engine(self, demo_engine):
+        return demo_engine
+
+    @pytest.fixture
+    def info(self, engine, stop):
+        return engine.open(stop)
+
+    def test_its_answers_are_right_and_its_length_is_known(self, engine, info):
+        found = drive(engine, ListSource([ask_capital(index) for index in range(20)]))
+        assert all(is_right(key[1], reply) for key, reply in found.items())
+        assert info.max_model_len == 256
+
+    def test_its_fields_are_told_by_path(self, engine):
+        fields = engine.parameters("/v1/chat/completions")
+        assert {"messages", "temperature", "structured_outputs", "min_p"} <= fields
+        assert "temprature" not in fields
+        assert "prompt" in engine.parameters("/v1/completions")
+        assert engine.parameters("/v1/nothing") == frozenset()
+
+    def test_refusals_have_codes(self, engine):
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        bad = {
+            "prompt_too_long": {"messages": [{"role": "user", "content": "a " * 900}]},
+            "model_not_found": {**chat, "model": "nobody"},
+            "invalid_parameter": {**chat, "temperature": -1},
+            "invalid_request": {**chat, "structured_outputs": {"regex": "(("}},
+        }
+        rows = [call(index, **body) for index, body in enumerate(bad.values())]
+        found = drive(engine, ListSource(rows))
+        assert [code_of(found[row.key]) for row in rows] == list(bad)
+
+    def test_mixed_adapters_and_base_rows_answer_as_each_alone(self, engine):
+        names = [str(DEMO_MODEL), "first", "second"]
+        rows = [ask_capital(index, model=names[index % 3], max_tokens=12) for index in range(30)]
+        texts = {}
+        for name, part in {"mixed": rows, **{n: rows[i::3] for i, n in enumerate(names)}}.items():
+            found = drive(engine, ListSource(part))
+            texts[name] = {
+                key: body_of(reply)["choices"][0]["message"]["content"] for key, reply in found.items()
+            }
+        alone = texts[names[0]] | texts["first"] | texts["second"]
+        assert texts["mixed"] == alone
+        assert len({*alone.values()}) > len(CAPITALS)
+        assert all(text in CAPITALS.values() for text in texts[names[0]].values())
+
+
+# --------------------------------------------------------------------------- death
+
+
+@pytest.fixture
+def demo_server(tmp_path):
+    """Options of a server of its own with the demo's model."""
+    return EngineConfig(
+        model=str(DEMO_MODEL),
+        server_args=["--max-model-len", "256", *SMALL],
+        scratch_dir=str(tmp_path / "scratch"),
+    )
+
+
+def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
+    engine = create_engine(demo_server)
+    info = engine.open(Flag())
+    assert (info.version, info.device, info.max_num_seqs) != ("", "", None)
+    rows = [ask_capital(index) for index in range(1500)]
+    seen: set[int] = set()
+    victims = ["EngineCore", "vllm_serve"]
+
+    def kill_at_each_third(engine=engine):
+        server = engine.targets[0]
+        while victims:
+            if server.is_ready and server.num_answered > 300:
+                family = descendants(server.process._guard.pid)
+                seen.update(family)
+                os.kill(named(family, victims.pop()), signal.SIGKILL)
+                while server.is_ready:
+                    time.sleep(0.05)
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill_at_each_third, daemon=True)
+    killer.start()
+    found, deaths = drive_again(engine, rows)
+    killer.join(1)
+    assert victims == []
+    assert len(found) == 1500
+    assert all(is_right(key[1], reply) for key, reply in found.items())
+    assert deaths
+    assert engine.stats().restarts == 2
+    assert engine.stats().completion_tokens > 1500
+    seen.update(descendants(engine.targets[0].process._guard.pid))
+    engine.close()
+    assert are_gone(seen, 1.0)
+
+
+def test_a_worker_that_is_killed_leaves_no_process(demo_server):
+    script = """
+        import sys, threading, msgspec
+        from batchinfer.engines import create_engine
+        from batchinfer.engines.config import EngineConfig
+        from engine_contract import ListSource, Flag, call
+        engine = create_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+        engine.open(Flag())
+        for _ in engine.generate(ListSource([call(i, max_tokens=200, ignore_eos=True) for i in range(999)]), Flag()):
+            print(engine.targets[0].process._guard.pid, flush=True)
+        """
+    arguments = [sys.executable, "-c", textwrap.dedent(script)]
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)])
+    with subprocess.Popen(
+        [*arguments, msgspec.json.encode(demo_server).decode()],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as worker:
+        guard = int(worker.stdout.readline())
+        family = [guard, *descendants(guard)]
+        assert named(family, "EngineCore")
+        assert named(family, "Worker")
+        worker.kill()
+    assert are_gone(family, 12.0)
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def open_and_close(config: EngineConfig, seconds: float = 300.0) -> None:
+    engine = create_engine(config)
+    try:
+        engine.open(Flag())
+    finally:
+        engine.close()
+
+
+def test_an_option_that_vllm_does_not_know_is_refused_before_it_loads(demo_server):
+    config = msgspec.structs.replace(demo_server, server_args=["--max-modl-len", "9"])
+    with pytest.raises(ConfigError, match="unrecognized arguments: --max-modl-len"):
+        open_and_close(config)
+
+
+def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server):
+    config = msgspec.structs.replace(demo_server, server_args=["--max-model-len", "99999"])
+    with pytest.raises(ConfigError, match="max_model_len"):
+        open_and_close(config)
+
+
+def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server):
+    tiny = ["--kv-cache-memory-bytes", "65536", "--max-model-len", "512"]
+    with pytest.raises(ConfigError, match="does not fit into memory"):
+        open_and_close(msgspec.structs.replace(demo_server, server_args=tiny))
+
+
+def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, tmp_path):
+    folder = write_adapter(tmp_path / "dora", use_dora=True)
+    config = msgspec.structs.replace(demo_server, loras={"odd": str(folder)})
+    with pytest.raises(ConfigError, match="DoRA"):
+        open_and_close(config)
+
+
+# --------------------------------------------------------------------------- several processes and machines
+
+
+def texts_of(engine) -> dict:
+    rows = [call(index, "/v1/completions", prompt=f"row {index}", max_tokens=12, seed=index) for index in range(24)]
+    found = drive(engine, ListSource(rows))
+    return {key: body_of(reply)["choices"][0]["text"] for key, reply in found.items()}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A tiny model in float32, options of a server with it, and its answers in one process."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    config = EngineConfig(model=str(folder), server_args=[*SMALL, "--dtype", "float32"])
+    engine = create_engine(config)
+    engine.open(Flag())
+    texts = texts_of(engine)
+    engine.close()
+    return config, texts
+
+
+def test_two_processes_of_a_model_answer_as_one(single):
+    config, texts = single
+    engine = create_engine(msgspec.structs.replace(config, tensor_parallel_size=2))
+    engine.open(Flag())
+    assert texts_of(engine) == texts
+    engine.close()
+
+
+def test_two_nodes_answer_as_one_and_end_together(single):
+    config, texts = single
+    ports = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29731, "tensor_parallel_size": 2}
+    config = msgspec.structs.replace(config, **ports)
+    script = """
+        import sys, threading, msgspec
+        from batchinfer.engines.config import EngineConfig
+        from batchinfer.engines.headless import follow
+        config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
+        print(follow(config, loading=threading.Event(), stop=threading.Event()))
+        """
+    node = msgspec.json.encode(msgspec.structs.replace(config, node_rank=1)).decode()
+    arguments = [sys.executable, "-c", textwrap.dedent(script), node]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as other:
+        engine = create_engine(config)
+        engine.open(Flag())
+        family = descendants(other.pid)
+        assert texts_of(engine) == texts
+        engine.close()
+        assert "SUCCESS" in other.communicate(timeout=60)[0]
+    assert are_gone(family, 1.0)
