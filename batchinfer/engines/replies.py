@@ -50,8 +50,13 @@ def problem_of(body: bytes) -> Problem | None:
     if error is None and found.get("object") == "error":
         error = found
     if isinstance(error, dict):
-        texts = {name: error.get(name) for name in Problem.__struct_fields__}
-        return Problem(**{name: str(value) for name, value in texts.items() if value is not None})
+        texts = {
+            name: str(error[name])
+            for name in Problem.__struct_fields__
+            if error.get(name) is not None
+        }
+        # vLLM names a field that pydantic refuses by its place in the request: body.model.
+        return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
     if error is None and "detail" not in found:
         return None
     return Problem(message=str(error or found["detail"])[:_LONGEST_MESSAGE])

@@ -219,9 +219,13 @@ class _Start:
             self.looks.confirm(membership, markers, open_chunks.published)
             return
         self.info = info
-        # Before run.json is written: if the server refuses the options, nothing must be there that forbids better ones.
-        builder = self._unless_stopped(partial(membership.make_builder, engine, info))
-        self._join(membership, info, opener, open_chunks)
+        try:
+            # Before run.json is written: if the server refuses the options, none may be there that forbids better ones.
+            builder = self._unless_stopped(partial(membership.make_builder, engine, info))
+            self._join(membership, info, opener, open_chunks)
+        except BatchinferError:
+            self._save(open_chunks)  # closes the chunks that were opened meanwhile
+            raise
         environment.background.submit(heartbeat.beat)  # so that `status` says running
         stream = self._make_stream(builder, open_chunks, info)
         self._answer(engine, stream, open_chunks)
