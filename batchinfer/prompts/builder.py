@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import traceback
@@ -75,13 +76,16 @@ class PromptBuilder:
 
     def __init__(self, config: PromptConfig, run_seed: int | None, *, rules: EngineRules) -> None:
         check_config(config)
+        # An engine may read its server's description each time, and rows may name any path.
+        parameters = functools.lru_cache(64)(rules.parameters)
+        rules = dataclasses.replace(rules, parameters=parameters)
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
         reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
         self._reader: RowsReader | RequestsReader = reader_of(config, rules)
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
-        self._fields_for = functools.cache(self._make_fields)
+        self._fields_for = functools.lru_cache(64)(self._make_fields)
         self._check_names()
 
     @property

@@ -20,13 +20,11 @@ from batchinfer.prompts.types import (
 
 _PROMPTS = ("messages", "prompt", "input", "text_1", "queries", "data_1", "query")
 """Fields that hold the prompt. They go first, so that bodies with a common beginning sort next to each other."""
-_OF_THE_SERVICE = frozenset(
-    {
-        *("metadata", "service_tier", "store", "user", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "best_of"),
-    }
-)
-"""Fields that no server has to know: options of OpenAI's hosted service, and `best_of`, which does not leave us."""
+_LET_THROUGH = {
+    *("metadata", "service_tier", "store", "user", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "best_of", "file_url"),
+}
+"""Fields that no server has to know: options of OpenAI's hosted service, and what does not leave us."""
 
 
 class RequestsReader:
@@ -76,7 +74,7 @@ class RequestsReader:
 
     def _check_names(self, path: str, body: dict[str, Any]) -> None:
         known = self._rules.parameters(path)
-        unknown = [name for name in body if name not in known | _OF_THE_SERVICE | {"file_url"}]
+        unknown = [name for name in body if name not in known and name not in _LET_THROUGH]
         if known and unknown:
             name = unknown[0][:80]
             advice = near(name, known)

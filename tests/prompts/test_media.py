@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.prompts import EngineRules, MediaRef, Prepared, finish_call, media
 from batchinfer.prompts.media import read_media
-from batchinfer.prompts.types import Unfit
+from batchinfer.prompts.types import MediaKind, Unfit
 from pictures import as_base64, as_data_url, as_hub, picture
 from prompt_rows import code, prepare, request, sent
 
@@ -82,7 +82,7 @@ def user(prepared: Prepared) -> Any:
 
 
 def test_media_of_columns_stand_before_the_text() -> None:
-    row = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://example.com/a.wav"}
+    row: dict[str, Any] = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://x/a.wav"}
     options: dict[str, Any] = {"prompt_column": "q", "as_chat": True, "system_prompt": "Be brief."}
     found = built(row, audio_columns=["sound"], **options)
     assert user(found) == [link(A), INLINE, link(row["sound"], "audio"), text("What?")]
@@ -179,7 +179,7 @@ def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
     "place", ["http://10.0.0.1/a", "file:///etc/passwd", "HTTPS://x/a", "/etc/passwd"]
 )
 def test_no_place_that_a_row_names_reaches_the_server(
-    body: dict[str, Any], kind: str, place: str
+    body: dict[str, Any], kind: MediaKind, place: str
 ) -> None:
     # The server would fetch it without the worker's guard against private addresses.
     data = json.dumps(body).replace("PLACE", place)

@@ -31,7 +31,12 @@ def test_a_copied_generation_config_means_what_it_meant() -> None:
 
 def test_options_become_fields_and_pairs_win() -> None:
     options = {"max_tokens": 5, "temperature": 0.0, "top_k": 20, "n": 1, "stop": [], "logprobs": 0}
-    more = {"thinking_budget": 9, "normalize": False, "min_p": None, "chat_template_kwargs": {}}
+    more: dict[str, Any] = {
+        "thinking_budget": 9,
+        "normalize": False,
+        "min_p": None,
+        "chat_template_kwargs": {},
+    }
     pairs = {"top_k": 3, "bad_words": ["x"], "stop": "END", "eos_token_id": 2}
     found = make_body({**options, **more, "sampling": pairs})
     assert found == {"max_tokens": 5, "temperature": 0.0, "logprobs": 0} | {
