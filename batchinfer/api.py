@@ -12,16 +12,18 @@ signal handlers with the calling program. On Linux the command also ends when th
 from __future__ import annotations
 
 import glob
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,21 +32,24 @@ from batchinfer.core import errors
 if TYPE_CHECKING:
     import datasets
     import pandas as pd
+    import polars as pl
     import pyarrow as pa
 
 __all__ = ["RunHandle", "errors", "open_run", "run", "split"]
 
-_LINES_KEPT = 200
-_TABLE, _LINES = "source.parquet", "source.jsonl"
-"""Names of the files to which a source in memory is written."""
 _CHILD = """
-import sys
-from batchinfer.engines.parent_death import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+except (OSError, AttributeError):
+    pass
+else:
+    os.getppid() == int(sys.argv[1]) or os.kill(os.getpid(), 9)
+del sys.argv[1]
 from batchinfer.cli.main import run
 run()
 """
-"""Program of a command's process. On Linux the process does not outlive the calling program."""
+"""Program of a command's process. On Linux the kernel kills it when the thread that has started it ends."""
 _ERRORS: dict[int, type[errors.BatchinferError]] = {
     2: errors.UsageError,
     3: errors.PolicyStop,
@@ -53,75 +58,115 @@ _ERRORS: dict[int, type[errors.BatchinferError]] = {
     75: errors.Interrupted,
 }
 """Class of the error that is raised, by the exit status of the command."""
+_SHOWN_ROWS = 3
+_FILES = (".parquet", ".jsonl", ".json", ".csv", ".txt", ".zst", ".gz")
 
 
-def run(
-    source: Any,
+def run(  # noqa: PLR0913 - an editor shows the common options by name
+    data: Any,
     *,
+    model: str | None = None,
     output: str | Path | None = None,
     work: str | Path | None = None,
+    limit: int | None = None,
+    prompt_column: str | None = None,
+    messages_column: str | None = None,
+    system_prompt: str | None = None,
+    task: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    seed: int | None = None,
+    json_schema: Any = None,
+    choices: Sequence[str] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    lora: Mapping[str, str] | None = None,
+    engine: str | None = None,
+    base_url: str | Sequence[str] | None = None,
+    retry_errors: bool | None = None,
     quiet: bool = False,
-    **options: Any,
+    **vllm: Any,
 ) -> RunHandle:
-    """Answer every row of a data set with a model on this machine. See docs/run.md.
+    """Answer every row of some data with a model on this machine. See docs/python.md.
 
     The call blocks until the command has ended. Log lines go to stderr; in a notebook and in a terminal there is a
     progress bar. After an interruption or a kill, the same call goes on where it was if `output` or `work` is given.
 
     Args:
-        source: Path or URL, several of them, an Arrow table, a frame of pandas or polars, a `datasets.Dataset`, or an
-            iterable of dictionaries.
+        data: Prompts, conversations (lists of messages) or dictionaries; a path or URL, or several; an Arrow table, a
+            frame of pandas or polars, or a `datasets.Dataset`.
+        model: A name on the Hub, a local folder, or a folder in a bucket.
         output: File or folder for the answers, as `-o` of `batchinfer run`. With None, none is written.
-        work: Folder or URL for the job and the run. With None, it is a folder beside `output`. If `output` is None too,
-            it is a temporary folder, which is removed when the result is not used any more.
+        work: Folder or URL for the job and the run. With None, it is beside `output`, or else a new folder, whose name
+            is printed.
+        limit: Only the first rows for now.
+        prompt_column: Column with the prompt. Default: `prompt` or `text`.
+        messages_column: Column with a conversation. Default: `messages` or `conversation`.
+        system_prompt: System message of every conversation.
+        task: generate, embed, classify, score or another task of `batchinfer run`.
+        max_tokens: Longest answer.
+        temperature: How freely tokens are drawn; 0: always the likeliest.
+        top_p: Draw from the likeliest tokens that have this probability.
+        n: Answers a row.
+        stop: Text or texts that end an answer.
+        seed: Seed of the run.
+        json_schema: A JSON schema as a dictionary, a class of pydantic, or a file: every answer is JSON that fits it.
+        choices: Every answer is one of these texts.
+        tools: Tools that answers may call, as in a request of the OpenAI API.
+        lora: Adapters: their folders, URLs or names on the Hub, by name.
+        engine: vllm, openai (a running endpoint) or echo (a rehearsal without a model).
+        base_url: URL of an endpoint, for the engine openai.
+        retry_errors: Do the error rows of a finished run again.
         quiet: Show neither log lines nor a progress bar.
-        options: Options of `batchinfer run` by their names, such as `model`, `max_tokens`, `temperature`, `limit`.
+        vllm: Any further option of `batchinfer run` or of vLLM's server, such as `max_model_len=8192`.
 
     Returns:
         The run, to read the answers from.
 
     Raises:
-        errors.UsageError: An option, the source or the model is wrong.
+        errors.UsageError: An option, the data or the model is wrong.
         errors.PolicyStop: A rule stopped the run, such as `max_error_rate`.
         errors.EngineError: The engine failed.
         errors.StorageError: Storage failed.
-        errors.Interrupted: A signal or a preemption notice ended it; the same call goes on.
+        errors.Interrupted: A signal ended it; the same call goes on.
     """
-    from batchinfer.storage.opening import join_url, local_path, split_url
-
-    with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
-        folder = None
-        if work is None and output is None:
-            folder = tempfile.mkdtemp(prefix="batchinfer-run-")
-            work = folder
-        dest = output if output is not None else Path(scratch) / "answers.parquet"
-        if str(dest) == "-":
-            raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
-        arguments = ["--output", str(dest)]
-        if work is not None:
-            arguments += ["--work", str(work)]
+    given = {name: value for name, value in locals().items() if value is not None}
+    if str(output) == "-":
+        raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
+    options = {
+        name: given[name] for name in given.keys() - {"data", "output", "work", "vllm", "quiet"}
+    }
+    if not quiet and importlib.util.find_spec("pandas") is None:
+        _say("pandas is not installed: read the answers with .rows(), .to_arrow() or .to_polars()")
+    kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
+    if kept and not quiet:
+        _say(f"job and run are kept in {kept}; work={kept!r} goes on there")
+    place = work if work is not None else kept
+    with _sources(data) as (sources, scratch):
+        dest = output if output is not None else scratch / "answers.parquet"
+        arguments = ["--output", str(dest), *(["--work", str(place)] if place else [])]
         try:
-            sources = _as_sources(source, Path(scratch))
-            result = _call("run", sources, arguments, options, Path(scratch), quiet=quiet)
-        except BaseException:
-            if folder is not None:
-                _remove(folder)
+            result = _call("run", sources, arguments, options | vllm, scratch, quiet=quiet)
+        except errors.BatchinferError as error:
+            if kept and any(Path(kept).iterdir()):
+                error.hint = f"{error.hint}\nfinished rows are kept: work={kept!r} goes on".strip()
             raise
-    is_partial = options.get("limit") is not None and result["status"] != "SUCCESS"
-    there = str(result["work"])
-    if split_url(there)[0] == "file":
-        there = str(local_path(there).absolute())  # stays true when the program changes its folder
-    found = RunHandle(join_url(there, "run"), result, is_partial=is_partial)
-    if folder is not None:
-        weakref.finalize(found, _remove, folder)
-    return found
+    is_partial = limit is not None and result["status"] != "SUCCESS"
+    place = str(result["work"])
+    if "://" not in place:
+        place = str(
+            Path(place).expanduser().absolute()
+        )  # stays true when the program changes its folder
+    return RunHandle(f"{place}/run", result, is_partial=is_partial)
 
 
-def split(source: Any, output: str | Path, **options: Any) -> dict[str, Any]:
-    """Split a data set into a job at `output`, for any number of workers.
+def split(data: Any, output: str | Path, **options: Any) -> dict[str, Any]:
+    """Split data into a job at `output`, for any number of workers.
 
     Args:
-        source: As in `run`.
+        data: As in `run`.
         output: Folder or URL of the job.
         options: Options of `batchinfer split` by their names, such as `num_workers`, `chunk_rows`.
 
@@ -129,12 +174,11 @@ def split(source: Any, output: str | Path, **options: Any) -> dict[str, Any]:
         The result of the command: `job`, `rows`, `chunks` and more.
 
     Raises:
-        errors.UsageError: An option or the source is wrong, or another job is there.
+        errors.UsageError: An option or the data is wrong, or another job is there.
         errors.StorageError: Storage failed.
     """
-    with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
-        sources = _as_sources(source, Path(scratch))
-        return _call("split", sources, ["--output", str(output)], options, Path(scratch))
+    with _sources(data) as (sources, scratch):
+        return _call("split", sources, ["--output", str(output)], options, scratch, quiet=False)
 
 
 def open_run(url: str | Path) -> RunHandle:
@@ -156,8 +200,16 @@ class RunHandle:
         self._is_partial = is_partial
 
     def __repr__(self) -> str:
-        """Name the run."""
-        return f"batchinfer.open_run({self.url!r})"
+        """Show the counts and the first rows of a run that `run` has made; else the run's name."""
+        name = f"batchinfer.open_run({self.url!r})"
+        if not self.result:
+            return name
+        counts = f"{self.result['rows']} rows, {self.result.get('rows_error', 0)} failed"
+        with self._reader() as batches:
+            first = next(batches, None)
+            rows = [] if first is None else first.slice(0, _SHOWN_ROWS).to_pylist()
+        shown = [json.dumps(row, ensure_ascii=False, default=str)[:200] for row in rows]
+        return "\n".join([f"{name}  # {counts}", *(f"  {line}" for line in shown)])
 
     def status(self) -> dict[str, Any]:
         """Return the figures of `batchinfer status --json`: state, rows, rates, errors, workers."""
@@ -184,9 +236,8 @@ class RunHandle:
         from batchinfer.runs.verify import VerifyConfig, run_verify
         from batchinfer.storage.opening import open_store
 
-        verdict = run_verify(
-            VerifyConfig(run=self.url, is_deep=deep), open_store=open_store, clock=SystemClock()
-        )
+        config = VerifyConfig(run=self.url, is_deep=deep)
+        verdict = run_verify(config, open_store=open_store, clock=SystemClock())
         if not verdict.is_sound:
             error = verdict.error()
             error.attach_result(verdict.result)
@@ -202,28 +253,27 @@ class RunHandle:
         Raises:
             errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
         """
-        import pyarrow.parquet as pq
-
-        with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
-            for path in self._collect(folder, with_source=with_source):
-                for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
-                    yield from batch.to_pylist()
+        with self._reader(with_source=with_source) as batches:
+            for batch in batches:
+                yield from batch.to_pylist()
 
     def to_arrow(self, *, with_source: bool = False) -> pa.Table:
-        """Return the verified answers as one table, in input order; the columns are those of `batchinfer collect`.
+        """Return the verified answers as one table, in input order, with the columns of `batchinfer collect`.
 
-        Args:
-            with_source: Join the source's columns.
-
-        Raises:
-            errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
+        Raises as `rows`.
         """
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
-            paths = self._collect(folder, with_source=with_source)
-            return pa.concat_tables([pq.read_table(path, memory_map=False) for path in paths])
+        with self._reader(with_source=with_source) as batches:
+            return pa.Table.from_batches(list(batches))
+
+    def to_polars(self, *, with_source: bool = False) -> pl.DataFrame:
+        """As `to_arrow`, as a frame of polars."""
+        import polars as pl
+
+        frame = pl.from_arrow(self.to_arrow(with_source=with_source))
+        assert isinstance(frame, pl.DataFrame)
+        return frame
 
     def to_pandas(self, *, with_source: bool = False) -> pd.DataFrame:
         """As `to_arrow`, as a frame of pandas."""
@@ -235,115 +285,112 @@ class RunHandle:
 
         return datasets.Dataset(self.to_arrow(with_source=with_source))
 
-    def _collect(self, folder: str, *, with_source: bool) -> list[Path]:
-        """Write the answers to parquet files in a folder, and return their paths in order."""
-        from batchinfer.collect.command import run_collect
-        from batchinfer.collect.table import CollectConfig
+    @contextmanager
+    def _reader(self, *, with_source: bool = False) -> Iterator[Iterator[pa.RecordBatch]]:
+        """Collect the answers to a temporary file, and give its batches."""
+        import pyarrow.parquet as pq
+
+        from batchinfer.collect.collecting import run_collect
+        from batchinfer.collect.options import CollectConfig
         from batchinfer.core.clock import SystemClock
         from batchinfer.storage.opening import open_store
 
-        config = CollectConfig(
-            run=self.url,
-            dest=f"{folder}/table",
-            with_source=with_source,
-            partial=self._is_partial,
-        )
-        run_collect(config, open_store=open_store, clock=SystemClock())
-        return sorted((Path(folder) / "table").glob("part-*.parquet"))
+        with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
+            path = f"{folder}/answers.parquet"
+            config = CollectConfig(
+                run=self.url, dest=path, with_source=with_source, partial=self._is_partial
+            )
+            run_collect(config, open_store=open_store, clock=SystemClock())
+            with pq.ParquetFile(path) as file:
+                yield file.iter_batches(batch_size=1024)
 
 
-# --------------------------------------------------------------------------- sources
+def _say(line: str) -> None:
+    from batchinfer.cli.terminal import say
+
+    say(line)
 
 
-def _as_sources(source: Any, folder: Path) -> list[str]:
-    """Return the paths or URLs of a source. A source in memory is written to a file in `folder`.
+# --------------------------------------------------------------------------- data
+
+
+@contextmanager
+def _sources(data: Any) -> Iterator[tuple[list[str], Path]]:
+    """Give the paths or URLs of data, and a scratch folder. Data in memory is written to a file there.
 
     Raises:
-        errors.InputError: The source, or an item of it, is of a kind that cannot be read.
+        errors.InputError: The data, or an item of it, is of a kind that cannot be read.
     """
-    paths = [source] if isinstance(source, str | Path) else source
-    if isinstance(paths, list | tuple) and paths and isinstance(paths[0], str | Path):
-        for part in paths:
-            if not isinstance(part, str | Path) or str(part) == "-":
-                raise errors.InputError(
-                    f"source: {part!r:.80} is no path or URL", hint="give rows or paths, not both"
-                )
-            _refuse_prompt(str(part))
-        return [str(part) for part in paths]
-    path = folder / _TABLE
-    package = type(source).__module__.partition(".")[0]
-    if package == "pyarrow" and hasattr(source, "schema"):
-        _write_table(source, path)
-    elif package == "pandas" and hasattr(source, "columns"):
-        import pyarrow as pa
-
-        _write_table(pa.Table.from_pandas(source, preserve_index=False), path)
-    elif package == "polars" and hasattr(type(source), "columns"):
-        frame = source.collect() if hasattr(source, "collect") else source
-        _write_table(frame.to_arrow(), path)
-    elif package == "datasets" and hasattr(source, "to_parquet"):
-        source.to_parquet(str(path))
-    elif package == "datasets":
-        raise errors.InputError(
-            f"source: is a {type(source).__name__} with the splits {', '.join(map(str, source))}",
-            hint="give one of its splits",
-        )
-    elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-        path = folder / _LINES
-        _write_rows(source, path)
-    else:
-        raise errors.InputError(
-            f"source: is a {type(source).__name__}, expected a path, a table, a frame or an iterable of dictionaries"
-        )
-    return [str(path)]
+    with tempfile.TemporaryDirectory(prefix="batchinfer-") as name:
+        folder = Path(name)
+        items = [data] if isinstance(data, str | Path) else data
+        if isinstance(items, list | tuple) and items and all(map(_is_place, items)):
+            yield [str(item) for item in items], folder
+            return
+        package = type(data).__module__.partition(".")[0]
+        if package in ("pyarrow", "pandas", "polars", "datasets"):
+            yield [_write_table(data, package, folder)], folder
+        elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Mapping):
+            yield [_write_rows(data, folder)], folder
+        else:
+            raise errors.InputError(
+                f"data: {data!r:.80} is no file, table, or list of prompts, conversations or dictionaries",
+                hint="check the spelling of a path; give prompts as a list",
+            )
 
 
-def _refuse_prompt(path: str) -> None:
-    """Raise InputError for a text that has spaces and names nothing on this machine: it may be a prompt."""
-    if " " not in path or "://" in path:
-        return
-    path = str(Path(path).expanduser())
+def _is_place(item: Any) -> bool:
+    """Whether an item is a path or URL. A text is one if it names something here, has a scheme, or ends like a file."""
+    if not isinstance(item, str):
+        return isinstance(item, Path)
     try:
-        found = glob.iglob(path, recursive=True)  # noqa: PTH207 - the pattern may be absolute
-        is_there = Path(path).exists() or any(found)
-    except OSError:  # the text is longer than a path may be
+        is_there = bool(glob.glob(str(Path(item).expanduser())))  # noqa: PTH207 - may be absolute
+    except OSError:  # longer than a path may be
         is_there = False
-    if not is_there:
-        raise errors.InputError(
-            f"source: no file, folder or pattern {path!r:.80}",
-            hint="check the spelling; prompts are rows: [{'prompt': '…'}, {'prompt': '…'}]",
-        )
+    return is_there or "://" in item.partition(" ")[0] or item.endswith(_FILES)
 
 
-def _write_table(table: Any, path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _write_table(data: Any, package: str, folder: Path) -> str:
+    path = str(folder / "data.parquet")
+    if package == "pandas":
+        data.to_parquet(path, index=False)
+    elif package == "polars":
+        data.lazy().sink_parquet(path)
+    elif package == "datasets" and hasattr(data, "to_parquet"):
+        data.to_parquet(path)
+    elif package == "datasets":
+        raise errors.InputError(f"data: has the splits {', '.join(map(str, data))}, expected one")
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
-    if isinstance(table, pa.RecordBatchReader):
-        with pq.ParquetWriter(path, table.schema) as writer:
-            for batch in table:
+        reader = pa.table(data) if isinstance(data, pa.RecordBatch) else data
+        batches = pa.RecordBatchReader.from_stream(reader)
+        with batches, pq.ParquetWriter(path, batches.schema) as writer:
+            for batch in batches:
                 writer.write_batch(batch)
-        return
-    pq.write_table(pa.table(table) if isinstance(table, pa.RecordBatch) else table, path)
+    return path
 
 
-def _write_rows(rows: Iterable[Any], path: Path) -> None:
+def _write_rows(rows: Iterable[Any], folder: Path) -> str:
     from batchinfer.core import codec
 
+    path = folder / "data.jsonl"
     with path.open("wb") as file:
-        for index, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise errors.InputError(
-                    f"source: item {index} is a {type(row).__name__}, expected a dictionary",
-                    hint="give rows as {'prompt': '…'}",
-                )
+        for index, item in enumerate(rows):
+            row = item
+            if isinstance(item, str):
+                row = {"prompt": item}
+            elif isinstance(item, list | tuple):
+                row = {"messages": item}
             try:
                 file.write(codec.encode(dict(row)) + b"\n")
             except (TypeError, ValueError) as error:
                 raise errors.InputError(
-                    f"source: item {index} has a value that JSON cannot hold ({error})",
-                    hint="give numbers, texts, lists and dictionaries; .item() or .tolist() turns numpy's into these",
+                    f"data: item {index}, a {type(item).__name__}, cannot be a row ({error})",
+                    hint="give texts, lists of messages, or dictionaries of what JSON can hold",
                 ) from error
+    return str(path)
 
 
 # --------------------------------------------------------------------------- running a command
@@ -356,40 +403,31 @@ def _call(
     options: Mapping[str, Any],
     folder: Path,
     *,
-    quiet: bool = False,
+    quiet: bool,
 ) -> dict[str, Any]:
     """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
     from batchinfer.worker.progress import MARKED_LINES, is_shown_to_people
 
-    _check_names(name, options)
-    has_bar = not quiet and is_shown_to_people(sys.stderr)
     settings = folder / "options.yaml"
-    settings.write_text(_as_settings(name, options), encoding="utf-8")
-    lines: deque[str] = deque(maxlen=_LINES_KEPT)
+    settings.write_text(_as_settings(name, options, folder), encoding="utf-8")
+    prefix = f"BATCHINFER_{name.upper()}_"
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
+    if not quiet and is_shown_to_people(sys.stderr):
+        variables[MARKED_LINES] = "1"
+    command = [sys.executable, "-c", _CHILD, str(os.getpid()), name]
+    places = [f"./{place}" if place.startswith("-") else place for place in sources]
+    lines: deque[str] = deque(maxlen=200)
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            _CHILD,
-            str(os.getpid()),
-            name,
-            *arguments,
-            "--config",
-            settings,
-            "--",
-            *sources,
-        ],
+        [*command, *places, *arguments, "--config", str(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=_variables(name) | ({MARKED_LINES: "1"} if has_bar else {}),
+        env=variables,
     ) as process:
-        forwarding = threading.Thread(
-            target=_forward, args=(process, lines, settings, quiet), daemon=True
-        )
+        forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
         forwarding.start()
         try:
             assert process.stdout is not None
@@ -402,112 +440,81 @@ def _call(
             forwarding.join()
     result = json.loads(output.splitlines()[-1]) if output.strip() else {}
     if status:
-        _fail(status, list(lines), result, folder)
+        _fail(status, [line.replace(f"{folder}/", "") for line in lines], result)
     return dict(result)
 
 
-def _check_names(name: str, options: Mapping[str, Any]) -> None:
+def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:
+    """Return options as the text of a settings file; what is no option of `run` is vLLM's. Schemas and tools get files.
+
+    Raises:
+        ConfigError: A settings file cannot hold a value, or a name is nearly that of an option.
+    """
     import click
 
     from batchinfer.cli.main import group
+    from batchinfer.cli.server_args import check_name
+    from batchinfer.cli.settings import SERVER_SECTION
 
-    command = group.get_command(click.Context(group), name)
-    assert command is not None
-    known = {parameter.name for parameter in command.params if parameter.name}
-    known |= {
-        max(parameter.opts, key=len).lstrip("-").replace("-", "_") for parameter in command.params
-    }
-    known -= {
-        "sources",
-        "dest",
-        "output",
-        "work",
-        "config",
-        "config_file",
-    }  # the function itself gives these
-    for option in options:
-        if option not in known:
-            raise errors.ConfigError(
-                f"{name}(): has no option {option!r}{errors.near(option, known)}",
-                hint=f"see batchinfer {name} --help",
-            )
-
-
-def _as_settings(name: str, options: Mapping[str, Any]) -> str:
-    """Return options as the text of a settings file. Scalars of numpy become plain values.
-
-    Raises:
-        ConfigError: A settings file cannot hold a value.
-    """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value)
-        if hasattr(value, "dtype") and hasattr(value, "item"):
-            return value.item()
-        raise TypeError
-
-    for option, value in options.items():
+    found = group.get_command(click.Context(group), command)
+    assert found is not None
+    flags = {flag: True for each in found.params for flag in each.opts}
+    known = {flag.lstrip("-").replace("-", "_") for flag in flags}
+    own: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    for name, value in options.items():
         try:
-            json.dumps(value, default=plain)
+            plain = json.loads(json.dumps(value, default=_plain))
         except (TypeError, ValueError):
             raise errors.ConfigError(
-                f"{name}(): {option} is a {type(value).__name__}, expected a number, a text, a list or a dictionary",
-                hint=f"see batchinfer {name} --help",
+                f"{name}: is a {type(value).__name__}, expected a number, a text, a list or a dictionary"
             ) from None
-    return json.dumps(dict(options), default=plain)
+        if name in ("json_schema", "tools") and not isinstance(plain, str):
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(plain), encoding="utf-8")
+            plain = str(path)
+        if name == "lora":
+            plain = [f"{adapter}={place}" for adapter, place in value.items()]
+        is_own = command != "run" or name in known
+        if not is_own:
+            check_name(f"--{name}", flags)
+        (own if is_own else server)[name] = plain
+    return json.dumps(own | ({SERVER_SECTION: server} if server else {}))
 
 
-def _variables(name: str) -> dict[str, str]:
-    """Return the environment of the command, without the variables that set its options."""
-    prefix = f"BATCHINFER_{name.upper()}_"
-    return {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_json_schema"):  # a class of pydantic
+        return value.model_json_schema()
+    if hasattr(value, "dtype") and hasattr(value, "item"):  # a number of numpy
+        return value.item()
+    return os.fspath(value)
 
 
-def _forward(
-    process: subprocess.Popen[str], lines: deque[str], settings: Path, quiet: bool
-) -> None:
-    """Copy a process's stderr to ours, which may be a cell of a notebook, and keep the last lines.
+def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> None:
+    """Copy a process's log to our stderr, which may be a cell of a notebook, and keep its last lines.
 
-    A hint that names `settings` is left out: the caller gave the values of that file as arguments.
+    The error with which it ends is not copied, since it is raised.
     """
-    from batchinfer.cli.terminal import say
     from batchinfer.worker.progress import BarOfLines
 
     assert process.stderr is not None
-    bar = BarOfLines()
+    bar, is_error = BarOfLines(), False
     for line in (text.rstrip("\n") for text in process.stderr):
-        is_of_settings = line.startswith("hint: ") and str(settings) in line
-        if bar.take(line) or is_of_settings:
+        if bar.take(line):
             continue
+        is_error = is_error or line.lower().startswith("error: ")
         lines.append(line)
-        if not quiet:
-            say(line)
+        if not quiet and not is_error:
+            _say(line)
     bar.close()
 
 
-def _fail(status: int, lines: list[str], result: dict[str, Any], folder: Path) -> NoReturn:
-    """Raise the error that a command has printed. The file in `folder` that holds a source is called "source"."""
-    found = {"error": "", "hint": ""}
-    part = ""
-    for line in lines:
-        head, colon, rest = line.partition(": ")
-        if colon and head.lower() in found:  # "Error: " is click's
-            part = head.lower()
-            found[part] = rest
-        elif part and line.startswith("  "):  # `say` has indented the further lines of a message
-            found[part] += "\n" + line
-        else:
-            part = ""
-    message = found["error"] or (lines[-1] if lines else f"ended with exit status {status}")
-    for name in (_TABLE, _LINES):
-        message = message.replace(str(folder / name), "source")
-    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=found["hint"])
+def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
+    """Raise the error that a command has printed: its last lines are the message and the hints."""
+    kept = [line for line in lines if not (line.startswith("hint: ") and "options.yaml" in line)]
+    text = "\n".join(kept) or f"ended with exit status {status}"
+    found = re.split(r"^(?:error|Error): ", text, flags=re.MULTILINE)
+    message, _, hint = (found[-1] if len(found) > 1 else kept[-1]).partition("\nhint: ")
+    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=hint)
     error.attach_result(result)
     raise error
-
-
-def _remove(folder: str) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)

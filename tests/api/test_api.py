@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
+import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import time
@@ -13,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pydantic
 import pytest
 
 import batchinfer
 from batchinfer import errors
+from fake_endpoint import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
@@ -35,15 +41,16 @@ def test_the_names_and_signatures_are_those_that_programs_rely_on() -> None:
     }
     assert set(batchinfer.__all__) <= set(dir(batchinfer))
     signatures = {
-        "run": ["source", "output", "work", "quiet", "options"],
-        "split": ["source", "output", "options"],
+        "run": ["data", "model", "output", "work", "limit", "prompt_column"],
+        "split": ["data", "output", "options"],
         "open_run": ["url"],
     }
     for name, wanted in signatures.items():
         function = getattr(batchinfer.api, name)
-        assert list(inspect.signature(function).parameters) == wanted
+        assert list(inspect.signature(function).parameters)[: len(wanted)] == wanted
     public = {name for name in vars(batchinfer.RunHandle) if not name.startswith("_")}
-    assert public == {"status", "verify", "rows", "to_arrow", "to_pandas", "to_dataset"}
+    tables = {"to_arrow", "to_polars", "to_pandas", "to_dataset"}
+    assert public == {"status", "verify", "rows"} | tables
 
 
 def test_the_import_loads_nothing_heavy() -> None:
@@ -53,11 +60,6 @@ def test_the_import_loads_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def as_polars() -> Any:
-    polars = pytest.importorskip("polars")
-    return polars.DataFrame(ROWS)
 
 
 def as_dataset() -> Any:
@@ -72,6 +74,8 @@ def as_dataset() -> Any:
         pytest.param(lambda: pa.Table.from_pylist(ROWS), id="arrow"),
         pytest.param(lambda: pa.Table.from_pylist(ROWS).to_reader(), id="reader"),
         pytest.param(lambda: pa.Table.from_pylist(ROWS).to_pandas(), id="pandas"),
+        pytest.param(lambda: pl.DataFrame(ROWS), id="polars"),
+        pytest.param(lambda: pl.LazyFrame(ROWS), id="lazy"),
         pytest.param(as_dataset, id="datasets"),
         pytest.param(lambda: ROWS, id="list"),
         pytest.param(lambda: (row for row in ROWS), id="generator"),
@@ -92,6 +96,11 @@ def test_answers_come_as_table_frame_data_set_and_rows(tmp_path: Path) -> None:
     assert found.result["status"] == "SUCCESS"
     assert pq.read_table(tmp_path / "a.parquet").column("text").to_pylist() == TEXTS
     assert found.to_pandas()["text"].tolist() == TEXTS
+    assert found.to_polars()["text"].to_list() == TEXTS
+    assert repr(found).startswith(
+        f"batchinfer.open_run('{tmp_path}/a.parquet.batchinfer/run')  # 5 rows, 0 failed"
+    )
+    assert repr(found).count('"text": "row ') == 3
     assert found.to_dataset()["text"][:] == TEXTS
     assert found.status()["state"] == "done"
     assert found.verify(deep=True)["status"] == "SOUND"
@@ -108,7 +117,15 @@ def test_first_some_then_all(tmp_path: Path) -> None:
 
 
 def test_an_option_that_is_none_is_not_given(tmp_path: Path) -> None:
-    names = ("lora", "stop", "system_prompt", "sampling", "id_column", "engine_arg", "max_tokens")
+    names = (
+        "lora",
+        "stop",
+        "system_prompt",
+        "sampling",
+        "id_column",
+        "max_model_len",
+        "max_tokens",
+    )
     answered = batchinfer.run(ROWS, engine="echo", **dict.fromkeys(names))
     assert answered.to_arrow().column("text").to_pylist() == TEXTS
 
@@ -141,11 +158,78 @@ def test_numbers_of_numpy_are_values_of_options() -> None:
     assert found.result["rows"] == 2
 
 
-@pytest.mark.parametrize("source", ["What is 1 + 1?", ["What is 1 + 1?", "And [2] * 2?"]])
-def test_prompts_in_place_of_paths_are_told_how_to_come(source: Any) -> None:
-    with pytest.raises(errors.InputError, match="no file, folder or pattern 'What is 1") as caught:
-        batchinfer.run(source, engine="echo")
-    assert "[{'prompt': '…'}" in caught.value.hint
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (["What is 1 + 1?", "And [2] * 2?"], ["What is 1 + 1?", "And [2] * 2?"]),
+        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], ["a", "b"]),
+        ((text for text in ("one", "two")), ["one", "two"]),
+    ],
+)
+def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
+    answered = batchinfer.run(data, engine="echo", quiet=True)
+    assert [row["text"] for row in answered.rows()] == expected
+
+
+def test_a_prompt_in_place_of_a_list_is_told_how_to_come() -> None:
+    with pytest.raises(errors.InputError) as caught:
+        batchinfer.run("What is 1 + 1?", engine="echo")
+    assert "give prompts as a list" in caught.value.hint
+
+
+def test_without_output_the_run_is_kept_in_a_folder_that_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = batchinfer.run(["a"], engine="echo")
+    [folder] = re.findall(r"job and run are kept in (\S+);", capsys.readouterr().err)
+    assert found.url == f"{folder}/run"
+    del found
+    assert batchinfer.open_run(f"{folder}/run").to_arrow()["text"].to_pylist() == ["a"]
+    with pytest.raises(errors.UsageError):
+        batchinfer.run(ROWS, engine="echo", prompt_column="text", work=folder)
+    assert (Path(folder) / "run/run.json").exists(), "it survives an exception"
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize("schema", [Person, Person.model_json_schema(), "FILE"])
+def test_schemas_and_tools_reach_the_server(schema: Any, tmp_path: Path) -> None:
+    wanted = Person.model_json_schema()
+    if schema == "FILE":
+        schema = tmp_path / "schema.json"
+        schema.write_text(json.dumps(wanted))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    with fake_endpoint() as endpoint:
+        common = {"engine": "openai", "base_url": endpoint.url, "model": "echo-model"}
+        batchinfer.run(["a"], json_schema=schema, tools=tools, stop=["."], quiet=True, **common)
+        body = endpoint.bodies[-1]
+    assert body["response_format"]["json_schema"]["schema"] == wanted
+    assert (body["tools"], body["stop"]) == (tools, ["."])
+
+
+def test_options_of_the_server_are_arguments() -> None:
+    given = ["one two three", "a"]
+    answered = batchinfer.run(given, engine="echo", max_model_len=2, quiet=True)
+    assert answered.to_arrow()["error_code"].to_pylist() == ["prompt_too_long", None]
+
+
+def test_a_missing_pandas_is_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    absent = lambda name: None if name == "pandas" else find(name)  # noqa: E731
+    monkeypatch.setattr("batchinfer.api.importlib.util.find_spec", absent)
+    batchinfer.run(["a"], engine="echo")
+    assert "pandas is not installed: read the answers with" in capsys.readouterr().err
+
+
+def test_an_error_is_raised_and_not_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(errors.UsageError, match="has no column 'x'"):
+        batchinfer.run(ROWS, engine="echo", prompt_column="x")
+    assert "has no column" not in capsys.readouterr().err
 
 
 def test_a_path_with_spaces_is_a_path(tmp_path: Path) -> None:
@@ -186,13 +270,10 @@ def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"max_token": 3}, errors.ConfigError, "did you mean 'max_tokens'"),
-        ({"prompt_column": "txet"}, errors.UsageError, "source: has no column 'txet'"),
+        ({"max_token": 3}, errors.ConfigError, "Did you mean --max-tokens"),
+        ({"prompt_column": "txet"}, errors.UsageError, "data.jsonl: has no column 'txet'"),
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
-        ({"max_tokens": object()}, errors.ConfigError, "max_tokens is a object"),
-        ({"dest": "b.parquet"}, errors.ConfigError, "no option 'dest'"),
-        ({"sources": "b.parquet"}, errors.ConfigError, "no option 'sources'"),
-        ({"config": "b.yaml"}, errors.ConfigError, "no option 'config'"),
+        ({"max_tokens": object()}, errors.ConfigError, "max_tokens: is a object"),
     ],
 )
 def test_a_mistake_is_an_error_of_ours(
@@ -210,42 +291,29 @@ def test_a_mistake_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize(
-    "source", [3, {"prompt": "one"}, [1, 2], b"x", [{"prompt": "one"}, "a.jsonl"]]
-)
-def test_a_source_of_no_known_kind_is_refused(source: Any) -> None:
-    with pytest.raises(errors.InputError, match="expected"):
-        batchinfer.run(source, engine="echo")
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
+    ("data", "said"),
     [
-        ([{"text": "a"}, {"text": "b", "n": object()}], "item 1 has a value that JSON cannot hold"),
-        (["a.jsonl", {"text": "a"}], "is no path or URL"),
-        ("-", "is no path or URL"),
-        ("--help", "--help: no such file"),
-        ([], "source: holds no rows"),
-        (pa.array(TEXTS), "item 0 is a StringScalar"),
+        *(
+            (each, "is no file, table, or list of prompts")
+            for each in (3, {"prompt": "a"}, b"x", "-")
+        ),
+        ([1, 2], "item 0, a int, cannot be a row"),
+        ([{"text": "a"}, {"text": "b", "n": object()}], "item 1, a dict, cannot be a row"),
+        (["nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        ([], "data.jsonl: holds no rows"),
     ],
 )
-def test_a_source_that_cannot_be_taken_is_named(source: Any, said: str) -> None:
+def test_data_that_cannot_be_taken_are_named(data: Any, said: str) -> None:
     with pytest.raises(errors.UsageError, match=said):
-        batchinfer.run(source, engine="echo")
+        batchinfer.run(data, engine="echo")
 
 
-def test_a_frame_of_polars_that_is_not_collected_yet_is_a_source() -> None:
-    polars = pytest.importorskip("polars")
-    answered = batchinfer.run(polars.LazyFrame(ROWS), engine="echo", quiet=True)
-    assert answered.to_arrow().column("text").to_pylist() == TEXTS
+def test_one_of_several_splits_is_asked_for() -> None:
+    import datasets
 
-
-def test_a_part_of_a_frame_and_a_whole_of_splits_are_no_sources() -> None:
-    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
-    with pytest.raises(errors.InputError, match="with the splits train"):
+    with pytest.raises(errors.InputError, match="has the splits train, expected one"):
         batchinfer.run(splits, engine="echo")
-    with pytest.raises(errors.InputError, match="item 0 is a str"):
-        batchinfer.run(pandas.Series(TEXTS), engine="echo")
 
 
 def test_standard_output_is_for_the_command_line() -> None:
