@@ -219,6 +219,9 @@ def write_vllm_command(
     """
     typed, is_cpu = config.server_options, is_cpu_build()
     ours = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
+    # in a form that the worker does not know must not be fetched by the server in its stead.
+    ours += ["--allowed-media-domains", "none.invalid"]
     ours += ["--max-num-seqs", str(seqs)]
     if tokens:
         ours += ["--max-num-batched-tokens", str(tokens)]
