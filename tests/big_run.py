@@ -273,10 +273,11 @@ def output_lines(name: str, shape: Shape) -> bytes:
         line = {
             "_row": index,
             "_id": f"{name}-{index}",
-            "status": "ok",
-            "choices": [{"index": 0, "text": shape.text, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 20},
-            "error": None,
+            "status": 200,
+            "body": {
+                "choices": [{"index": 0, "text": shape.text, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 9, "completion_tokens": 20},
+            },
         }
         lines.append(codec.encode(line) + b"\n")
     return b"".join(lines)

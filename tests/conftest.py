@@ -74,7 +74,6 @@ LONGEST = (
     "test_engine_pool",
     "test_report_browser",
     "test_storage_s3_faults",
-    "test_collect_ranks",
     "test_hub_destination",
 )
 

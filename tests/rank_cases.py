@@ -1,4 +1,4 @@
-"""What tests of `split --rank` and of `collect --rank` share."""
+"""What tests of `split --rank` share."""
 
 from __future__ import annotations
 

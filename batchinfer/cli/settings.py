@@ -66,7 +66,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "Write a run as one HTML page that opens anywhere, finished or not.",
     ),
     "compare": CommandEntry(
-        "batchinfer.runs.compare", "Compare the answers of two runs over one job, row by row."
+        "batchinfer.collect.compare", "Compare the answers of two runs over one job, row by row."
     ),
     "collect": CommandEntry(
         "batchinfer.collect.command",

@@ -41,7 +41,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 
-_COMMANDS = frozenset((b"worker", b"split", b"collect"))
+_COMMANDS = frozenset((b"worker", b"split"))
 _MODULE, _CANCEL = "batchinfer.clusters.local", "--cancel"
 _PLAN, _STATE = "plan.json", "state.json"
 _POLL_SECONDS = 0.2

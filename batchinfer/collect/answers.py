@@ -37,17 +37,17 @@ class Answers:
     """The columns of the output lines that were added, in the order of adding.
 
     Args:
-        scratch: Folder for what does not fit into memory.
+        sql: Connection of `connect`.
+        name: Name of the table.
         with_lines: Whether the lines themselves are kept.
     """
 
-    def __init__(self, scratch: Path, *, with_lines: bool) -> None:
-        self.sql = connect(scratch)
-        self.num_rows = 0
+    def __init__(self, sql: Any, name: str = "answers", *, with_lines: bool = False) -> None:
+        self.sql, self._name = sql, name
         text = (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
         self._query = text.replace("KEEPS_LINES", str(with_lines))
         nothing = self._query.replace("FILES", "(SELECT NULL::JSON AS json WHERE false)")
-        self.sql.execute(f"CREATE TABLE answers AS {nothing}")
+        self.sql.execute(f"CREATE TABLE {name} AS {nothing}")
 
     def add(self, paths: Sequence[Path]) -> None:
         """Add the lines of output files.
@@ -56,11 +56,13 @@ class Answers:
             InputError: a line is not JSON.
         """
         with sql_errors("an output"):
-            self.sql.execute(f"INSERT INTO answers {self._query.replace('FILES', files(paths))}")
+            self.sql.execute(
+                f"INSERT INTO {self._name} {self._query.replace('FILES', files(paths))}"
+            )
 
     def one(self, expression: str) -> Any:
         """Return the value of an aggregate over all rows."""
-        return self.sql.execute(f"SELECT {expression} FROM answers").fetchall()[0][0]
+        return self.sql.execute(f"SELECT {expression} FROM {self._name}").fetchall()[0][0]
 
     def columns(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
@@ -80,7 +82,7 @@ class Answers:
     def reader(self, columns: dict[str, str]) -> Any:
         """Return all rows in order, as an Arrow reader of columns: expressions by their names."""
         listed = ", ".join(f"{value} AS {quoted(name)}" for name, value in columns.items())
-        return arrow_reader(self.sql, f"SELECT {listed} FROM answers")
+        return arrow_reader(self.sql, f"SELECT {listed} FROM {self._name}")
 
 
 def connect(scratch: Path) -> Any:

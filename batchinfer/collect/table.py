@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.collect.answers import Answers
+from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.json_answers import VALID, JsonAnswers, schema_of
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
 from batchinfer.collect.options import TABLES, CollectConfig
@@ -56,7 +56,7 @@ class Collection:
         self.damaged: list[Gap] = []
         """Chunks whose output cannot be used."""
         self._is_table = config.kind in TABLES
-        self.answers = Answers(scratch.folder, with_lines=not self._is_table)
+        self.answers = Answers(connect(scratch.folder), with_lines=not self._is_table)
         found: list[tuple[ChunkRef, Marker]] = []
         for outputs in sound_outputs(selection, store, scratch, self.damaged):
             self.answers.add(list(outputs))

@@ -12,6 +12,8 @@ from batchinfer.core.records import Record, Usage
 from batchinfer.formats import bodies
 from batchinfer.formats.lines import OutputLine
 
+_LONGEST_SHOWN = 1000
+
 
 class Answer(Record, frozen=True, kw_only=True):
     """What a row's answer says. Fields that the answer does not have are empty or None."""
@@ -40,6 +42,11 @@ class Answer(Record, frozen=True, kw_only=True):
     def finish_reason(self) -> str:
         """Reason why the first answer ended; empty if there is none."""
         return self.finish_reasons[0] if self.finish_reasons else ""
+
+    def shown(self) -> list[str]:
+        """Return an answer that is no text as text for people: a label, a score, a vector; empty if there is none."""
+        values = (self.label, self.score, self.probs, self.embedding)
+        return [str(value)[:_LONGEST_SHOWN] for value in values if value is not None]
 
 
 def answer_of(line: OutputLine) -> Answer:

@@ -78,10 +78,10 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 )
 @click.option(
     "--what",
-    type=click.Choice(["worker", "split", "collect"]),
+    type=click.Choice(["worker", "split"]),
     default="worker",
     show_default=True,
-    help="Command to run; split and collect share their work as ranks, and take their own arguments after --.",
+    help="Command to run; split shares its work as ranks, and takes its own arguments after --.",
 )
 @click.option(
     "--gpu",

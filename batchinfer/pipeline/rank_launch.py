@@ -1,6 +1,6 @@
-"""`launch --what split|collect`: ranks of one command on a cluster, which split a data set or write a table together.
+"""`launch --what split`: ranks of one command on a cluster, which split a data set together.
 
-Such a launch leaves no record: job.json or `_COLLECTED` says when it is done. The same launch can be made again after
+Such a launch leaves no record: job.json says when it is done. The same launch can be made again after
 failures, as ranks do only what is not there.
 """
 
@@ -15,9 +15,6 @@ import msgspec
 from batchinfer.cli.shell import quote
 from batchinfer.clusters import Cluster, OutcomeUnknown, Plan, check_cluster_options, find_cluster
 from batchinfer.clusters.launches import new_id
-from batchinfer.collect import command as collect
-from batchinfer.collect.table import shard_rows_of
-from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError
 from batchinfer.ledger.jobs import OpenStore, load_job
@@ -31,7 +28,7 @@ class RankLaunch:
     """One launch of ranks: `plan` checks everything, then `submit` hands them to the cluster.
 
     Args:
-        what: Name of the command, split or collect.
+        what: Name of the command, split.
         words: Its arguments and options, without --rank and --of.
         cluster: Name of the cluster.
         plan: The plan with all that the user said of the cluster. Its other fields are filled in.
@@ -65,10 +62,7 @@ class RankLaunch:
             InputError: A source or the run cannot be read, or the run is not complete.
         """
         check_cluster_options(self._name, self._plan.options)
-        if self._what == "split":
-            self._check_split()
-        else:
-            self._check_collect()
+        self._check_split()
         plan = msgspec.structs.replace(
             self._plan,
             id=new_id(self._clock.now()),
@@ -102,8 +96,7 @@ class RankLaunch:
         except click.UsageError as error:
             raise ConfigError(
                 f"--what {self._what}: {error.format_message()}",
-                hint=f"give its own arguments after --, as in: launch --what {self._what} --on … -- "
-                + ("SOURCE --output JOB" if self._what == "split" else "RUN DEST"),
+                hint="give its own arguments after --, as in: launch --what split --on … -- SOURCE --output JOB",
             ) from error
         if context.params["rank"] is not None or context.params["num_ranks"] is not None:
             raise ConfigError(
@@ -120,18 +113,6 @@ class RankLaunch:
         load_job(config.output, self._open_store)  # credentials, and a job that cannot be read
         for source in config.sources:
             locate(source)
-
-    def _check_collect(self) -> None:
-        config = collect.config_of(self._parse(collect.command))
-        self._refuse_local_places([*config.runs, config.dest])
-        _, _, selections = collect.choose(config, open_store=self._open_store, clock=self._clock)
-        rows = sum(selection.num_rows for selection in selections)
-        num_files = -(-rows // (shard_rows_of(config) or rows))
-        if self._plan.workers > num_files:
-            raise ConfigError(
-                f"--workers {self._plan.workers}: the table has {units.many(num_files, 'file')}",
-                hint=f"launch at most {num_files}, or make smaller files with --shard-rows",
-            )
 
     def _refuse_local_places(self, urls: Sequence[str]) -> None:
         for url in urls:

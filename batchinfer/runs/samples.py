@@ -14,7 +14,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.records import Marker
-from batchinfer.formats import OutputLine, read_line
+from batchinfer.formats import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import Snapshot
 from batchinfer.ledger.jobs import OpenStore, job_chunks
@@ -55,7 +55,8 @@ class SampleRow(NamedTuple):
     chunk: str
     line: int
     source: list[Cell]
-    answer: OutputLine
+    output: OutputLine
+    answer: Answer
 
 
 def read_samples(
@@ -142,8 +143,8 @@ class _SampleReader:
         answers = _lines_of(path, wanted, with_failed=marker.rows_error > 0)
         sources = self._rows.rows(name, answers)
         return [
-            SampleRow(name, index, sources.get(index, []), read_line(line))
-            for index, line in answers.items()
+            SampleRow(name, index, sources.get(index, []), output, answer_of(output))
+            for index, output in ((index, read_line(line)) for index, line in answers.items())
         ]
 
 
@@ -155,7 +156,7 @@ def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) 
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for index, line in enumerate(codec.lines(file)):
-            is_failed = with_failed and b'"error":null' not in line
+            is_failed = with_failed and not read_line(line).is_ok
             if index in wanted or is_failed:
                 found[index] = line
                 with_failed = with_failed and not is_failed

@@ -243,7 +243,7 @@ def test_a_data_set_that_cannot_be_launched_is_refused_before_it_is_split(
     assert not (tmp_path / "new/job.json").exists()
 
 
-def test_ranks_split_and_collect_what_one_process_would(
+def test_ranks_split_what_one_process_would(
     tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -264,14 +264,6 @@ def test_ranks_split_and_collect_what_one_process_would(
     assert f"no record is kept of them; cancel them with: {split.result['cancel']}" in split.err
     wait_for(lambda: is_done(split))
     assert files_below(tmp_path / "many") == files_below(tmp_path / "one")
-    worker = ("worker", "--job", "many", "--output", "run", *ECHO)
-    refused = launch("--what", "collect", "--", "run", "table", "--shard-rows", "10")
-    assert (refused.status, "no run" in refused.err or "no such run" in refused.err) == (2, True)
-    assert call(*worker).status == 0
-    assert call("collect", "run", "alone", "--shard-rows", "10").status == 0
-    collect = launch("--what", "collect", "--", "run", "table", "--shard-rows", "10")
-    wait_for(lambda: is_done(collect))
-    assert files_below(tmp_path / "table") == files_below(tmp_path / "alone")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -290,9 +282,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
         (["--what", "split"], ["a.jsonl", "--output", "j", "--rank", "0"], "launch gives them"),
         (["--what", "split"], ["a.jsonl", "--output", "j", "--append"], "--append: not together"),
         (["--what", "split", "--on", "ray"], ["a.jsonl", "--output", "s3://b/j"], "cannot reach"),
-        (["--what", "collect"], ["run"], "is the only place that is named"),
-        (["--what", "collect"], ["run", "out.csv"], "is no folder of a disk or bucket"),
-        (["--what", "collect", "--workers", "9"], ["run", "out"], "the table has 1 file"),
         (["--workers", "2"], ["job"], "--run: is missing"),
         (["--workers", "2", "--run", "run"], [], "no job and no data set is named"),
     ],

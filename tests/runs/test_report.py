@@ -237,8 +237,7 @@ def test_samples_show_prompts_and_a_failed_row(root: str) -> None:
     failed = {
         "_row": 2,
         "_id": "the failed one",
-        "status": "error",
-        "choices": [],
+        "status": 400,
         "error": {"code": "bad", "message": "why"},
     }
     lines[2] = codec.encode(failed)
@@ -306,7 +305,8 @@ def test_without_samples_no_output_is_read(root: str) -> None:
 def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
     run = write(root)
     store = opener()(run)
-    store.create("secret", b'{"status":"ok","choices":[{"text":"secret words"}]}\n')
+    line = b'{"_row":0,"_id":"0","status":200,"body":{"text":"secret words"}}\n'
+    store.create("secret", line)
     key = layout.marker_key("part-00000")
     data, etag = store.get(key)
     store.replace(key, data.replace(b'"part-00000.jsonl"', b'"../secret"', 1), etag)
@@ -375,7 +375,9 @@ def test_the_pages_parts_are_package_data() -> None:
     files = importlib.resources.files("batchinfer")
     for name in (
         "runs/templates/report.html.jinja",
-        "runs/templates/compare.html.jinja",
+        "collect/answers.sql",
+        "collect/compare.sql",
+        "collect/card.md.jinja",
         "runs/templates/charts.jinja",
         "runs/templates/report.css",
         "core/prices.yaml",

@@ -165,11 +165,8 @@ def test_error_rows_done_again_make_the_newest_marker_count(tmp_path: Path) -> N
     store = open_store(f"{job}/runs/a")
     # One row of the chunk failed, as the engine might have let it.
     lines = store.get(OUTPUT).data.split(b"\n")[:-1]
-    failed = json.loads(lines[3]) | {
-        "status": "error",
-        "choices": [],
-        "error": {"code": "x", "message": "y"},
-    }
+    failed = json.loads(lines[3]) | {"status": 400, "error": {"code": "x", "message": "y"}}
+    del failed["body"]
     lines[3] = json.dumps(failed).encode()
     data = b"".join(line + b"\n" for line in lines)
     overwrite(store, OUTPUT, data)
@@ -718,5 +715,5 @@ def test_it_goes_on_with_a_list_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_run_json_that_was_edited_gives_a_command_with_a_gap(run: Store) -> None:
-    edit_config(run, sampling={"max_tokens": "many"})
+    edit_config(run, prompt={"body": "many"})
     assert "…" in verify(run).worker

@@ -1,0 +1,154 @@
+"""`batchinfer compare`: two runs over one job side by side, row by row. Nothing in the runs is changed."""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchinfer.cli.settings import common_options
+from batchinfer.collect.answers import Answers, connect
+from batchinfer.collect.outputs import sound_outputs
+from batchinfer.collect.selection import Gap, Selection, select
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import InputError
+from batchinfer.ledger.jobs import OpenStore
+from batchinfer.ledger.runs import differing_keys
+from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+
+def run_compare(
+    runs: tuple[str, str],
+    *,
+    num_rows: int = 10,
+    job: str | None = None,
+    scratch_dir: str | None = None,
+    open_store: OpenStore,
+    clock: Clock,
+) -> dict[str, Any]:
+    """Compare two runs over one job. Runs that still go on are compared by what they have done.
+
+    Two rows are the same if both were answered with the same texts, tool calls and numbers.
+
+    Args:
+        runs: URLs of the runs A and B.
+        num_rows: Number of rows to return of those that differ most: with the fewest words in common.
+        job: URL of the job, where the runs do not lead to it.
+        scratch_dir: Local folder for copies of outputs.
+        open_store: Opens stores by URL.
+        clock: Tells the time of the look.
+
+    Raises:
+        InputError: there is no such run, or the runs are of different jobs.
+    """
+    stores = [open_store(url) for url in runs]
+    found = [select(store, open_store, now=clock.now(), job_url=job) for store in stores]
+    sha256s = [selection.run.config.get("job_sha256") for selection in found]
+    if not sha256s[0] or sha256s[0] != sha256s[1]:
+        raise InputError(
+            f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
+            hint="start the second worker with the first one's job and another --output",
+        )
+    scratch = Scratch(scratch_dir)
+    try:
+        sql = connect(scratch.folder)
+        for name, store, selection in zip("ab", stores, found, strict=True):
+            _load(Answers(sql, name), selection, store, scratch)
+        sql.execute((importlib.resources.files("batchinfer.collect") / "compare.sql").read_text())
+        sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
+        a, b = (selection.run.config for selection in found)
+        return {
+            "job": found[0].job_url,
+            "figures": _rows(sql, "FROM figures")[0],
+            **sides,
+            "errors": _rows(sql, "FROM errors"),
+            "settings": [{"name": name, "A": x, "B": y} for name, x, y in differing_keys(a, b)],
+            "changes": _rows(sql, "FROM changes"),
+            "differing": _rows(sql, f"FROM differing LIMIT {num_rows}"),
+        }
+    finally:
+        scratch.close()
+
+
+def _load(answers: Answers, selection: Selection, store: Any, scratch: Scratch) -> None:
+    damaged: list[Gap] = []
+    for outputs in sound_outputs(selection, store, scratch, damaged):
+        answers.add(list(outputs))
+    for gap in damaged:
+        logger.warning("%s: %s: %s; it is left out", store.url, gap.chunk, gap.problem)
+
+
+def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
+    found = sql.execute(query)
+    names = [column[0] for column in found.description]
+    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+
+def render(found: dict[str, Any]) -> Any:
+    """Lay out the comparison for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from batchinfer.core.printable import printable
+
+    table = Table("", "A", "B", box=None)
+
+    def add(name: str, *values: object) -> None:
+        texts = [f"{each:,.2f}" if isinstance(each, float) else str(each or 0) for each in values]
+        table.add_row(*(Text(printable(each[:160])) for each in (name, *texts)))
+
+    for name, value in found["figures"].items():
+        add(name, value)
+    for name, value in found["A"].items():
+        add(name, value, found["B"][name])
+    for key, title in (
+        ("errors", "{error_code}"),
+        ("settings", "{name}"),
+        ("changes", "{rows:,} rows"),
+    ):
+        for each in found[key]:
+            add(title.format(**each), each["A"], each["B"])
+    for each in found["differing"][:3]:
+        add(f"row {each['id']}", each["A"], each["B"])
+    return table
+
+
+@click.command("compare")
+@click.argument("run_a")
+@click.argument("run_b")
+@click.option(
+    "--rows",
+    "num_rows",
+    type=click.IntRange(0, 1000),
+    default=10,
+    show_default=True,
+    help="Rows to show of those that differ most.",
+)
+@click.option("--job", help="URL of the job, where run.json does not lead to it.")
+@click.option(
+    "--scratch-dir", type=click.Path(path_type=Path), help="Local folder for outputs under way."
+)
+@common_options
+def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any) -> dict[str, Any]:
+    """Compare two runs over one job: rows with the same and different answers, failures, lengths.
+
+    Rows that only one run has done count as missing; runs may still go on. The exit status is 0 also where answers
+    differ. The last line is everything as JSON.
+    """
+    from rich.console import Console
+
+    from batchinfer.storage.opening import open_store
+
+    scratch = str(scratch_dir) if scratch_dir else None
+    found = run_compare(
+        (run_a, run_b), scratch_dir=scratch, open_store=open_store, clock=SystemClock(), **options
+    )
+    width = None if sys.stderr.isatty() else 160
+    Console(stderr=True, highlight=False, width=width).print(render(found))
+    return found

@@ -1,0 +1,97 @@
+"""`batchinfer compare`: each row counts once, whatever the two runs have done of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.collect.compare import run_compare
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Failure
+from batchinfer.core.row_codes import Code
+from batchinfer.storage.opening import open_store
+from finished_run import chat, finish_run
+from making import make_job, run_process
+
+FAILED = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
+
+
+def answers_a(row: int) -> Any:
+    return FAILED if row in (5, 7) else chat(f"the answer {row}" if row < 20 else "yes")
+
+
+def answers_b(row: int) -> Any:
+    if row in (6, 7):
+        return FAILED
+    if row == 3:
+        return chat("all other words")
+    return chat(f"the answer {row}" if row % 2 else f"the reply {row}") if row < 20 else chat("no")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[str, str]:
+    """A has done rows 0 to 29, B rows 0 to 9 and 20 to 39."""
+    job = tmp_path / "job"
+    make_job(job, rows=50, per_chunk=10)
+    finish_run(job, job / "runs/a", answers_a, leave_out=(3, 4), prompt={"task": "generate"})
+    finish_run(
+        job, job / "runs/b", answers_b, leave_out=(1, 4), prompt={"system_prompt": "\x1b[31m"}
+    )
+    return str(job / "runs/a"), str(job / "runs/b")
+
+
+def compare(*runs: str, **options: Any) -> dict[str, Any]:
+    return run_compare(runs, open_store=open_store, clock=SystemClock(), **options)
+
+
+def test_every_row_has_one_outcome(runs: tuple[str, str]) -> None:
+    found = compare(*runs)
+    figures = found["figures"]
+    assert figures["rows"] == 40
+    assert (figures["same answer"], figures["different answers"]) == (2, 15)
+    assert figures["failed in both"] == 1
+    for side in "AB":
+        assert (found[side]["failed here only"], found[side]["missing here only"]) == (1, 10)
+    assert found["B"]["tokens an answer"] == 3
+    assert found["errors"] == [{"error_code": "prompt_too_long", "A": 2, "B": 2}]
+    assert {each["name"] for each in found["settings"]} == {"prompt.task", "prompt.system_prompt"}
+    assert found["changes"] == [{"A": "yes", "B": "no", "rows": 10}]
+
+
+def test_the_rows_that_differ_most_come_first(runs: tuple[str, str]) -> None:
+    found = compare(*runs, num_rows=20)["differing"]
+    assert found[0] == {
+        "row": 3,
+        "id": "id-3",
+        "A": "the answer 3",
+        "B": "all other words",
+        "words_in_common": 0.0,
+    }
+    assert [each["row"] for each in found[-3:]] == [2, 4, 8]
+    assert len(found) == 15 + 2  # those that failed in one run only count, too
+
+
+def test_a_run_equals_itself(runs: tuple[str, str]) -> None:
+    found = compare(runs[0], runs[0])
+    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (28, 0)
+    assert found["A"] == found["B"]
+
+
+def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_path: Path) -> None:
+    make_job(tmp_path / "other", rows=3, per_chunk=10)
+    finish_run(tmp_path / "other", tmp_path / "other/runs/a")
+    with pytest.raises(InputError, match="not runs over one job"):
+        compare(runs[0], str(tmp_path / "other/runs/a"))
+    with pytest.raises(InputError):
+        compare(runs[0], str(tmp_path / "job/runs/none"))
+
+
+def test_the_command_shows_a_table_without_control_characters(runs: tuple[str, str]) -> None:
+    done = run_process(["compare", *runs, "--rows", "2"])
+    assert done.status == 0
+    assert len(done.result["differing"]) == 2
+    assert "different answers" in done.stderr
+    assert "\x1b" not in done.stderr
