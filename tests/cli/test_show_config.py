@@ -101,7 +101,7 @@ def test_guide_s_generation_settings_mean_the_same_here(
 ) -> None:
     path = REPOSITORY / "examples" / "axolotl-guide.yaml"
     _, result, _ = call(capsys, "--config", str(path), "--show-config")
-    sampling = {name: value for name, value in result["resolved"]["sampling"].items() if value}
+    sampling = {name: value for name, value in result["resolved"]["prompt"]["body"].items() if value}
     assert (
         sampling.items()
         >= {

@@ -15,14 +15,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.engines import Engine, create_engine
+from batchinfer.core.records import Call, Reply
+from batchinfer.engines import create_engine
 from batchinfer.engines.config import EngineConfig
 from fake_endpoint import fake_endpoint
+from tiny_model import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "examples/demo-model"
@@ -54,6 +58,31 @@ def sections() -> Iterator[Any]:
     for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         marks = [pytest.mark.vllm] if MODEL in part else []
         yield pytest.param(steps_of(part), id=part.splitlines()[0], marks=marks)
+
+
+class Renamed:
+    """The server that tests share, whose model has another name than on the page."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def ask(self, call: Call, stop: Any = None) -> Reply:
+        return self._engine.ask(renamed(call), stop)
+
+    def generate(self, source: Any, stop: Any) -> Any:
+        def take(*arguments: Any) -> Any:
+            calls = source.take(*arguments)
+            return calls and [renamed(call) for call in calls]
+
+        return self._engine.generate(SimpleNamespace(take=take, wait=source.wait), stop)
+
+
+def renamed(call: Call) -> Call:
+    body = call.body.replace(b'"%b"' % MODEL.encode(), b'"%b"' % str(DEMO_MODEL).encode())
+    return msgspec.structs.replace(call, body=body)
 
 
 @pytest.fixture
@@ -98,12 +127,11 @@ def test_the_commands_print_what_the_page_shows(
 ) -> None:
     assert steps
     if any(MODEL in step.command for step in steps):
-        kept = request.getfixturevalue("demo_engine")
+        kept = Renamed(request.getfixturevalue("demo_engine"))
 
-        def create(config: EngineConfig) -> Engine:
+        def create(config: EngineConfig) -> Any:
             is_kept = (config.engine, config.model) == ("vllm", MODEL)
-            found: Engine = kept if is_kept else create_engine(config)
-            return found
+            return kept if is_kept else create_engine(config)
 
         monkeypatch.setattr("batchinfer.worker.config.create_engine", create)
     for step in steps:

@@ -76,10 +76,8 @@ def output_lines(chunk, examples):
         {
             "_row": row,
             "_id": str(row),
-            "status": "ok",
-            "choices": [{"index": 0, "text": examples[row].answer, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 2},
-            "error": None,
+            "status": 200,
+            "body": {"choices": [{"message": {"content": examples[row].answer}}]},
         }
         for row in rows
     ]
@@ -160,7 +158,7 @@ def swap_rows(lines):
 
 
 def swap_answers(lines):
-    lines[2]["choices"], lines[3]["choices"] = lines[3]["choices"], lines[2]["choices"]
+    lines[2]["body"], lines[3]["body"] = lines[3]["body"], lines[2]["body"]
 
 
 def double_row(lines):
@@ -168,7 +166,7 @@ def double_row(lines):
 
 
 def error_row(lines):
-    lines[0] |= {"status": "error", "error": {"code": "prompt_too_long", "message": "m"}}
+    lines[0] |= {"status": 400, "error": {"code": "prompt_too_long", "message": "m"}}
 
 
 def wrong_id(lines):
@@ -216,7 +214,7 @@ def test_a_data_set_in_another_order_is_noticed(check, finished, examples):
 def test_an_output_with_another_checksum_is_not_read(check, finished, examples):
     job, run, chunks = finished
     output = publish(run, chunks[1], output_lines(chunks[1], examples))
-    output.write_bytes(output.read_bytes().replace(b"stop", b"stap"))
+    output.write_bytes(output.read_bytes().replace(b"content", b"kontent"))
     findings = check.check_run(job, run, prompts_of(examples))
     assert findings.problems == [
         "output part-00001.jsonl is not what its marker vouches for (sha256)"
