@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -31,7 +32,11 @@ UNFINISHED = "_UNFINISHED"
 """Key of the object that `batchinfer convert` keeps beside a model's files while it uploads them."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of weight files, in the order in which vLLM prefers them."""
+ANSWER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".v1", ".v2", ".v3")
+"""Endings of small files that may change a model's answers: config, tokenizer, chat template, the model's own code."""
 FILES_AT_ONCE = 8
+_MODULE_FOLDER = re.compile(r"\d+_\w+/[^/]+")
+"""Keys of the parts of a sentence-transformers model, such as 1_Pooling/config.json."""
 
 
 class BucketModel(NamedTuple):
@@ -107,11 +112,13 @@ def list_model(url: str, option: str) -> BucketModel:
             f"{subject} is not there whole: `batchinfer convert` was uploading it",
             hint="wait until `batchinfer convert` has ended; if it was stopped, start it again",
         )
-    weights = set(weight_files(name for name in there if "/" not in name))
+    weights = {*weight_files(name for name in there if "/" not in name)}
     files = [
         info
         for name, info in there.items()
-        if name in weights or "/" in name or not name.endswith(WEIGHT_SUFFIXES)
+        if name in weights
+        or (name.endswith(ANSWER_SUFFIXES) and "/" not in name)
+        or _MODULE_FOLDER.fullmatch(name)
     ]
     if not files:
         raise ConfigError(

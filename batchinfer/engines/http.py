@@ -59,7 +59,7 @@ MOST_RESTARTS = 3
 RESTART_PAUSE_SECONDS = 5.0
 """Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 LONGEST_PAUSE_SECONDS = 60.0
-FEW = 64
+FEW, FEWEST = 64, 3
 """Most rows that may be given up because they fail alone; see `HttpEngine._find_outage`."""
 # Seconds until `RequestSource.take` is called again if slots are free: at first, and after many calls without a row.
 _POLL_SECONDS = 0.01
@@ -428,24 +428,26 @@ class HttpEngine:
     def _find_outage(self) -> None:
         """Note the failure of endpoints that have answered nothing for `stall_seconds`.
 
-        A few rows alone that the endpoint answered with an error each time are given up instead; at once, if they are
-        the last ones and others were answered. Otherwise such rows would end every start of the run's last worker.
+        A few rows alone that fail again and again are given up instead: at once if they are the last ones, others were
+        answered, and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start
+        of the run's last worker.
         """
-        since = self._outage_since
-        if since is None:
+        if self._outage_since is None:
             return
-        is_late = time.monotonic() - since >= self.config.stall_seconds
+        is_late = time.monotonic() - self._outage_since >= self.config.stall_seconds
         keys = [key for target in self.targets for key in list(target.in_flight)]
-        are_few = 0 < len(keys) <= FEW and all(key in self._last_replies for key in keys)
-        if are_few and (is_late or (self._is_idle and self._num_answered)):
-            self._run(self._give_up())
-            return
-        if not is_late:
-            return
-        self._failure = EngineDied(
-            f"{self.targets[0].name}: answered nothing for {self.config.stall_seconds:g} s",
-            hint="no row is lost; start the same command again when it answers",
-        )
+        replies = [self._last_replies[key] for key in keys if key in self._last_replies]
+        if keys and len(replies) == len(keys):
+            is_last = self._is_idle and self._num_answered and len(keys) <= FEW
+            is_own = is_last and all(reply.status == 500 for reply in replies)
+            if is_own or (is_late and len(keys) <= FEWEST):
+                self._run(self._give_up())
+                return
+        if is_late:
+            self._failure = EngineDied(
+                f"{self.targets[0].name}: answered nothing for {self.config.stall_seconds:g} s",
+                hint="no row is lost; start the same command again when it answers",
+            )
 
     async def _give_up(self) -> None:
         for target in self.targets:

@@ -20,7 +20,13 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Record
-from batchinfer.engines.buckets import WEIGHT_SUFFIXES, is_in_bucket, list_model, weight_files
+from batchinfer.engines.buckets import (
+    ANSWER_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    is_in_bucket,
+    list_model,
+    weight_files,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import check_url, local_path, open_store
@@ -38,8 +44,6 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tiktoken.model",
 )
-# Endings of small files that may change a model's answers.
-_ANSWER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")
 _SAMPLE_BYTES = 1 << 20
 # Names of config entries that state the longest sequence. If a config has several of them, the smallest value counts.
 _LENGTHS = (
@@ -166,7 +170,7 @@ def looks_like_path(name: str) -> bool:
 def _files_in(folder: Path) -> ModelFiles:
     paths = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     weights = weight_files(paths)
-    hashed = [path for name, path in paths.items() if name.endswith(_ANSWER_SUFFIXES)]
+    hashed = [path for name, path in paths.items() if name.endswith(ANSWER_SUFFIXES)]
     identity = _hash([*hashed, *(paths[name] for name in weights)])
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     return ModelFiles(identity, "", sizes, lambda name: paths[name].read_bytes())

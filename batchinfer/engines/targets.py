@@ -116,7 +116,10 @@ class Target:
             async with asyncio.timeout(timeout_seconds), self._posted(call) as found:
                 wait = found.headers.get("retry-after", "")
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
-                return Answer(found.status, await _read(found), wait_seconds)
+                body = await _read(found)
+                if self._key:  # some endpoints repeat it in their refusals
+                    body = body.replace(self._key.encode(), "…".encode())
+                return Answer(found.status, body, wait_seconds)
         except _BROKEN as error:
             return Answer(0, f"no answer: {type(error).__name__}: {error}".encode())
 

@@ -34,7 +34,13 @@ from peft_adapter import write_adapter
 from tiny_model import DEMO_MODEL, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
-CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Egypt": "Cairo"}
+CAPITALS = {
+    "France": "Paris",
+    "Japan": "Tokyo",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Egypt": "Cairo",
+}
 
 
 def ask_capital(index: int, **body):
@@ -111,7 +117,8 @@ class TestShared(EngineContract):
         for name, part in {"mixed": rows, **{n: rows[i::3] for i, n in enumerate(names)}}.items():
             found = drive(engine, ListSource(part))
             texts[name] = {
-                key: body_of(reply)["choices"][0]["message"]["content"] for key, reply in found.items()
+                key: body_of(reply)["choices"][0]["message"]["content"]
+                for key, reply in found.items()
             }
         alone = texts[names[0]] | texts["first"] | texts["second"]
         assert texts["mixed"] == alone
@@ -232,7 +239,10 @@ def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, tmp_path):
 
 
 def texts_of(engine) -> dict:
-    rows = [call(index, "/v1/completions", prompt=f"row {index}", max_tokens=12, seed=index) for index in range(24)]
+    rows = [
+        call(index, "/v1/completions", prompt=f"row {index}", max_tokens=12, seed=index)
+        for index in range(24)
+    ]
     found = drive(engine, ListSource(rows))
     return {key: body_of(reply)["choices"][0]["text"] for key, reply in found.items()}
 
@@ -259,7 +269,12 @@ def test_two_processes_of_a_model_answer_as_one(single):
 
 def test_two_nodes_answer_as_one_and_end_together(single):
     config, texts = single
-    ports = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29731, "tensor_parallel_size": 2}
+    ports = {
+        "nnodes": 2,
+        "master_addr": "127.0.0.1",
+        "master_port": 29731,
+        "tensor_parallel_size": 2,
+    }
     config = msgspec.structs.replace(config, **ports)
     script = """
         import sys, threading, msgspec

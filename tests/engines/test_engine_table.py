@@ -1,0 +1,259 @@
+"""Options of an engine before anything is started, the commands of servers, and what replies mean."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Reply
+from batchinfer.engines import check_engine, create_engine, identify_model, server, share_out
+from batchinfer.engines.config import EchoOptions, EngineConfig, parse_args
+from batchinfer.engines.gpus import Gpu
+from batchinfer.engines.http import HttpEngine
+from batchinfer.engines.lists import group
+from batchinfer.engines.models import ModelInfo
+from batchinfer.engines.replies import failure_of
+from batchinfer.engines.server import batch_sizes, plan, write_vllm_command
+from batchinfer.engines.targets import read_parameters
+from engine_contract import call
+from tiny_model import write_model_stub
+
+WRONG = {
+    "did you mean --engine vllm": {"engine": "vlm"},
+    "--model: is missing": {},
+    "no --base-url": {"engine": "openai", "model": "m"},
+    "--nnodes with --engine echo": {"engine": "echo", "nnodes": 2, "master_addr": "a"},
+    "--server-command with": {"engine": "echo", "server_command": "x {port}"},
+    "--replicas: is 0": {"engine": "echo", "replicas": 0},
+    "--stall-seconds: is 0": {"engine": "echo", "stall_seconds": 0.0},
+    "--node-rank: is 2": {"model": "m", "nnodes": 2, "node_rank": 2},
+    "without --master-addr": {"model": "m", "nnodes": 2},
+    "--replicas with --nnodes": {"model": "m", "nnodes": 2, "master_addr": "a", "replicas": 2},
+    "expected a multiple": {
+        "model": "m",
+        "nnodes": 2,
+        "master_addr": "a",
+        "tensor_parallel_size": 3,
+    },
+    "echo token counts": {"engine": "echo", "echo": EchoOptions(tokens=(3, 2))},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_cannot_work_is_refused_before_anything_is_started(said):
+    with pytest.raises(ConfigError) as caught:
+        check_engine(EngineConfig(**WRONG[said]))
+    assert said in caught.value.message + caught.value.hint
+
+
+def test_an_engine_without_a_model_is_identified_by_its_name():
+    assert identify_model(EngineConfig(engine="echo")) == "echo"
+    assert isinstance(create_engine(EngineConfig(engine="echo", replicas=2)), HttpEngine)
+
+
+def test_typed_options_are_read_as_a_server_reads_them():
+    typed = ["--max-model-len", "8192", "--enforce-eager", "--no-enable-x", "--served-model-name", "a", "b",
+             "--quantization=fp8", "--limit-mm-per-prompt", '{"image": 2}', "--bias", "-1.5", "-O3",
+             "--middleware", "m1", "--middleware", "m2", "--hf-overrides.rope.factor=4"]  # fmt: skip
+    assert parse_args(typed) == {
+        "max_model_len": 8192,
+        "enforce_eager": True,
+        "enable_x": False,
+        "served_model_name": ["a", "b"],
+        "quantization": "fp8",
+        "limit_mm_per_prompt": {"image": 2},
+        "bias": -1.5,
+        "O3": True,
+        "middleware": ["m1", "m2"],
+        "hf_overrides.rope.factor": 4,
+    }
+    config = EngineConfig(model="m", server_args=typed)
+    assert config.served_names == ["a", "b"]
+    assert EngineConfig(model="m").served_names == ["m"]
+    assert "quantization" in config.answer_options
+
+
+def test_options_that_fit_a_server_to_its_machine_are_not_the_runs():
+    typed = ["--gpu-memory-utilization", "0.5", "--max-num-seqs", "4", "--dtype", "float16",
+             "--compilation-config.mode", "3", "--uds", "x", "--api-key", "secret"]  # fmt: skip
+    config = EngineConfig(model="m", server_args=typed)
+    assert config.answer_options == {"dtype": "float16"}
+
+
+# --------------------------------------------------------------------------- commands
+
+
+def command(monkeypatch, *arguments, is_cpu=False, **options):
+    monkeypatch.setattr(server, "is_cpu_build", lambda: is_cpu)
+    config = EngineConfig(model="org/name", server_args=list(arguments), **options)
+    return write_vllm_command(config, "/folder", [], 256, 8192)
+
+
+def value_of(found, option):
+    """Value of an option that vLLM's parser would take: the last."""
+    places = [place for place, each in enumerate(found) if each == option]
+    return found[places[-1] + 1] if places else None
+
+
+def test_typed_options_win_over_our_defaults_and_lose_to_what_we_decide(monkeypatch):
+    found = command(
+        monkeypatch,
+        "--max-num-seqs",
+        "4",
+        "--uds",
+        "x",
+        "--seed",
+        "7",
+        "--tool-call-parser",
+        "hermes",
+    )
+    assert value_of(found, "--max-num-seqs") == "4"
+    assert value_of(found, "--uds") == "{socket}"
+    assert value_of(found, "--seed") == "0"
+    assert value_of(found, "--served-model-name") == "org/name"
+    assert "--enable-auto-tool-choice" in found
+    assert json.loads(value_of(found, "--structured-outputs-config"))["backend"] == "xgrammar"
+    assert "--enforce-eager" not in found
+    typed = command(monkeypatch, "--structured-outputs-config.backend", "guidance")
+    assert "--structured-outputs-config" not in typed
+
+
+def test_on_a_cpu_it_takes_little_memory_and_splits_no_prompt(monkeypatch):
+    found = command(monkeypatch, is_cpu=True)
+    assert value_of(found, "--kv-cache-memory-bytes") == str(1 << 30)
+    assert {"--no-enable-chunked-prefill", "--enforce-eager"} <= {*found}
+
+
+def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
+    found = command(monkeypatch, task="embed")
+    assert value_of(found, "--runner") == "pooling"
+    assert "--structured-outputs-config" not in found
+    nodes = command(monkeypatch, nnodes=2, node_rank=1, master_addr="here")
+    assert "--headless" in nodes
+    assert "--uds" not in nodes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "typed", "expected"),
+    [
+        (None, [], (256, 8192)),
+        (None, ["--max-model-len", "512"], (256, 4096)),
+        (None, ["--max-num-seqs", "2", "--max-model-len", "512"], (2, 1024)),
+        (Gpu(id="0", name="H200", total_bytes=140 << 30), [], (1024, 16384)),
+        (Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30), [], (256, 8192)),
+    ],
+)
+def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
+    model = ModelInfo(name="m", identity="", max_model_len=8192)
+    assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
+
+
+def test_any_servers_command_has_its_places_filled(tmp_path):
+    model = str(write_model_stub(tmp_path / "m"))
+    config = EngineConfig(
+        model=model,
+        server_command="serve '{model}' --name {name} --json '{\"a\": 1}' --port {port}",
+        server_args=["--more"],
+    )
+    [launch] = plan(config, tmp_path)
+    assert launch.command[:5] == ["serve", model, "--name", model, "--json"]
+    assert launch.command[5:] == ['{"a": 1}', "--port", str(launch.port), "--more"]
+    assert (launch.slots, launch.max_num_seqs) == (100, None)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path):
+    config = EngineConfig(engine="echo", replicas=2)
+    with pytest.raises(ConfigError, match="too long"):
+        plan(config, tmp_path / ("x" * 120))
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "count", "shares"),
+    [([4, 0, 0], [9, 9, 9], 5, [0, 3, 2]), ([0, 0], [2, 9], 6, [2, 4]), ([0], [0], 3, [0]), ([], [], 1, [])],
+)  # fmt: skip
+def test_calls_go_to_those_that_hold_least(held, free, count, shares):
+    assert share_out(held, free, count) == shares
+
+
+# --------------------------------------------------------------------------- replies
+
+
+def error(**fields):
+    return {"error": {"message": "m", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "param"),
+    [
+        (0, "died", "engine_crash", None),
+        (400, error(param="input_tokens"), "prompt_too_long", "input_tokens"),
+        (
+            400,
+            error(code="context_length_exceeded", param="messages"),
+            "prompt_too_long",
+            "messages",
+        ),
+        (404, error(param="model"), "model_not_found", "model"),
+        (404, {"detail": "Not Found"}, "unknown_url", None),
+        (405, {"detail": "Method Not Allowed"}, "unknown_url", None),
+        (400, error(param="temperature"), "invalid_parameter", "temperature"),
+        (400, error(param="body.stop"), "invalid_parameter", "stop"),
+        (
+            400,
+            error(param="response_format.json_schema"),
+            "invalid_constraint",
+            "response_format.json_schema",
+        ),
+        (400, error(), "invalid_request", None),
+        (422, {"object": "error", "message": "old"}, "invalid_request", None),
+        (418, "<html>teapot</html>", "invalid_request", None),
+        (501, error(), "invalid_request", None),
+        (503, "", "server_error", None),
+        (500, error(), "server_error", None),
+        (502, error(type="invalid_answer"), "invalid_answer", None),
+    ],
+)
+def test_a_refusal_has_a_code_by_its_status_and_fields(status, body, code, param):
+    data = body if isinstance(body, str) else json.dumps(body)
+    failure = failure_of(Reply(key=("c", 0), status=status, body=data.encode()))
+    assert (failure.code, failure.param) == (code, param)
+    assert failure.message
+
+
+def test_an_answer_is_no_failure():
+    assert failure_of(Reply(key=("c", 0), status=200, body=b"{}")) is None
+
+
+def test_only_calls_for_one_text_with_equal_options_are_put_together():
+    path = "/v1/embeddings"
+    rows = [
+        call(0, path, input="a", model="m"),
+        call(1, path, input="b", model="m"),
+        call(2, path, input="c", model="n"),
+        call(3, path, input=["d"], model="m"),
+        call(4, "/classify", input="e", model="m"),
+        call(5),
+    ]
+    found = [[each.key[1] for each in part] for part in group(rows)]
+    assert found == [[0, 1], [2], [3], [4], [5]]
+    many = [call(index, path, input="x") for index in range(130)]
+    assert [len(part) for part in group(many)] == [64, 64, 2]
+
+
+def test_fields_are_read_through_every_kind_of_reference():
+    schemas = {
+        "A": {"properties": {"x": {}}, "allOf": [{"$ref": "#/components/schemas/B"}]},
+        "B": {"properties": {"y": {}}},
+    }
+    body = {
+        "content": {"application/json": {"schema": {"anyOf": [{"$ref": "#/components/schemas/A"}]}}}
+    }
+    described = {
+        "paths": {"/p": {"post": {"requestBody": body}}},
+        "components": {"schemas": schemas},
+    }
+    text = json.dumps(described).encode()
+    assert read_parameters(text, "/p") == {"x", "y"}
+    assert read_parameters(text, "/q") == read_parameters(b"<html>", "/p") == frozenset()

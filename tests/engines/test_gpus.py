@@ -1,0 +1,213 @@
+"""Which GPUs there are, and how replicas of a model are laid out on them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.gpus import (
+    GIB,
+    Gpu,
+    choose_layout,
+    device_variables,
+    query_nvidia,
+    visible_gpus,
+)
+from batchinfer.engines.models import ModelInfo
+
+
+def model(parameters_gib: float, **changes) -> ModelInfo:
+    """A model with grouped heads like Llama 3's: 32 and 8, 128 KiB of KV cache a token."""
+    values = {
+        "name": "m",
+        "identity": "",
+        "max_model_len": 8192,
+        "parameter_bytes": int(parameters_gib * GIB),
+        "kv_bytes_per_token": 131072,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+    }
+    return ModelInfo(**{**values, **changes})
+
+
+def gpus(count: int, gibibytes: float) -> list[Gpu]:
+    return [Gpu(id=str(index), total_bytes=int(gibibytes * GIB)) for index in range(count)]
+
+
+def chosen(info, devices, *arguments, **options) -> tuple[int, int]:
+    config = EngineConfig(model="m", server_args=list(arguments), **options)
+    layout = choose_layout(info, devices, config)
+    return layout.tensor_parallel_size, layout.replicas
+
+
+@pytest.mark.parametrize(
+    ("parameters_gib", "count", "gibibytes", "expected"),
+    [
+        (1, 1, 24, (1, 1)),
+        (1, 8, 24, (1, 8)),  # a small model eight times
+        (15, 8, 80, (1, 8)),  # 8B on H100
+        (15, 8, 24, (2, 4)),  # 8B on L4: 7.5 + 4 of 20.1 GiB
+        (15, 1, 24, (1, 1)),  # weights fit, the cache is small: it is tried
+        (132, 8, 80, (4, 2)),  # 70B on H100: 33 + 5 of 71.6 GiB
+        (132, 4, 80, (4, 1)),
+        (132, 6, 80, (4, 1)),  # two stay idle, since 32 heads do not divide by 6
+        (15, 3, 24, (2, 1)),
+    ],
+)
+def test_the_fewest_gpus_that_serve_the_model_well_make_a_replica(
+    parameters_gib, count, gibibytes, expected
+):
+    cache = 327_680 if parameters_gib > 100 else 131_072  # of Llama 3's 70B and 8B
+    info = model(parameters_gib, kv_bytes_per_token=cache)
+    assert chosen(info, gpus(count, gibibytes)) == expected
+
+
+def test_a_long_context_needs_room_for_one_whole_sequence():
+    long = model(15, max_model_len=1 << 19)  # 64 GiB for one sequence
+    assert chosen(long, gpus(8, 80)) == (2, 4)
+    assert chosen(long, gpus(8, 80), "--max-model-len", "4096") == (1, 8)
+
+
+def test_what_the_user_states_is_taken():
+    assert chosen(model(1), gpus(8, 80), tensor_parallel_size=4) == (4, 2)
+    assert chosen(model(1), gpus(8, 80), tensor_parallel_size=4, replicas=1) == (4, 1)
+    assert chosen(model(1), gpus(8, 80), replicas=3) == (1, 3)
+    assert chosen(model(15), gpus(8, 24), replicas=2) == (2, 2)
+    assert chosen(model(1), gpus(8, 80), pipeline_parallel_size=2) == (1, 4)
+    nodes = {"nnodes": 2, "master_addr": "here"}
+    assert chosen(model(1), gpus(8, 80), **nodes) == (16, 1)
+
+
+def test_unknown_sizes_take_all_gpus_for_one_replica():
+    assert chosen(model(0), gpus(4, 80)) == (4, 1)
+    assert chosen(model(5), gpus(4, 0)) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": 3, "tensor_parallel_size": 2},
+        {"tensor_parallel_size": 8},
+        {"replicas": 5},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
+    ],
+)
+def test_more_gpus_than_there_are_is_refused_with_the_product(options):
+    with pytest.raises(ConfigError, match=r"\d x \d x \d = \d+ GPUs are asked for, 4 are vis"):
+        chosen(model(1), gpus(4, 80), **options)
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_would():
+    with pytest.raises(ConfigError, match="32 attention heads") as caught:
+        chosen(model(1), gpus(8, 80), tensor_parallel_size=3)
+    assert "1, 2, 4, 8, 16, 32" in caught.value.hint
+
+
+def test_weights_that_fit_nowhere_are_refused_with_the_arithmetic():
+    with pytest.raises(ConfigError, match=r"132\.0 GiB per GPU .* 80\.0 GiB x 0\.9"):
+        chosen(model(132), gpus(1, 80))
+    for option in (["--cpu-offload-gb", "100"], ["--quantization", "fp8"]):
+        assert chosen(model(132), gpus(1, 80), *option) == (1, 1)
+    assert chosen(model(132), gpus(1, 80), tensor_parallel_size=1) == (1, 1), "stated is tried"
+
+
+def test_slices_of_a_gpu_hold_one_replica_each():
+    assert chosen(model(15), [Gpu(id="MIG-aa"), Gpu(id="MIG-bb")]) == (1, 2)
+
+
+def test_on_a_cpu_one_server_runs_unless_more_are_asked_for():
+    assert chosen(model(1), []) == (1, 1)
+    assert chosen(model(1), [], replicas=2) == (1, 2)
+    with pytest.raises(ConfigError, match="cores"):
+        chosen(model(1, num_heads=0, num_kv_heads=0), [], tensor_parallel_size=4096)
+
+
+# --------------------------------------------------------------------------- which GPUs
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    found = [(Gpu(id=str(number)), f"GPU-{letter * 2}") for number, letter in enumerate("abc")]
+    monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: found)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def ids(wanted=None) -> list[str]:
+    return [gpu.id for gpu in visible_gpus(wanted)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("2,0", ["2", "0"]), ("GPU-bb", ["1"]), ("GPU-b", ["1"]), ("1,9,2", ["1"]), ("", []),
+     ("MIG-x", ["MIG-x"])],
+)  # fmt: skip
+def test_the_environment_says_which_gpus_are_visible(three_gpus, monkeypatch, variable, expected):
+    assert ids() == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert ids() == expected
+
+
+def test_stated_gpus_win_and_must_exist(three_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert ids(["1", "GPU-cc"]) == ["1", "2"]
+    with pytest.raises(ConfigError, match="there are: 0, 1, 2"):
+        ids(["5"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "wanted", "is_translated"),
+    [
+        (None, None, True),
+        ("GPU-bb,GPU-aa", None, True),
+        ("2,0", None, False),
+        ("2,0", ["0", "1"], True),
+    ],
+)
+def test_servers_number_gpus_as_they_were_looked_up(monkeypatch, variable, wanted, is_translated):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    found = device_variables(gpus(2, 80), wanted)
+    assert found["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert found.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if is_translated else None)
+    assert device_variables([], wanted) == {}
+
+
+def fake_nvml(**changes) -> SimpleNamespace:
+    """NVML with four GPUs: the second one has failed, the third one does not tell its memory."""
+    error = type("NVMLError", (Exception,), {})
+
+    def unless(bad: int, answer):
+        def ask(index):
+            if index == bad:
+                raise error
+            return answer(index)
+
+        return ask
+
+    functions = {
+        "NVMLError": error,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": unless(1, int),
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
+        "nvmlDeviceGetMemoryInfo": unless(2, lambda _: SimpleNamespace(total=GIB)),
+    }
+    return SimpleNamespace(**{**functions, **changes})
+
+
+def test_a_gpu_that_the_driver_cannot_describe_takes_no_other_along(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    found = [(gpu.id, gpu.total_bytes) for gpu, _ in query_nvidia()]
+    assert found == [("0", GIB), ("2", 0), ("3", GIB)]
+
+
+def test_a_machine_without_a_driver_has_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert query_nvidia() == []

@@ -1,0 +1,279 @@
+"""What is known of a model before it is loaded, wherever it is; and the adapters beside it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub import errors as hub_errors
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    ConfigError,
+    EngineLoadError,
+    InputError,
+    Interrupted,
+    StorageError,
+)
+from batchinfer.engines import buckets, identify_model, longest_sequence
+from batchinfer.engines.adapters import check_fit, describe_adapters, write_modules, write_options
+from batchinfer.engines.buckets import fetch, list_model
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.models import describe_model
+from batchinfer.storage.opening import open_store
+from engine_contract import Flag
+from peft_adapter import write_adapter
+from tiny_model import DEMO_MODEL, write_model_stub
+
+
+def described(folder, *arguments, **config):
+    path = write_model_stub(folder, **config)
+    return describe_model(EngineConfig(model=str(path), server_args=list(arguments)))
+
+
+def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
+    info = described(tmp_path / "m")
+    assert (info.architecture, info.max_model_len) == ("LlamaForCausalLM", 8192)
+    assert (info.parameter_bytes, info.num_heads, info.num_kv_heads) == (1000, 32, 8)
+    assert info.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert not info.is_multimodal
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "field", "expected"),
+    [
+        ({"torch_dtype": "float32"}, [], "parameter_bytes", 500),
+        ({}, ["--kv-cache-dtype", "fp8"], "kv_bytes_per_token", 2 * 32 * 8 * 128),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [], "kv_bytes_per_token", 32 * 576 * 2),
+        ({"seq_length": 2048}, [], "max_model_len", 2048),
+        ({"text_config": {"max_position_embeddings": 77}}, [], "max_model_len", 77),
+        ({"vision_config": {}}, [], "is_multimodal", True),
+    ],
+)
+def test_what_changes_a_models_sizes(tmp_path, config, arguments, field, expected):
+    assert getattr(described(tmp_path / "m", *arguments, **config), field) == expected
+
+
+def test_a_typed_length_counts_before_the_models(tmp_path):
+    model = str(write_model_stub(tmp_path / "m"))
+    assert longest_sequence(EngineConfig(model=model)) == 8192
+    assert longest_sequence(EngineConfig(model=model, server_args=["--max-model-len=99"])) == 99
+    assert longest_sequence(EngineConfig(engine="echo")) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "chat.jinja"]
+)
+def test_the_identity_changes_with_every_file_that_decides_the_answers(tmp_path, name):
+    folder = write_model_stub(tmp_path / "m")
+    before = identify_model(EngineConfig(model=str(folder)))
+    (folder / "README.md").write_text("no matter")
+    assert identify_model(EngineConfig(model=str(folder))) == before
+    data = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
+    (folder / name).write_bytes(data + b" ")
+    assert identify_model(EngineConfig(model=str(folder))) != before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None])
+def test_a_config_that_is_none_is_named(tmp_path, text):
+    folder = write_model_stub(tmp_path / "m")
+    (folder / "config.json").unlink() if text is None else (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        describe_model(EngineConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
+def test_a_folder_that_does_not_exist_is_no_name_on_the_hub(name):
+    with pytest.raises(ConfigError, match="is no folder on this machine"):
+        describe_model(EngineConfig(model=name))
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path):
+    """A Hub with one model at one commit. A test sets `error` to make it fail."""
+    folder = write_model_stub(tmp_path / "hub")
+    state = SimpleNamespace(error=None, cached=None)
+
+    def model_info(self, name, *, revision=None, **options):
+        if state.error:
+            raise state.error
+        files = [SimpleNamespace(rfilename=p.name, size=p.stat().st_size) for p in folder.iterdir()]
+        files.append(SimpleNamespace(rfilename="original/model.safetensors", size=10**9))
+        return SimpleNamespace(sha="c" * 40, siblings=files)
+
+    def snapshot(*_, **__):
+        if state.cached is None:
+            raise hub_errors.LocalEntryNotFoundError("nothing")
+        return str(state.cached)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda name, file, revision: str(folder / file)
+    )
+    return state
+
+
+def test_a_model_on_the_hub_is_known_by_its_commit_without_its_weights(fake_hub):
+    info = describe_model(EngineConfig(model="org/name", revision="main"))
+    assert info.identity == info.revision == "c" * 40
+    assert info.parameter_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [
+        (hub_errors.GatedRepoError, AccessDenied),
+        (hub_errors.RepositoryNotFoundError, InputError),
+        (hub_errors.RevisionNotFoundError, InputError),
+        (hub_errors.HfHubHTTPError, EngineLoadError),
+        (ConnectionError, EngineLoadError),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_our_words(fake_hub, kind, raised):
+    fake_hub.error = kind.__new__(kind)
+    Exception.__init__(fake_hub.error, "from the test")
+    with pytest.raises(raised, match=r"org/name|no branch"):
+        describe_model(EngineConfig(model="org/name", revision="x"))
+
+
+def test_without_the_hub_the_cached_model_is_taken(fake_hub, monkeypatch, tmp_path):
+    fake_hub.error = ConnectionError("no route")
+    fake_hub.cached = write_model_stub(tmp_path / ("d" * 40))
+    assert describe_model(EngineConfig(model="org/name")).revision == "d" * 40
+    fake_hub.cached = None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
+        describe_model(EngineConfig(model="org/name"))
+
+
+# --------------------------------------------------------------------------- buckets
+
+
+@pytest.fixture
+def url(tmp_path):
+    """URL of a small model in a store; see `write_model_stub`."""
+    list_model.cache_clear()
+    place = f"memory://{secrets.token_hex(4)}/m"
+    for path in write_model_stub(tmp_path / "m").iterdir():
+        open_store(place).create_file(path.name, path)
+    yield place
+    list_model.cache_clear()
+
+
+def put(url: str, key: str, data: bytes) -> None:
+    store = open_store(url)
+    store.delete([key])
+    store.create(key, data)
+    list_model.cache_clear()
+
+
+def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, tmp_path, monkeypatch):
+    put(url, "README.md", b"no matter")
+    put(url, "other/config.json", b"{}")
+    put(url, "pytorch_model.bin", b"of another format")
+    assert describe_model(EngineConfig(model=url)).parameter_bytes == 1000
+    folder = fetch(list_model(url, "--model"), tmp_path / "cache")
+    assert folder.name == "m"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    monkeypatch.setattr(buckets, "open_store", None)
+    assert fetch(list_model(url, "--model"), tmp_path / "cache") == folder
+
+
+def test_another_version_gets_another_identity_and_folder(url, tmp_path):
+    first = identify_model(EngineConfig(model=url))
+    folder = fetch(list_model(url, "--model"), tmp_path / "cache")
+    put(url, "model.safetensors", b"x" * 1000)
+    assert identify_model(EngineConfig(model=url)) != first
+    assert fetch(list_model(url, "--model"), tmp_path / "cache") != folder
+
+
+def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path):
+    listed = list_model(url, "--model")
+    stop = Flag()
+    stop.set()
+    with pytest.raises(Interrupted):
+        fetch(listed, tmp_path / "cache", stop)
+    put(url, "model.safetensors", b"shorter")
+    with pytest.raises(StorageError, match="has changed"):
+        fetch(listed, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--model-cache"):
+        fetch(listed, tmp_path / "file")
+
+
+def test_a_folder_that_is_not_there_or_not_whole_is_refused(url):
+    with pytest.raises(ConfigError, match="no such folder"):
+        describe_model(EngineConfig(model=f"{url}-nothing"))
+    put(url, buckets.UNFINISHED, b"x")
+    with pytest.raises(ConfigError, match="not there whole"):
+        describe_model(EngineConfig(model=url))
+
+
+# --------------------------------------------------------------------------- adapters
+
+
+def config_with(**loras: Path | str) -> EngineConfig:
+    places = {name: str(place) for name, place in loras.items()}
+    return EngineConfig(model=str(DEMO_MODEL), loras=places)
+
+
+def test_adapters_are_described_by_their_content(tmp_path):
+    first = write_adapter(tmp_path / "first", seed=1)
+    second = write_adapter(tmp_path / "second", seed=1)
+    third = write_adapter(tmp_path / "third", seed=3, rank=20)
+    found = describe_adapters(config_with(b=second, a=first, c=third))
+    assert [(one.name, one.rank) for one in found] == [("a", 4), ("b", 4), ("c", 20)]
+    assert found[0].identity == found[1].identity != found[2].identity
+    check_fit(found, str(DEMO_MODEL))
+    options = write_options(found, is_cpu=True)
+    assert options[options.index("--max-loras") + 1] == "4", "one slot stays empty"
+    assert options[options.index("--max-lora-rank") + 1] == "32"
+    assert "8" in write_options(found * 5, is_cpu=False)
+    assert json.loads(write_modules(found)[1]) == {"name": "a", "path": found[0].folder}
+    with pytest.raises(ConfigError, match="--max-loras: is 3"):
+        write_options(found, is_cpu=True, asked_slots=3)
+
+
+def cut(folder: Path) -> None:
+    path = write_adapter(folder) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+BAD = {
+    "is 1024, expected 1 to 512": lambda f: write_adapter(f, r=1024),
+    "is None, expected 1 to 512": lambda f: write_adapter(f, r=None),
+    "the rank is 16": lambda f: write_adapter(f, rank=5, r=16),
+    "is [64, 64] there": lambda f: write_adapter(f, hidden=64),
+    "has no such layer": lambda f: write_adapter(f, num_layers=5),
+    "has no adapter_config.json": lambda f: (write_adapter(f) / "adapter_config.json").unlink(),
+    "has no adapter_model.safetensors": lambda f: f.mkdir(),
+    "damaged or cut short": cut,
+    "is not one": lambda f: (write_adapter(f) / "adapter_config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_a_bad_adapter_is_refused_by_its_name(tmp_path, said):
+    BAD[said](tmp_path / "adapter")
+    with pytest.raises(ConfigError) as caught:
+        check_fit(describe_adapters(config_with(mine=tmp_path / "adapter")), str(DEMO_MODEL))
+    assert "--lora mine" in caught.value.message
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize("place", ["./nothing-here", "nothing", "/nothing/here"])
+def test_an_adapter_that_is_no_folder_is_refused(place):
+    with pytest.raises(ConfigError, match=r"--lora mine: .* is no folder on this machine"):
+        describe_adapters(config_with(mine=place))
