@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
     PreconditionFailed,
 )
 from batchinfer.core.records import Record
-from batchinfer.engines.bucket_models import UNFINISHED
+from batchinfer.engines.buckets import UNFINISHED
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)

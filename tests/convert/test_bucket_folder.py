@@ -15,7 +15,7 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.convert.places import conversion
 from batchinfer.core.errors import InputError
-from batchinfer.engines.bucket_models import UNFINISHED
+from batchinfer.engines.buckets import UNFINISHED
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from fixtures_s3 import serving_s3
