@@ -2,8 +2,8 @@
 
 No option of vLLM is declared here. What is none of our options goes to the server, whose parser judges it before it
 loads anything. A name that is nearly one of ours is refused, since it is most likely a misspelling. Options may also
-stand in the section ``vllm`` of a settings file and in variables, as in ``BATCHINFER_WORKER_MAX_MODEL_LEN``; what is
-typed comes last, and of an option that is there twice vLLM takes the last.
+stand in the section ``vllm`` of a settings file and in variables, as in ``BATCHINFER_WORKER_MAX_MODEL_LEN``. What is
+typed replaces what a variable says, and both replace what the file says.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from batchinfer.cli.options import SectionCommand
-from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
+from batchinfer.cli.settings import FROM_FILE, is_secret, unknown_variables, write_option
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.redaction import redact
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 _NEARLY = 0.85
@@ -47,12 +48,48 @@ class ServerCommand(SectionCommand):
         """See click.Command."""
         own, typed = divide(args, self.get_params(ctx))
         rest = super().parse_args(ctx, own)
-        ctx.params["server_args"] = [
-            *ctx.meta.get(FROM_FILE, ()),
-            *from_variables(ctx),
-            *typed,
-        ]
+        ctx.params["server_args"] = merge(ctx.meta.get(FROM_FILE, ()), from_variables(ctx), typed)
         return rest
+
+
+def merge(*sources: Sequence[str]) -> list[str]:
+    """Join the words of several sources. An option replaces the same option of an earlier source. Pure.
+
+    >>> merge(["--dtype", "half", "--seq", "1"], ["--dtype=float"], ["--no-x"])
+    ['--dtype=float', '--seq', '1', '--no-x']
+    """
+    found: dict[str, list[str]] = {}
+    for words in sources:
+        here: dict[str, list[str]] = {}
+        for option, values in grouped(words):
+            name = option.partition("=")[0].lstrip("-").replace("_", "-").removeprefix("no-")
+            here.setdefault(name, []).extend([option, *values])
+        found |= here
+    return [word for words in found.values() for word in words]
+
+
+def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option with the values that follow it."""
+    option, values = "", list[str]()
+    for word in words:
+        if not _OPTION.match(word):
+            values.append(word)
+            continue
+        if option:
+            yield option, values
+        option, values = word, []
+    if option:
+        yield option, values
+
+
+def without_secrets_in(words: Sequence[str]) -> list[str]:
+    """Leave out the options whose names say that their values are secrets, and the secrets of URLs. Pure."""
+    kept = [
+        [option, *values]
+        for option, values in grouped(words)
+        if not is_secret(option.partition("=")[0].lstrip("-"))
+    ]
+    return [redact(word) for each in kept for word in each]
 
 
 def divide(

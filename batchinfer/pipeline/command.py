@@ -170,8 +170,10 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.core.clock import SystemClock
     from batchinfer.pipeline.steps import WorkFolder
     from batchinfer.storage.opening import check_writable, open_store
+    from batchinfer.worker.command import describe_host, engine_config, price_of_machine
 
     check_writable(config.work, option="--work")
+    price_of_machine(options, describe_host(dict(os.environ)), engine_config(options))
     work = WorkFolder(config, open_store, SystemClock())
     work.claim_dest()
     counted, options = work.look(options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchinfer.cli.run_options import BODY_OPTIONS, fields_of, run_options, value_of
-from batchinfer.cli.server_args import ServerCommand, check_server_args
+from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from batchinfer.core.prices import Price
     from batchinfer.prompts import PromptConfig
     from batchinfer.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 _MAX_OPEN_FILES = 65_536
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -79,6 +82,11 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
     if options.get("headless"):
         return _follow(options)
+    if options["engine"] == "echo" and options.get("server_args"):
+        logger.info(
+            "options of a server, which --engine echo does not check: %s",
+            " ".join(without_secrets_in(options["server_args"])),
+        )
     show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()

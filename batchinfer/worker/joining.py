@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact
@@ -220,7 +221,7 @@ class Membership:
             "pipeline_parallel_size": engine.pipeline_parallel_size,
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
-            "server_args": [redact(argument) for argument in engine.server_args],
+            "server_args": without_secrets_in(engine.server_args),
             **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
             **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
             **({"allow_private_urls": True} if limits.allow_private_urls else {}),

@@ -390,7 +390,8 @@ class _Start:
             if open_chunks is not None:
                 if open_chunks.is_drained:
                     return None
-                wanted = _ROWS_WHILE_LOADING
+                typed = self.config.engine.server_options.get("max_num_seqs")
+                wanted = typed if isinstance(typed, int) else _ROWS_WHILE_LOADING
                 open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)

@@ -404,7 +404,9 @@ class Campaign:
         config = WorkerConfig(
             manifests=[f"{BUCKET}job/{layout.worker_manifest(machine.index, plan.num_workers)}"],
             output=f"{BUCKET}run",
-            engine=EngineConfig(engine="sim", model="sim"),
+            engine=EngineConfig(
+                engine="sim", model="sim", server_args=["--max-num-seqs", str(_NUM_SEQS)]
+            ),
             prompt=prompt_config(0.0),
             worker_id=f"w{machine.index}",
             lease_seconds=plan.lease_seconds,
@@ -545,7 +547,6 @@ def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
-        mock.patch.object(worker_start, "_ROWS_WHILE_LOADING", _NUM_SEQS),
         mock.patch.object(tally, "merge_minutes", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunks_of_output", cache(layout.chunks_of_output)),

@@ -32,7 +32,8 @@ from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
 from batchinfer.worker.opening import AlreadyDone, AwaitsRun, Opener, good_rows
 from fakes import marker_record
-from simulation.machine import FLAKY, sampling
+from making import said
+from simulation.machine import FLAKY, prompt_config
 from simulation.oracle import RUN
 from simulation.scenario import JOB, good_row
 from simulation.stage import Stage, when
@@ -118,7 +119,7 @@ def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old
         stage.engine.is_mended = False
         assert stage.run(manifest="list.txt", max_error_rate=1.0).is_success
         before = published(stage)
-        assert before[-1]["status"] == "error"
+        assert before[-1]["error"]["code"] == "invalid_request"
         put_list(stage, ["put in front", *OLD])
         ending = stage.run(manifest="list.txt", retry_errors=True)
         assert ending.error is not None
@@ -137,7 +138,7 @@ def stopped_after_checkpoints(stage: Stage) -> None:
 
 
 def texts(stage: Stage) -> list[str]:
-    return [line["choices"][0]["text"] for line in published(stage)]
+    return [said(line) for line in published(stage)]
 
 
 @pytest.mark.usefixtures("quiet")
@@ -145,12 +146,12 @@ def test_checkpoints_of_another_configuration_are_not_taken_up() -> None:
     """The output mixed the answers of two temperatures, and its marker vouched for one."""
     rows = [f"say {index}" for index in range(40)]
     with Stage([rows]) as stage:
-        assert stage.run(sampling=sampling(0.9)).is_success
+        assert stage.run(prompt=prompt_config(0.9)).is_success
         expected = texts(stage)
     with Stage([rows]) as stage:
         stopped_after_checkpoints(stage)
         stage.server.delete(RUN + layout.RUN_KEY)
-        ending = stage.run(sampling=sampling(0.9))
+        ending = stage.run(prompt=prompt_config(0.9))
         assert ending.is_success, ending.error
         assert ending.result["rows_resumed"] == 0
         assert texts(stage) == expected
@@ -187,7 +188,7 @@ def put_chunk(tmp_path: Path) -> tuple[Store, str]:
 
 def output_line(line: int) -> bytes:
     text = b"x" * (ROW_BYTES - 40)
-    return b'{"_row":%d,"_id":"","status":"ok","choices":[{"text":"%s"}]}' % (line, text)
+    return b'{"_row":%d,"_id":"","status":200,"body":{"choices":[{"text":"%s"}]}}' % (line, text)
 
 
 def publisher(run: Store) -> Publisher:
@@ -258,9 +259,16 @@ def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
 
 
 def test_the_good_rows_of_an_output_keep_their_counts() -> None:
-    usage = b'"prompt_tokens":4,"cached_tokens":1,"completion_tokens":9,"reasoning_tokens":7'
-    line = b'{"_row":0,"_id":"","status":"ok","choices":[{"text":"a"}],"usage":{%s}}\n' % usage
-    [row] = good_rows(io.BytesIO(line), 1)
+    usage = {
+        "prompt_tokens": 4,
+        "completion_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 7},
+    }
+    body = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
+    line = {"_row": 0, "_id": "", "status": 200, "body": body}
+    [row] = good_rows(io.BytesIO(codec.encode(line) + b"\n"), 1)
+    assert row.finish_reason == "stop"
     counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.reasoning_tokens)
     assert counts == (4, 1, 9, 7)
 
@@ -272,7 +280,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     source = open_store(str(tmp_path / "job"))
     source.create("texts.jsonl", data)
     sha256 = codec.sha256(data)
-    failed = b'{"_row":1,"_id":"1","status":"error","error":{"code":"c","message":"m"}}'
+    failed = b'{"_row":1,"_id":"1","status":400,"error":{"code":"c","message":"m"}}'
     good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
@@ -381,7 +389,7 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     data = b"{}\n" * 3
     source = open_store(str(tmp_path / "job"))
     source.create("texts.jsonl", data)
-    failed = b'{"_row":0,"status":"error","error":{"code":"c","message":"m"}}'
+    failed = b'{"_row":0,"_id":"0","status":400,"error":{"code":"c","message":"m"}}'
     lines = [failed, output_line(1), output_line(2)]
     built = build_output(scratch.new_path("output"), iter(lines))
     marker = marker_record(

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import batchinfer
 from batchinfer.cli import main
 from batchinfer.core import layout
-from batchinfer.engines import openai_calls, openai_pace
+from batchinfer.engines import http
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from fake_endpoint import FakeEndpoint, fake_endpoint, refusal, reply, without_certificates
-from making import finish_process, make_job, read_marker, start_process
-
-pytest.importorskip("openai")
+from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
+from making import finish_process, make_job, read_marker, said, start_process
 
 KEY = "sk-a1B2c3D4e5F6"
 
@@ -32,15 +31,8 @@ KEY = "sk-a1B2c3D4e5F6"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short waits, a key, and the log and the signal handlers put back."""
-    for module, name, seconds in (
-        (openai_calls, "FIRST_WAIT_SECONDS", 0.005),
-        (openai_calls, "LONGEST_HOLD_SECONDS", 0.1),
-        (openai_pace, "FIRST_HOLD_SECONDS", 0.005),
-        (openai_pace, "LONGEST_HOLD_SECONDS", 0.1),
-    ):
-        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr("openai.DefaultAsyncHttpxClient", without_certificates())
     logger = logging.getLogger("batchinfer")
     monkeypatch.setattr(logger, "handlers", [*logger.handlers])
     monkeypatch.setattr(logger, "propagate", logger.propagate)
@@ -64,7 +56,7 @@ def job(tmp_path: Path) -> Path:
 
 def options(endpoint: FakeEndpoint, *more: str) -> list[str]:
     base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-    return [*base, "--prompt-column", "prompt", "--no-timing", *more]
+    return [*base, "--prompt-column", "prompt", *more]
 
 
 def worker(job: Path, endpoint: FakeEndpoint, *more: str) -> list[str]:
@@ -114,10 +106,11 @@ def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
 ):
     plain = endpoint.answer
 
-    def thoughtful(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def thoughtful(path: str, body: dict[str, Any]) -> Any:
         found = plain(path, body)
-        found["usage"]["completion_tokens_details"] = {"reasoning_tokens": 2}
-        return found
+        said = json.loads(found.body)
+        said["usage"]["completion_tokens_details"] = {"reasoning_tokens": 2}
+        return msgspec.structs.replace(found, body=json.dumps(said).encode())
 
     monkeypatch.setattr(endpoint, "answer", thoughtful)
     assert call(*worker(job, endpoint))[0] == 0
@@ -139,62 +132,50 @@ def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
     assert (status, result["rows"], result["rows_error"]) == (0, 20, 1), log
     rows = [json.loads(line) for line in dest.read_text().splitlines()]
     assert [row["text"] for row in rows] == [None if i == 7 else f"word {i} b" for i in range(20)]
-    assert rows[7]["error_code"] == "engine_rejected"
+    assert rows[7]["error_code"] == "invalid_request"
     assert all("messages" in body for body in endpoint.bodies), "an endpoint is sent chats"
     run = str(tmp_path / "a.jsonl.batchinfer/run")
     for after in ("status", "verify"):
         assert call(after, run)[0] == 0
     assert call("report", run, "-o", str(tmp_path / "page.html"))[0] == 0
-    assert json.loads(Path(run, "run.json").read_text())["recorded"]["base_url"] == endpoint.url
+    assert json.loads(Path(run, "run.json").read_text())["recorded"]["base_urls"] == [endpoint.url]
     assert has_key(tmp_path) == []
 
 
-@pytest.mark.parametrize("output_format", ["native", "openai-batch", "completions"])
-def test_requests_of_a_batch_file_in_every_output_format(endpoint, tmp_path, call, output_format):
+def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
+    endpoint, tmp_path, call
+):
     chat = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2}
-    bodies = [
+    asked = [
         ("/v1/chat/completions", {**chat, "logprobs": True, "n": 2, "temperature": 1.0}),
         ("/v1/completions", {"prompt": "d e f", "max_tokens": 2, "logprobs": 1, "echo": True}),
-        ("/v1/chat/completions", {**chat, "bad_words": ["x"], "reasoning_effort": "low"}),
-        ("/v1/chat/completions", {**chat, "no_such_parameter": 1}),
+        ("/v1/chat/completions", {**chat, "of_this_server_alone": ["x"]}),
         ("/v1/embeddings", {"input": "x"}),
+        ("/v1/responses", {"input": "g h"}),
+        ("/v1/no-such", {"input": "x"}),
     ]
-    text = "".join(
-        json.dumps(
-            {"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "m", **body}}
-        )
-        + "\n"
-        for i, (url, body) in enumerate(bodies)
-    )
-    (tmp_path / "x.jsonl").write_text(text)
+
+    def make_row(index: int) -> dict[str, Any]:
+        url, body = asked[index]
+        return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": body}
+
+    make_job(tmp_path / "job", rows=6, per_chunk=6, make_row=make_row)
     status, result, log = call(
-        "run", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "a.jsonl"),
+        "worker", "--job", str(tmp_path / "job"), "--output", str(tmp_path / "run"),
         "--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model",
-        "--output-format", output_format,
+        "--request-format", "openai-batch", "--temperature", "0",
     )  # fmt: skip
-    assert status == 0, log
-    assert result["worker"]["errors"] == {"unsupported_parameter": 1, "wrong_task": 1}
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "error", "error"]
-    assert [row["texts"] for row in rows[:3]] == [["a b", "a b"], ["d e fd e"], ["a b"]]
-    passed = [body for body in endpoint.bodies if "bad_words" in body]
-    assert [(body["bad_words"], body["reasoning_effort"]) for body in passed] == [(["x"], "low")]
+    assert (status, result["errors"]) == (0, {"unknown_url": 1}), log
+    found = lines(tmp_path / "run")
+    assert [line["_id"] for line in found] == [f"r{index}" for index in range(6)]
+    assert [choice["text"] for choice in found[1]["body"]["choices"]] == ["d e fd e"]
+    assert len(found[0]["body"]["choices"]) == 2
+    assert len(found[3]["body"]["data"][0]["embedding"]) > 0
+    assert found[4]["body"]["output"][0]["content"][0]["text"] == "g h"
+    by_text = {str(body.get("logprobs")): body for body in endpoint.bodies if "messages" in body}
+    assert by_text["None"]["of_this_server_alone"] == ["x"]
+    assert (by_text["True"]["temperature"], by_text["None"]["temperature"]) == (1.0, 0.0)
     assert {body["model"] for body in endpoint.bodies} == {"echo-model"}
-
-
-@pytest.mark.parametrize("output_format", ["native", "openai-batch"])
-def test_reasoning_has_a_column_of_the_table(endpoint, tmp_path, call, output_format):
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    message = {"content": "4", "reasoning": "2 + 2"}
-    endpoint.rule = lambda _text, _body: reply(200, {"choices": [{"message": message}]})
-    status, _, log = call(
-        "run", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "a.jsonl"),
-        "--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model",
-        "--output-format", output_format, "--sampling", "include_reasoning=true",
-    )  # fmt: skip
-    assert status == 0, log
-    row = json.loads((tmp_path / "a.jsonl").read_text())
-    assert (row["text"], row["reasoning"]) == ("4", "2 + 2")
 
 
 def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_path, call):
@@ -224,10 +205,21 @@ def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_p
             "worker", "--job", str(tmp_path / "job"), "--output", str(run), *base, *way
         )
         assert status == 0, log
-        assert [line["choices"][0]["text"] for line in lines(run)] == expected
+        assert [said(line) for line in lines(run)] == expected
     last = endpoint.bodies[-1]
     assert [message["role"] for message in last["messages"]] == ["system", "user", "assistant"]
     assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+
+
+def test_several_endpoints_share_the_rows(endpoint, job, call):
+    with fake_endpoint(delay_seconds=0.02) as other:
+        endpoint.delay_seconds = 0.02
+        status, result, log = call(
+            *worker(job, endpoint, "--base-url", other.url, "--max-concurrency", "2")
+        )
+        assert (status, result["replicas"]) == (0, 2), log
+        assert len(endpoint.bodies) > 5 < len(other.bodies)
+    assert [line["_row"] for line in lines(job / "runs/a")] == list(range(40))
 
 
 # --------------------------------------------------------------------------- what goes wrong
@@ -252,7 +244,7 @@ def test_a_killed_worker_goes_on_where_it_was(endpoint, job):
     assert len(endpoint.texts) < 40 + 25, "finished rows are not asked for again"
     found = lines(job / "runs/a")
     assert [line["_row"] for line in found] == list(range(40))
-    assert all(line["status"] == "ok" for line in found)
+    assert all("error" not in line for line in found)
 
 
 def markers(job: Path) -> list[Any]:
@@ -281,7 +273,7 @@ def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
         *worker(job, endpoint, "--stall-seconds", "0.5", "--max-concurrency", "4")
     )
     assert (status, result["error_count"]) == (33, 0)
-    assert "answered no request for 0.5 s" in log
+    assert "answered nothing for 0.5 s" in log
     endpoint.rule = lambda _text, _body: None
     moved = FakeEndpoint()
     try:
@@ -293,12 +285,17 @@ def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
     assert [line["_row"] for line in lines(job / "runs/a")] == list(range(40))
 
 
-def test_a_wrong_model_is_no_error_row(endpoint, job, call):
-    endpoint.models = None
-    endpoint.rule = lambda _text, _body: refusal(404, "no such model")
-    status, result, log = call(*worker(job, endpoint))
-    assert (status, result["error_count"]) == (2, 0)
-    assert "check --model and --base-url" in log
+def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endpoint, job, call):
+    def rule(_text: str, body: dict[str, Any]) -> Any:
+        return refusal(400, "top_p must be below 2", param="top_p") if body["top_p"] > 1 else None
+
+    endpoint.rule = rule
+    status, result, log = call(*worker(job, endpoint, "--top-p", "7"))
+    assert (status, result["request_count"]) == (2, 0)
+    assert "the server refuses the run's options: top_p must be below 2" in log
+    assert len(endpoint.bodies) == 1
+    assert not (job / "runs/a/run.json").exists(), "better options may still have this run"
+    assert call(*worker(job, endpoint, "--top-p", "0.9"))[0] == 0
 
 
 def test_another_model_is_another_run(endpoint, job, call):
@@ -307,50 +304,6 @@ def test_another_model_is_another_run(endpoint, job, call):
     status, _, log = call(*worker(job, endpoint, "--limit", "10", "--model", "other-model"))
     assert status == 2
     assert "other-model" in log
-
-
-# --------------------------------------------------------------------------- what is told before
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ((), ""),
-        (("--base-url", "http://127.0.0.1:9"), "cannot be reached"),
-        (("--model", "other"), "echo-model"),
-        (("--base-url", "127.0.0.1:8000"), "is no URL of an endpoint"),
-        (("--base-url", "http://me:secret@127.0.0.1"), "which may be secret"),
-        (("--base-url", "ftp://me:secret@127.0.0.1"), "which may be secret"),
-        (("--base-url", "http://h/chat/v1/completions"), "leave out /completions"),
-        (("--base-url", "http://h/c/v1/chat/completions"), "leave out /chat/completions"),
-        (("--base-url", ""), "--base-url: is missing"),
-        (("--model", ""), "--model: is missing"),
-        (("--tensor-parallel-size", "2"), "--tensor-parallel-size with --engine openai"),
-        (("--truncate-prompt", "left"), "--sampling truncate_prompt_tokens=N"),
-        (("--sampling", "reasoning_efort=low"), "did you mean 'reasoning_effort'"),
-        (("--sampling", "model=x"), "--sampling model"),
-    ],
-)
-def test_check_finds_what_would_go_wrong(endpoint, job, call, more, said):
-    endpoint.rule = lambda _text, body: (
-        None if body["model"] == "echo-model" else refusal(404, "no such model")
-    )
-    arguments = ["check", "--job", str(job), *options(endpoint), "--show", "1", *more]
-    status, result, log = call(*arguments)
-    assert (status, result["errors"]) == ((2, 1) if said else (0, 0)), log
-    assert said in log
-    assert "secret@" not in log
-    if not said:
-        assert result["endpoint"] == {"base_url": endpoint.url, "model": "echo-model"}
-
-
-def test_a_preview_shows_the_prompts_and_warns_of_an_endpoint_that_is_away(job, call):
-    with fake_endpoint() as gone:
-        pass
-    status, result, log = call(*worker(job, gone, "--as-chat", "--preview", "1"))
-    assert status == 0
-    assert result["preview"][0]["prompt"][0]["role"] == "user"
-    assert "cannot be reached" in log
 
 
 def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):

@@ -1,4 +1,4 @@
-"""Which engine arguments the workers of one run must agree on."""
+"""What the workers of one run must agree on, and which columns a run needs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ def job(tmp_path: Path) -> str:
     return str(tmp_path / "job")
 
 
-@pytest.mark.parametrize("given", ["model=other", "trust_remote_code=true", "dtype=float16"])
-def test_an_option_by_the_name_of_its_engine_argument_is_refused_before_anything_is_made(
-    job: str, given: str
-) -> None:
-    """A worker with another model by --engine-arg joined without a word, and answered with it."""
-    with pytest.raises(ConfigError, match="has an option of its own"):
-        run_worker_here(job, f"{job}/runs/a", "--engine-arg", given)
-    assert not Path(job, "runs").exists()
-
-
-def test_engine_arguments_are_of_the_run_unless_they_only_suit_a_machine(job: str) -> None:
+def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(job: str) -> None:
     run = f"{job}/runs/a"
-    run_worker_here(job, run, "--engine-arg", "kv_cache_memory_bytes=1,tokenizer_mode=slow")
-    with pytest.raises(RunMismatch, match=r"engine_args\.code_revision"):
-        run_worker_here(job, run, "--engine-arg", "tokenizer_mode=slow,code_revision=abc")
-    with pytest.raises(RunMismatch, match=r"engine_args\.tokenizer_mode"):
+    slow = ("--tokenizer-mode", "slow")
+    run_worker_here(job, run, *slow, "--kv-cache-memory-bytes", "1")
+    with pytest.raises(RunMismatch, match=r"server_options\.code_revision"):
+        run_worker_here(job, run, *slow, "--code-revision", "abc")
+    with pytest.raises(RunMismatch, match=r"server_options\.tokenizer_mode"):
         run_worker_here(job, run)
-    run_worker_here(job, run, "--engine-arg", "kv_cache_memory_bytes=2,tokenizer_mode=slow")
+    result = run_worker_here(job, run, *slow, "--max-num-seqs", "3", "--gpu-memory-utilization=.5")
+    assert result["chunks_skipped"] == 2
+    recorded = json.loads(Path(run, "run.json").read_text())
+    assert recorded["config"]["server_options"] == {"tokenizer_mode": "slow"}
+    assert recorded["recorded"]["server_args"] == [*slow, "--kv-cache-memory-bytes", "1"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,6 @@ def test_engine_arguments_are_of_the_run_unless_they_only_suit_a_machine(job: st
         (["--prompt-column", "promt"], "--prompt-column promt: .*did you mean 'prompt'"),
         (["--messages-column", "nope"], "--messages-column nope: in none of the rows"),
         (["--prompt-column", "prompt", "--id-column", "nope"], "--id-column nope: "),
-        (["--template", "alpaca"], "--template alpaca: the column instruction: "),
         (["--prompt-template", "t.jinja"], "the variable promt: .*did you mean 'prompt'"),
         (["--request-format", "openai-batch"], "openai-batch: the field custom_id: "),
     ],
@@ -76,17 +70,3 @@ def test_the_models_own_code_is_trusted_by_all_workers_of_a_run_or_by_none(job: 
         run_worker_here(job, run, *options)
         with pytest.raises(RunMismatch, match="trust_remote_code"):
             run_worker_here(job, run, *others)
-
-
-@pytest.mark.parametrize("trusted", [True, False])
-def test_a_run_from_before_trust_counted_stays_valid(job: str, trusted: bool) -> None:
-    run = Path(job, "runs/a")
-    run_worker_here(job, run)
-    old = json.loads((run / "run.json").read_text())
-    assert "trust_remote_code" not in old["config"]
-    old["recorded"]["trust_remote_code"] = trusted
-    (run / "run.json").write_text(json.dumps(old))
-    same, other = [["--trust-remote-code"], []] if trusted else [[], ["--trust-remote-code"]]
-    run_worker_here(job, run, *same)
-    with pytest.raises(RunMismatch, match="trust_remote_code"):
-        run_worker_here(job, run, *other)

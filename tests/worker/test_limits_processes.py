@@ -118,31 +118,6 @@ def test_a_run_that_stops_at_its_limit_goes_on_with_a_higher_one(tmp_path: Path)
     assert len(dest.read_text().splitlines()) == 200
 
 
-def test_a_run_without_rows_left_is_collected_although_it_cost_too_much(tmp_path: Path) -> None:
-    """A kill before DEST was written: the same command, and one with a limit below what the run has cost."""
-    source, dest = tmp_path / "a.jsonl", tmp_path / "answers.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(20)))
-    command = ["run", str(source), "-o", str(dest), "--engine", "echo", *PRICE]
-    assert run_process(command).status == 0
-    whole = dest.read_bytes()
-    dest.unlink()
-    limited = [*command, "--max-cost", "0.000001"]
-    other = run_process([*limited, "--max-tokens", "3"])
-    assert other.status == 2
-    assert not dest.exists()
-    ended = run_process(limited)
-    assert ended.status == 0, ended.stderr
-    assert dest.read_bytes() == whole
-    assert "has cost $" in ended.stderr
-    assert "every row is answered" in ended.stderr
-    assert ended.result["worker"]["run_cost"] > 0
-    dest.unlink()
-    (tmp_path / "b.jsonl").write_text('{"prompt": "another"}\n')
-    for more in (["--retry-errors"], [str(tmp_path / "b.jsonl")]):
-        assert run_process([*limited, *more]).status == 3
-        assert not dest.exists()
-
-
 @pytest.mark.parametrize("number", ["nan", "0", "-1", "inf", "much"])
 def test_a_limit_that_is_no_number_above_0_is_refused(tmp_path: Path, number: str) -> None:
     from click.testing import CliRunner

@@ -66,7 +66,7 @@ def test_a_scrape_of_a_real_worker_has_all_metrics_and_they_grow(
         "batchinfer_max_cost_dollars"
     }
     assert seen["batchinfer_rows_total"][labels] > 0
-    assert set(seen["batchinfer_rows_failed_total"]) == {(("code", "invalid_prompt"), *labels)}
+    assert set(seen["batchinfer_rows_failed_total"]) == {(("code", "invalid_column"), *labels)}
     assert seen["batchinfer_rows_in_engine"][labels] > 0
     assert seen["batchinfer_starts_total"][labels] == 1
     assert set(seen["batchinfer_worker_state"]) == {(labels[0], ("state", "running"), labels[1])}
@@ -92,7 +92,7 @@ def test_status_prints_the_same_names_and_the_last_figures(
     assert {name for name, values in seen.items() if values} == NAMES
     labels = (("run", str(run)), ("worker", "w0"))
     assert seen["batchinfer_rows_total"][labels] == 600
-    assert seen["batchinfer_rows_failed_total"][("code", "invalid_prompt"), *labels] == 60
+    assert seen["batchinfer_rows_failed_total"][("code", "invalid_column"), *labels] == 60
     assert seen["batchinfer_rows_in_engine"][labels] == 0
     assert seen["batchinfer_chunks_done_total"][labels] == 6
     assert seen["batchinfer_run_rows_done"] == {labels[:1]: 600}

@@ -69,7 +69,7 @@ def test_a_worker_that_is_stopped_writes_all_parts() -> None:
         stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run(checkpoint_seconds=1000.0)
         assert len(records(stage)) > 3
-        assert sum(len(part) for part in records(stage)) == len(stage.finished) > 10
+        assert sum(len(part) for part in records(stage)) == len(stage.finished) > 5
         assert len({record for part in records(stage) for record in part}) == len(stage.finished)
 
 

@@ -472,7 +472,9 @@ def test_a_worker_claims_no_second_chunk_while_the_rows_of_the_first_suffice() -
     """It claimed one in the moment in which the first was open. Others cannot take what a slow worker has claimed."""
     with Stage([["say"] * 40] * 3) as stage:
         stage.engine = EngineTraits(max_in_flight=4, row_seconds=2.0)
-        worker = stage.start(engine=EngineConfig(engine="sim", model="sim", max_num_seqs=4))
+        worker = stage.start(
+            engine=EngineConfig(engine="sim", model="sim", server_args=["--max-num-seqs", "4"])
+        )
         stage.scheduler.run(600.0, lambda: len(stage.finished) >= 8)
         assert len(stage.finished) == 8
         assert len(stage.objects(layout.CLAIMS)) == 1

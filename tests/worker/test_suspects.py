@@ -49,7 +49,7 @@ def error_rows(stage: Stage) -> dict[int, str]:
         if layout.parse_marker(key) is None
         for line in data.splitlines()
     ]
-    return {line["_row"]: line["error"]["code"] for line in lines if line["error"]}
+    return {line["_row"]: line["error"]["code"] for line in lines if "error" in line}
 
 
 @pytest.mark.parametrize("place", [0, 617, NUM_ROWS - 1])

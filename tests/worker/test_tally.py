@@ -62,10 +62,9 @@ def test_a_clock_that_was_set_back_costs_the_order_of_no_minute() -> None:
     assert sum(point.rows for point in merged) == 220
 
 
-def test_tokens_of_reasoning_add_up_over_starts_without_those_of_copies() -> None:
+def test_tokens_of_reasoning_add_up_over_starts() -> None:
     counted = Tally()
     counted.add([ROW, msgspec.structs.replace(ROW, reasoning_tokens=2)], 0)
-    counted.add([msgspec.structs.replace(ROW, reasoning_tokens=2)], 0, are_copies=True)
     assert counted.on_top_of(worker_record(reasoning_tokens=5)).reasoning_tokens == 7
     assert counted.on_top_of(worker_record()).reasoning_tokens == 2
     assert Tally().on_top_of(worker_record()).reasoning_tokens is msgspec.UNSET
