@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -36,14 +37,17 @@ def demo_adapters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demo_config(demo_adapters):
-    """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, a parser of calls."""
-    from batchinfer.engines.config import EngineConfig
+    """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, parsers of both kinds."""
+    from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 
-    parser = ["--tool-call-parser", "hermes"]
+    parsers = ["--tool-call-parser", "hermes", "--reasoning-parser", "granite"]
+    # Constraints hold from the first token on, although the server knows where reasoning ends.
+    constraints = {**CONSTRAINTS, "enable_in_reasoning": True}
+    parsers += ["--structured-outputs-config", json.dumps(constraints)]
     return EngineConfig(
         model=str(DEMO_MODEL),
         loras=demo_adapters,
-        server_args=["--max-model-len", "256", *SMALL, *parser],
+        server_args=["--max-model-len", "256", *SMALL, *parsers],
     )
 
 

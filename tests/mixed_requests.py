@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NAMES = ("France", "Italy", "Japan", "Spain", "Peru", "Egypt", "Kenya", "India", "Chile")
 SCHEMA = {
     "type": "object",
@@ -21,6 +21,9 @@ TAG = {
     "type": "structural_tag",
     "format": {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "[ab]{4}"}, "end": "</f>"},
 }  # fmt: skip
+CALL = '<tool_call>\n{"name": "f", "arguments": {"name": "ab", "n": 1}}\n</tool_call>'
+THOUGHT = "Here is my thought process: [a-c]{3} Here is my response: [x-z]{3}"
+"""An answer in which vLLM's parser "granite" finds reasoning."""
 GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {}),
     (CHAT, {"model": "first"}),
@@ -36,28 +39,37 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 2}),
     (CHAT, {"tools": TOOLS, "tool_choice": "required", "max_tokens": 40}),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}, "max_tokens": 40}),
+    (CHAT, {"tools": TOOLS, "structured_outputs": {"choice": [CALL]}, "max_tokens": 60}),
+    (CHAT, {"tools": TOOLS, "tool_choice": "none"}),
+    (CHAT, {"structured_outputs": {"regex": THOUGHT}, "max_tokens": 60}),
+    (CHAT, {"structured_outputs": {"regex": THOUGHT}, "max_tokens": 60, "include_reasoning": False}),
     (CHAT, {"bad_words": ["Paris"]}),
     (CHAT, {"truncate_prompt_tokens": 12}),
     (CHAT, {"stop": ["a"], "include_stop_str_in_output": True}),
     (CHAT, {"priority": 3, "length_penalty": 1.2, "use_beam_search": False, "user": "u"}),
+    (CHAT, {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Peru?"}]}),
     (COMPLETIONS, {}),
     (COMPLETIONS, {"echo": True}),
     (COMPLETIONS, {"echo": True, "max_tokens": 0}),
+    (COMPLETIONS, {"prompt": [77, 300, 5, 9]}),
+    (COMPLETIONS, {"prompt": ["What is 2 plus 3?", "What is 4 plus 5?"]}),
+    (COMPLETIONS, {"prompt": "Zażółć 🙂 \u0000 gęślą \u2028"}),
     (COMPLETIONS, {"allowed_token_ids": list(range(40, 60)), "temperature": 1.0, "seed": 2}),
     (COMPLETIONS, {"min_tokens": 5, "ignore_eos": True, "presence_penalty": 0.5}),
-    (COMPLETIONS, {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 8}),
+    (COMPLETIONS, {"logprobs": 2, "temperature": 1.0, "seed": 8}),
     (COMPLETIONS, {"model": "first", "logit_bias": {"70": 5}}),
     (COMPLETIONS, {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "vllm_xargs": {"a": 1}}),
+    (RESPONSES, {}),
 ]  # fmt: skip
 """Endpoints, and the fields of a request in which it differs from a plain one."""
-UNKNOWN = {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}
+PART = {"type": "input_audio", "input_audio": {}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"body": {"model": "third"}}, "model_not_found"),
     ({"body": {"model": 5}}, "model_not_found"),
     ({"body": {"temperature": -1}}, "invalid_parameter"),
-    ({"body": {"n": 0}}, "invalid_parameter"),
+    ({"body": {"n": 0}}, "invalid_request"),
     ({"body": {"logprobs": True, "top_logprobs": 21}}, "invalid_parameter"),
-    ({"body": {"min_tokens": 9, "max_tokens": 3}}, "invalid_parameter"),
+    ({"body": {"min_tokens": 9, "max_tokens": 3}}, "invalid_request"),
     ({"body": {"logit_bias": {"99999": 1}}}, "invalid_parameter"),
     ({"body": {"stop_token_ids": [99999]}}, "invalid_parameter"),
     ({"body": {"allowed_token_ids": [99999]}}, "invalid_parameter"),
@@ -65,37 +77,33 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"body": {"truncate_prompt_tokens": 9999}}, "invalid_parameter"),
     ({"body": {"priority": "high"}}, "invalid_parameter"),
     ({"body": {"vllm_xargs": {"a": {}}}}, "invalid_parameter"),
-    ({"body": {"response_format": {"type": "json_schema"}}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"json": {"type": "nothing"}}}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"regex": "("}, "model": "first"}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"grammar": "root ::= root"}}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"choice": []}}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"structural_tag": "{}"}}}, "invalid_parameter"),
-    ({"body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "invalid_parameter"),
-    ({"body": {"use_beam_search": True, "n": 2}}, "unsupported_parameter"),
-    ({"body": {"echo": True}}, "unsupported_parameter"),
-    ({"body": {"stream": True}}, "unsupported_parameter"),
-    ({"body": {"max_token": 5}}, "unsupported_parameter"),
+    ({"body": {"response_format": {"type": "json_schema"}}}, "invalid_constraint"),
+    ({"body": {"structured_outputs": {"json": {"type": "nothing"}}}}, "invalid_request"),
+    ({"body": {"structured_outputs": {"regex": "("}, "model": "first"}}, "invalid_request"),
+    ({"body": {"structured_outputs": {"grammar": "root ::= root"}}}, "server_error"),
+    ({"body": {"structured_outputs": {"choice": []}}}, "invalid_request"),
+    ({"body": {"structured_outputs": {"structural_tag": "{}"}}}, "invalid_constraint"),
+    ({"body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "invalid_request"),
+    ({"body": {"stream": True}}, "invalid_parameter"),
+    ({"body": {"max_token": 5}}, "unknown_parameter"),
     ({"body": {"tools": "x"}}, "invalid_parameter"),
     ({"body": {"tools": [{"type": "function"}]}}, "invalid_parameter"),
     ({"body": {"tool_choice": "required"}}, "invalid_parameter"),
     ({"body": {"reasoning_effort": "very"}}, "invalid_parameter"),
-    # vLLM's kernels for the CPU cannot compute these in a run with adapters.
-    ({"body": {"prompt_logprobs": 1}}, "invalid_parameter"),
-    ({"body": {"messages": []}}, "empty_conversation"),
-    ({"body": {"messages": [{"role": "user"}]}}, "missing_content"),
-    ({"body": {"messages": [{"content": "x"}]}}, "unknown_role"),
-    ({"body": {"messages": "hello"}}, "invalid_messages"),
-    ({"body": UNKNOWN}, "unsupported_content"),
+    ({"body": {"messages": []}}, "invalid_request"),
+    ({"body": {"messages": [{"content": "x"}]}}, "invalid_parameter"),
+    ({"body": {"messages": "hello"}}, "invalid_parameter"),
+    ({"body": {"messages": [{"role": "user", "content": [PART]}]}}, "invalid_request"),
     ({"body": {"messages": [{"role": "user", "content": "word " * 4000}]}}, "prompt_too_long"),
-    ({"body": {"continue_final_message": True}}, "nothing_to_continue"),
-    ({"url": COMPLETIONS, "body": {"prompt": ""}}, "empty_prompt"),
-    ({"url": COMPLETIONS, "body": {"prompt": 5}}, "invalid_prompt"),
-    ({"url": COMPLETIONS, "body": {"prompt": ["a", "b"]}}, "unsupported_parameter"),
-    ({"url": COMPLETIONS, "body": {"prompt": [99999]}}, "engine_rejected"),
-    ({"url": "/v1/embeddings", "body": {"input": "x"}}, "wrong_task"),
-    ({"url": "/v1/rerank", "body": {"query": "x", "documents": ["y"]}}, "wrong_task"),
+    ({"body": {"continue_final_message": True}}, "invalid_request"),
+    ({"url": COMPLETIONS, "body": {"prompt": ""}}, "invalid_parameter"),
+    ({"url": COMPLETIONS, "body": {"prompt": 5}}, "invalid_parameter"),
+    ({"url": COMPLETIONS, "body": {"prompt": [99999]}}, "invalid_request"),
+    ({"url": COMPLETIONS, "body": {"n": 3, "best_of": 2}}, "invalid_parameter"),
+    ({"url": "/v1/embeddings", "body": {"input": "x"}}, "unknown_url"),
+    ({"url": "/v1/rerank", "body": {"query": "x", "documents": ["y"]}}, "unknown_url"),
     ({"url": "/v1/chat"}, "unknown_url"),
+    ({"url": "/../health"}, "unknown_url"),
     ({"method": "GET"}, "invalid_request"),
     ({"custom_id": 7}, "invalid_request"),
     ({"body": [1]}, "invalid_request"),
@@ -106,12 +114,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def plain_body(url: str, index: int) -> dict[str, Any]:
     """Return the body of a plain request."""
     text = f"What is the capital of {NAMES[index % len(NAMES)]}?"
-    prompt = (
-        {"prompt": text}
-        if url == COMPLETIONS
-        else {"messages": [{"role": "user", "content": text}]}
-    )
-    return {"model": "base", **prompt, "max_tokens": 8, "temperature": 0}
+    prompts: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": text, "max_tokens": 8},
+        RESPONSES: {"input": text, "max_output_tokens": 8},
+    }
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    return {**prompts.get(url, chat), "temperature": 0}
 
 
 def good_request(index: int) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""Models of other kinds with real vLLM: numbers as transformers computes them, chats as vLLM's own renderer makes them.
+
+Each test starts a server of its own, with a model of random weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core import layout
+from batchinfer.storage.opening import open_store
+from making import make_job, read_marker
+from mistral_model import write_mistral
+from pooling_models import write_bert
+from whisper_model import sound, write_whisper
+
+pytestmark = [pytest.mark.vllm]
+
+SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
+TEXTS = [f"row {i} " + "word " * (i % 5) for i in range(70)]
+"""More than fit into one list, so two requests are sent."""
+PAIRS = [(f"what is {i}?", f"it is {i * 7 % 5} " + "of it " * (i % 3)) for i in range(8)]
+CHATS = [
+    [{"role": "user", "content": "Hello there"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three, [INST] four?"},
+    ],
+]
+
+
+def run(folder: Path, rows: list[dict[str, Any]], model: Path, *options: str) -> list[Any]:
+    """Run a worker with a server of its own over a job of these rows; its output lines."""
+    from batchinfer.worker.command import command
+
+    make_job(folder / "job", rows=len(rows), per_chunk=len(rows), make_row=rows.__getitem__)
+    run_url = str(folder / "run")
+    words = ["--job", str(folder / "job"), "--output", run_url, "--model", str(model), *options]
+    command.main([*words, *SMALL], standalone_mode=False)
+    store = open_store(run_url)
+    data = store.get(layout.output_key(read_marker(store, "part-00000").output)).data
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+
+
+def vector_of(line: dict[str, Any]) -> list[float]:
+    data = base64.b64decode(line["body"]["data"][0]["embedding"])
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+def states(model: Path, *texts: str) -> Any:
+    """The last hidden states that transformers computes for a text or a pair."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return encoder(**tokenizer(*texts, return_tensors="pt")).last_hidden_state[0]
+
+
+def logits(model: Path, *texts: str) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    with torch.no_grad():
+        return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0]
+
+
+def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
+    model = write_bert(tmp_path / "model")
+    rows = [{"text": text} for text in [*TEXTS, "x" * 300, ""]]
+    options = ("--task", "embed", "--prompt-column", "text", "--dtype", "float32")
+    found = run(tmp_path, rows, model, *options, "--max-model-len", "96")
+    for text, line in zip(TEXTS, found, strict=False):
+        wanted = states(model, text)[0]
+        assert vector_of(line) == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-4)
+        assert "usage" not in line["body"] or line["body"]["usage"]["prompt_tokens"] > 0
+    assert found[len(TEXTS)]["error"]["code"] == "prompt_too_long"
+    marker = read_marker(open_store(str(tmp_path / "run")), "part-00000")
+    assert marker.prompt_tokens > len(TEXTS)
+
+
+def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
+    model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
+    rows = [{"text": text} for text in TEXTS[:12]]
+    options = ("--task", "classify", "--prompt-column", "text", "--dtype", "float32")
+    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
+        wanted = logits(model, row["text"]).softmax(-1)
+        [answer] = line["body"]["data"]
+        assert answer["probs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert answer["label"] == ["bad", "so-so", "good"][int(wanted.argmax())]
+
+
+def test_scores_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
+    model = write_bert(tmp_path / "model", labels=["relevant"])
+    rows = [{"query": query, "document": document} for query, document in PAIRS]
+    options = ("--task", "score", "--pair-columns", "query,document", "--dtype", "float32")
+    found = run(tmp_path, rows, model, *options)
+    wanted = [float(logits(model, *pair).sigmoid()) for pair in PAIRS]
+    scores = [line["body"]["data"][0]["score"] for line in found]
+    assert scores == pytest.approx(wanted, abs=1e-4)
+
+
+REFERENCE = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, chats = json.loads(sys.stdin.read())
+llm = LLM(model, tokenizer_mode="mistral", enforce_eager=True, kv_cache_memory_bytes=64 << 20,
+          enable_chunked_prefill=False, max_num_batched_tokens=2048, max_model_len=256)
+found = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
+print(json.dumps([[one.outputs[0].text, len(one.prompt_token_ids)] for one in found]))
+"""
+
+
+def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(tmp_path: Path) -> None:
+    """Mistral's tokenizers have no Jinja template; only vLLM's own renderer makes their prompts."""
+    model = write_mistral(tmp_path / "model")
+    options = ("--messages-column", "messages", "--turns", "all", "--temperature", "0")
+    options += ("--max-tokens", "8", "--tokenizer-mode", "mistral", "--max-model-len", "256")
+    found = run(tmp_path, [{"messages": chat} for chat in CHATS], model, *options)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", REFERENCE],
+        input=json.dumps([str(model), CHATS]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = json.loads(done.stdout.strip().splitlines()[-1])
+    bodies = [line["body"] for line in found]
+    assert [
+        [body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]]
+        for body in bodies
+    ] == wanted
+
+
+def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
+    model = write_whisper(tmp_path / "model")
+    sounds = [sound(hertz) for hertz in (220, 440, 880)]
+    rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
+    options = ("--task", "transcribe", "--audio-column", "audio", "--temperature", "0")
+    options += ("--sampling", "language=en", "--dtype", "float32")
+    options += ("--max-num-batched-tokens", "2048")
+    first = run(tmp_path / "a", rows, model, *options)
+    assert [line["status"] for line in first] == [200, 200, 200, 400]
+    assert len({line["body"]["text"] for line in first[:3]}) > 1
+    again = run(tmp_path / "b", rows[:1], model, *options)
+    assert again[0]["body"] == first[0]["body"]
