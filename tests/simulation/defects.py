@@ -18,7 +18,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Claim, Marker, Request, Worker
-from batchinfer.ledger import runs
+from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
@@ -102,6 +102,11 @@ def dropped_segment() -> Defect:
         return Segments(Shortened(), name, **of)  # type: ignore[arg-type]
 
     return mock.patch.object(opening, "Segments", shortened)
+
+
+def changed_segment_is_adopted() -> Defect:
+    """Nobody compares a segment's bytes with the checksum in its first line."""
+    return mock.patch.object(checkpoints, "_is_whole", return_value=True)
 
 
 def segments_deleted_first() -> Defect:
@@ -464,6 +469,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         no_fence,
         no_epoch_check,
         dropped_segment,
+        changed_segment_is_adopted,
         segments_deleted_first,
         adopted_orphan,
         reused_output_name,

@@ -101,6 +101,20 @@ def rows_beside_vanished_segments_are_saved_again() -> None:
         assert adopted <= saved
 
 
+def a_segment_that_was_changed_on_storage_is_left_out() -> None:
+    """One digit of each answer is another one."""
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_rows=1)
+        assert stage.objects(layout.CHECKPOINTS)
+        for key, data in stage.objects(layout.CHECKPOINTS).items():
+            stage.put(key, data.replace(b"|0.5|", b"|0.7|"))
+        assert stage.run().is_success
+        output = stage.objects()[layout.output_key(layout.output_file(CHUNK))]
+        assert b"|0.7|" not in output
+
+
 def _lines(segment: bytes) -> set[int]:
     return {codec.decode(text, dict, name="a row")["line"] for text in segment.splitlines()[1:]}
 
@@ -154,6 +168,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
     "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
+    "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""
