@@ -112,12 +112,10 @@ class Membership:
         """Check at the end that the run still has this worker's configuration.
 
         Raises:
-            RunMismatch: run.json was replaced; or this worker saw none, and the markers are of two configurations.
+            RunMismatch: run.json was replaced.
         """
-        if self.run is not None:
-            confirm_run(self._store, self.run)
-        elif known := set(self._marked.values()) - {""}:
-            refuse_foreign(self._marked, min(known), url=self._store.url)
+        assert self.run is not None, "a worker without run.json joins the run before its end"
+        confirm_run(self._store, self.run)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
