@@ -40,6 +40,7 @@ def make_row_reader(
 
     def read(line: bytes) -> SourceRow:
         try:
+            line.decode()  # the decoder passes over texts that it need not read
             return decode(line)
         except _DECODE_ERRORS:
             pass  # a value needs `read_object`, or the line is no object

@@ -84,7 +84,13 @@ def _struct_decoder(columns: tuple[str, ...], lazy: frozenset[str]) -> Callable[
         rename=dict(zip(names, columns, strict=True)),
         gc=False,
     )
-    return codec.json_decoder(struct).decode
+    decode = codec.json_decoder(struct).decode
+
+    def decode_text(data: bytes) -> Any:
+        data.decode()  # msgspec does not check texts that it passes over
+        return decode(data)
+
+    return decode_text
 
 
 def decode_item(item: msgspec.Raw, line: bytes) -> Any:
