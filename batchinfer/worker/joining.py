@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
@@ -89,11 +90,14 @@ class Membership:
             self.config, self.assignment, self._environment.open_store
         )
         builder = self.make_builder(None, None)
-        if self.assignment.job is not None:
-            prompt = self.config.prompt
-            check_columns(
-                self.assignment.job, builder.needed_columns, optional=prompt.optional_columns
-            )
+        job = self.assignment.job
+        if job is not None:
+            check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
+            if job.duplicate_ids:
+                logger.warning(
+                    "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
+                    units.many(job.duplicate_ids, "row"),
+                )
 
     def compare(self, marked: dict[str, str]) -> None:
         """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
