@@ -207,6 +207,8 @@ def test_batches_are_small_in_rows_and_in_bytes(monkeypatch: pytest.MonkeyPatch)
         b"not json",
         b'{"line": "x"}',
         b'{"line": 99, "ok": true, "output": {}}',
+        b'{"line": 3, "ok": true, "output": {}}',
+        b'{"line": -1, "ok": true, "output": {}}',
         b'{"line": 1, "ok": true}',
         b"\xff\xfe",
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import StorageError, Superseded
+from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
 from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
@@ -311,14 +311,19 @@ class TestClaims:
     def test_a_claim_lapses_when_its_owners_heart_stood_still_for_a_lease(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
-        claims_of(store, "dead", clock)[0].take("part-00000")
+        """At the instant at which others may take its chunks, it holds its own lease no more."""
+        claims, lease = claims_of(store, "dead", clock)
+        claims.take("part-00000")
         observer, _ = claims_of(store, "b", clock)
         seen = held(observer.take("part-00000"))
         assert observer.look(seen) is not None
         clock.sleep(119)
         assert observer.look(seen) is not None
-        clock.sleep(2)
+        lease.require()
+        clock.sleep(1)
         assert observer.look(seen) is None
+        with pytest.raises(LeaseLapsed):
+            lease.require()
         taken(observer.take_over("part-00000", seen))
         assert observer.is_ours(claim_of(store))
 
