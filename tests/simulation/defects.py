@@ -28,7 +28,7 @@ from batchinfer.storage import Store
 from batchinfer.worker import building, open_chunks, opening, schedule, stream
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.outgoing import Checkpointer
+from batchinfer.worker.outgoing import Checkpointer, PublishQueue
 
 Defect = AbstractContextManager[Any]
 
@@ -195,6 +195,11 @@ def published_too_early() -> Defect:
             self._publish_queue.add(chunk)
 
     return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
+
+
+def published_chunk_is_closed() -> Defect:
+    """A chunk that is being published counts as idle, and is closed as soon as another worker has published it."""
+    return mock.patch.object(PublishQueue, "is_publishing", return_value=False)
 
 
 def other_configuration_let_in() -> Defect:
@@ -478,6 +483,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         claims_lapse_at_once,
         wrong_generation_rows,
         published_too_early,
+        published_chunk_is_closed,
         other_configuration_let_in,
         done_before_all_is_done,
         loser_deletes_the_winner,
