@@ -169,7 +169,7 @@ class Membership:
         """
         # In a repair the list also contains chunks without error rows. They are skipped when they are opened.
         return [
-            ref._replace(generation=done.get(ref.name, -1) + 1)
+            ref._replace(generation=done.get(ref.name, -1) + 1, repair_goal=goal)
             for ref in self.assignment.chunks
             if done.get(ref.name, -1) < goal
         ]

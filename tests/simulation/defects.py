@@ -50,7 +50,13 @@ def marker_before_output() -> Defect:
     """The marker is written first, and the output after it."""
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **_goal: int,
     ) -> Published:
         file = layout.output_file(chunk, self._nonce)
         marker = msgspec.structs.replace(
@@ -114,10 +120,16 @@ def segments_deleted_first() -> Defect:
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
         self._store.delete(leftovers)
-        return real(self, built, marker, chunk=chunk, leftovers=())
+        return real(self, built, marker, chunk=chunk, leftovers=(), **goal)
 
     return mock.patch.object(Publisher, "publish", publish)
 
@@ -217,9 +229,15 @@ def loser_deletes_the_winner() -> Defect:
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
         if not published.is_ours:
             self._store.delete([layout.output_key(published.marker.output)])
         return published
@@ -386,9 +404,15 @@ def loser_deletes_its_output_anywhere() -> Defect:
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
         ours = layout.output_file(chunk, self._nonce)
         if not self._is_safe and published.marker.output != ours:
             self._store.delete([layout.output_key(ours)])

@@ -573,11 +573,6 @@ class Oracle:
             known.setdefault(self._configuration_of[name], set()).update(lines)
         self._known[process.name, chunk] = known
 
-    def num_repairs_missed(self) -> int:
-        """Return by how many repairs the chunk with the fewest lies behind the one with the most."""
-        counts = [len(self._generations(chunk)) for chunk in self.chunks]
-        return max(counts) - min(counts)
-
     def _generations(self, chunk: str) -> list[int]:
         found = []
         generation = 0
