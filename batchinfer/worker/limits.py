@@ -98,6 +98,8 @@ class RunLimits:
     def result(self, own: Worker) -> dict[str, Any]:
         """Return what the worker's result says about the limits; an empty dictionary if there are none.
 
+        Logs a warning if the run was done above its limit before that was noticed.
+
         `own` is this worker's record. A start may end before a look at all records has found it.
         """
         if not self.is_set:
