@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Sequence
 
 INTERRUPTED = 75
+_STOPPED_BY_SIGTERM = ("worker", "run")
+"""Commands that SIGTERM ends as Ctrl-C does. A worker later puts handlers of its own in place."""
 
 
 def start(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and end the process; see `batchinfer.cli.main.run`."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
+        if words and words[0] in _STOPPED_BY_SIGTERM:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         from batchinfer.cli.main import run
 
         run(arguments)

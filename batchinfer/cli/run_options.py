@@ -540,7 +540,7 @@ OPTIONS: tuple[Option, ...] = (
             "--max-cost",
             number_from(0, 1e9, is_open=True),
             "Stop (exit 3) once the machines of the run's workers have cost so many dollars, all starts together. Give "
-            "it to every worker.",
+            "it to every worker. It is looked at once a second, so a run of a few seconds may end above it.",
             metavar="DOLLARS",
         ),
         Option(

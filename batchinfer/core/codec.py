@@ -119,7 +119,7 @@ def check_version(data: bytes, *, name: str) -> None:
         )
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """Compute the sha256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 

@@ -4,9 +4,10 @@ A segment is an object that is written once and whole, under a key of its own. I
 marker. Segments of several workers may hold the same row: every copy is right, and the first copy that is read is
 taken. A worker's local spool file holds the same records, so the rows of a segment are a copy of a slice of the spool.
 
-A segment's first line holds the sha256 of the chunk and the fingerprint of the run. The sha256 keeps rows that answer
-an old text out of a chunk that was edited. The fingerprint keeps rows of an old configuration out of a run whose
-run.json was removed and made anew.
+A segment's first line holds the sha256 of the chunk, the fingerprint of the run, and the sha256 of the lines after it.
+The sha256 of the chunk keeps rows that answer an old text out of a chunk that was edited. The fingerprint keeps rows of
+an old configuration out of a run whose run.json was removed and made anew. The sha256 of the lines keeps out what was
+changed on storage.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class DeathNote(Record, frozen=True, kw_only=True):
 
     line: int
     engine_deaths: int
-    rows_in_flight: int = 0
-    """Number of rows that were in the engine when it died, this row included; 0 in notes of older versions."""
+    rows_in_flight: int
+    """Number of rows that were in the engine when it died, this row included."""
 
 
 class Deaths(NamedTuple):
@@ -88,15 +89,23 @@ class _Line(Record, frozen=True, kw_only=True):
 
 
 class _Header(Record, frozen=True, kw_only=True):
-    """A segment's first line."""
+    """A segment's first line. `sha256` is that of all bytes after this line."""
 
     chunk_sha256: str
     fingerprint: str
+    sha256: str
+
+
+class _Output(msgspec.Struct, gc=False, rename={"row": "_row"}):
+    """The number in an output line of the row that it answers; None in formats whose lines have no such number."""
+
+    row: int | None = None
 
 
 _encoder = msgspec.json.Encoder()
 _decoder = codec.json_decoder(_Line)
 _header_decoder = codec.json_decoder(_Header)
+_output_decoder = codec.json_decoder(_Output)
 _UNREADABLE = (
     msgspec.DecodeError,
     msgspec.ValidationError,
@@ -140,9 +149,9 @@ class Segments:
 
     Iterate over `rows()` once. The attributes are complete when the iteration has ended.
 
-    A record that cannot be read, or whose line number is outside the chunk, is left out with a warning. A segment that
-    does not begin with this chunk's sha256 and the run's fingerprint is left out as a whole. A row that is in no other
-    record is then generated again.
+    A record that cannot be read, whose line number is outside the chunk, or whose output answers another row is left
+    out with a warning. A segment that does not begin with this chunk's sha256 and the run's fingerprint, or whose bytes
+    were changed, is left out as a whole. A row that is in no other record is then generated again.
 
     Args:
         store: The run's store.
@@ -150,6 +159,7 @@ class Segments:
         chunk_sha256: Checksum of the chunk as it is stored now.
         fingerprint: Returns the run's fingerprint. It is called only after a segment was found. run.json is written
             before the first segment, so the run has its fingerprint then, unless run.json was removed by hand.
+        first_row: Number in the job of the chunk's first row.
         num_lines: Number of rows to do, counted from the chunk's first. With --limit the chunk may have more rows.
     """
 
@@ -160,12 +170,14 @@ class Segments:
         *,
         chunk_sha256: str,
         fingerprint: Callable[[], str],
+        first_row: int,
         num_lines: int,
     ) -> None:
         self._store = store
         self._name = name
         self._chunk_sha256 = chunk_sha256
         self._fingerprint = fingerprint
+        self._first_row = first_row
         self._num_lines = num_lines
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths noted for a row, by the row's line number."""
@@ -197,40 +209,34 @@ class Segments:
     def rows_of(self, key: str) -> Iterator[FinishedRow]:
         """Yield the finished rows of one segment."""
         try:
-            file = io.BytesIO(self._store.get(key).data)
+            data = self._store.get(key).data
         except ObjectNotFound:
             self.has_vanished = True
             return
         self.keys.append(key)
-        lines = codec.lines(file)
-        if not self._is_current(next(lines, b"")):
+        lines = codec.lines(io.BytesIO(data))
+        header = _read_header(next(lines, b""))
+        if header is None or not self._is_current(header):
             self.num_outdated += 1
             return
-        notes: list[_Line] = []
+        if not _is_whole(header, data):
+            logger.warning(
+                "%s: was changed after it was written (its sha256 is another one); its rows are generated again",
+                key,
+            )
+            return
         for text in lines:
             found = self._read_line(text, key)
             if found is None:
                 continue
             if found.engine_deaths:
-                notes.append(found)
-            elif bytes(found.output)[:1] == b"{":
+                deaths = Deaths(found.engine_deaths, found.rows_in_flight)
+                before = self.deaths.get(found.line)
+                self.deaths[found.line] = deaths if before is None else before.plus(deaths)
+            elif self._is_of_its_row(found, key):
                 yield _finished_row(found)
-        self._add_deaths(notes)
 
-    def _add_deaths(self, notes: list[_Line]) -> None:
-        """Add up the death notes of one segment."""
-        for note in notes:
-            # Notes of older versions do not say how many rows were in the engine. The notes of one death are in one
-            # segment of each chunk, so there were at least as many rows as this segment has notes.
-            deaths = Deaths(note.engine_deaths, note.rows_in_flight or len(notes))
-            before = self.deaths.get(note.line)
-            self.deaths[note.line] = deaths if before is None else before.plus(deaths)
-
-    def _is_current(self, first_line: bytes) -> bool:
-        try:
-            header = _header_decoder.decode(first_line)
-        except _UNREADABLE:
-            return False
+    def _is_current(self, header: _Header) -> bool:
         return (
             header.chunk_sha256 == self._chunk_sha256
             and bool(header.fingerprint)
@@ -249,6 +255,35 @@ class Segments:
             )
             return None
         return found
+
+    def _is_of_its_row(self, found: _Line, key: str) -> bool:
+        """Whether a record's output is a JSON object, and answers the row of the record's line."""
+        try:
+            row = _output_decoder.decode(found.output).row
+        except _UNREADABLE:
+            return False
+        wanted = self._first_row + found.line
+        if row in (None, wanted):
+            return True
+        logger.warning(
+            "%s: line %d has the answer to row %d, expected row %d; it is generated again",
+            *(key, found.line, row, wanted),
+        )
+        return False
+
+
+def _read_header(line: bytes) -> _Header | None:
+    try:
+        return _header_decoder.decode(line)
+    except _UNREADABLE:
+        return None
+
+
+def _is_whole(header: _Header, data: bytes) -> bool:
+    """Whether a segment's bytes after its first line are those that were written. `data` is the whole segment."""
+    start = data.find(b"\n") + 1 or len(data)
+    with memoryview(data) as view, view[start:] as body:
+        return codec.sha256(body) == header.sha256
 
 
 def _finished_row(found: _Line) -> FinishedRow:
@@ -287,5 +322,7 @@ def write_segment(
     The store may safely repeat the create after a lost reply, because no other segment gets the same key: the key
     contains the nonce of this start of the worker and the segment's number.
     """
-    header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
+    header = _encoder.encode(
+        _Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint, sha256=codec.sha256(records))
+    )
     store.create(key, b"".join((header, b"\n", records)))

@@ -179,7 +179,9 @@ class Lease:
         self._renewed = started
 
     def close(self, record: Worker) -> None:
-        """Write the record for the last time. A renewal that another thread has begun then gives up.
+        """End the lease, and write the record for the last time. A renewal that another thread has begun then gives up.
+
+        The lease ends first: others may take this worker's chunks as soon as they see the record.
 
         Raises:
             Superseded: As in `renew`.
@@ -207,7 +209,9 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether others must still respect this worker's claims."""
-        return not self._superseded and not has_lapsed(self.silent_seconds, self.lease_seconds)
+        if self._superseded or self._is_closed:
+            return False
+        return not has_lapsed(self.silent_seconds, self.lease_seconds)
 
     def require(self) -> None:
         """Raise an error unless this worker still holds its lease and has renewed it in time.
@@ -218,9 +222,11 @@ class Lease:
             Superseded: A newer epoch of this worker exists.
             LeaseLapsed: The heartbeat was not renewed in time, as when the machine was frozen or the bucket is away.
                 Until the next renewal, other workers may take this worker for gone, and `clean` may take its outputs
-                without a marker for orphans. The caller may try again after the next renewal.
+                without a marker for orphans. The caller may try again after the next renewal. Or the lease is closed.
         """
         self._refuse_superseded()
+        if self._is_closed:
+            raise LeaseLapsed(f"worker {self.worker_id}: its lease has ended")
         if not self.is_held():
             raise LeaseLapsed(
                 f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"

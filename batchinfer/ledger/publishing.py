@@ -223,9 +223,18 @@ class Publisher:
         """Keys of damaged markers. Such a marker may name the usual output file, so new bytes get another name."""
 
     def publish(
-        self, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        repair_goal: int = 0,
     ) -> Published:
         """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
+
+        A repair gives its output further markers, up to the generation `repair_goal`, so that a chunk that earlier
+        repairs have passed over has reached all of them at once. A crash in between leaves it to the next repair.
 
         The caller's `marker` lacks the output's name, size and checksum, and the nonce. They are filled in here. The
         call may be repeated after a failure: the chunk still gets exactly one marker.
@@ -249,7 +258,6 @@ class Publisher:
         current = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
         _refuse_other_text(current, marker, chunk)
-        is_ours = current.nonce == self._nonce
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
@@ -257,12 +265,17 @@ class Publisher:
             # The output that the marker names must exist then, so the output is left for `clean`.
             if self._is_safe:
                 discarded = [layout.output_key(file)]
+        while (
+            marker.generation and current.nonce == self._nonce and current.generation < repair_goal
+        ):
+            marker = msgspec.structs.replace(marker, generation=current.generation + 1)
+            current = self._put_marker(marker, chunk)
         try:
             self._store.delete([*discarded, *leftovers])
         except (StorageError, AccessDenied) as error:
             # The chunk has its marker, so it is done, even if leftovers could not be deleted.
             logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
-        return Published(current, is_ours)
+        return Published(current, current.nonce == self._nonce)
 
     def current_marker(self, chunk: str, generation: int) -> Marker | None:
         """Read a chunk's marker of one generation. Return None if it does not exist or is damaged."""

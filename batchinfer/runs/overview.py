@@ -138,10 +138,14 @@ def _ready(record: Worker) -> float:
 def _recent(record: Worker, state: str) -> Rate:
     """A worker's rate over the last minutes before its heartbeat, by its own clock.
 
-    Time before the engine was loaded is left out. The rate is 0 if the worker is no longer alive.
+    Time before the engine was loaded is left out, unless an earlier start was up in that minute: the record counts the
+    rows of a minute together. The rate is 0 if the worker is no longer alive.
     """
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     begin = max(first * 60.0, min(_ready(record), record.heartbeat))
+    last_end, _ = record.ends[-1] if record.ends else (0.0, "")
+    if last_end >= begin // 60 * 60:
+        begin = begin // 60 * 60
     seconds = max(record.heartbeat - begin, 1.0)
     minutes = [minute for minute in record.minutes if minute.minute >= int(begin // 60)]
     if state not in ALIVE_STATES:

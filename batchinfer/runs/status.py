@@ -26,7 +26,7 @@ from batchinfer.ledger.inventory import RunReader, Snapshot
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.metrics import WorkerSample, families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
-from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
+from batchinfer.runs.overview import ALIVE_STATES, Overview, Rate, WorkerView, overview
 
 MAX_SHOWN_WORKERS = 60
 MAX_SHOWN_WARNINGS = 10
@@ -221,7 +221,8 @@ def _head(seen: Overview) -> Group:
         add("reasoning", f"{units.count(seen.reasoning_tokens)} tokens, {share:.0%} of the output")
     if seen.state not in ("done", "stopped"):
         minutes = round(seen.recent.seconds / 60)
-        add("now", f"{_rates(seen.recent)} over the last {minutes} minutes")
+        rates = f"{_rates(seen.recent)} over the last {minutes} minutes"
+        add("now", _why_no_rows(seen) or rates)
     add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
     add("time left", _time_left(seen))
     add("cost", _cost(seen))
@@ -250,11 +251,20 @@ def _rates(rate: Rate) -> str:
     )
 
 
+def _why_no_rows(seen: Overview) -> str:
+    """Say why no row is finished now, however many were before; "" if workers are at work."""
+    states = {view.state for view in seen.workers}.intersection(ALIVE_STATES)
+    if not states:
+        return "no worker is at work"
+    return "the engine is loading" if states == {"loading"} else ""
+
+
 def _time_left(seen: Overview) -> str:
     if seen.state == "done":
         return "nothing left to do"
     if seen.eta_seconds is None:
-        return "not known: no row was finished lately" if seen.rows.total else "not known"
+        why = _why_no_rows(seen) or "no row was finished lately"
+        return f"not known: {why}" if seen.rows.total else "not known"
     return f"{units.duration(seen.eta_seconds)}, until {units.moment(seen.time + seen.eta_seconds)}"
 
 

@@ -168,7 +168,8 @@ def warn(odd: Oddities, job: Job) -> None:
         )
     if job.duplicate_ids:
         logger.warning(
-            "%d of %d rows have an _id that an earlier row has; _row tells their answers apart",
+            "%d of %d rows have an _id (of OpenAI requests the custom_id) that an earlier row has; their answers "
+            "are told apart by their order, and by _row where an output line has it",
             job.duplicate_ids,
             job.rows,
         )

@@ -13,6 +13,7 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.server_args import without_secrets_in
+from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact
@@ -81,11 +82,14 @@ class Membership:
             check_same(self.run, self._run_config(None), url=self._store.url)
         check_media(self.config.limits)
         builder = self.make_builder()
-        if self.assignment.job is not None:
-            prompt = self.config.prompt
-            check_columns(
-                self.assignment.job, builder.needed_columns, optional=prompt.optional_columns
-            )
+        job = self.assignment.job
+        if job is not None:
+            check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
+            if job.duplicate_ids:
+                logger.warning(
+                    "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
+                    units.many(job.duplicate_ids, "row"),
+                )
 
     def compare(self, marked: dict[str, str]) -> None:
         """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
@@ -104,12 +108,10 @@ class Membership:
         """Check at the end that the run still has this worker's configuration.
 
         Raises:
-            RunMismatch: run.json was replaced; or this worker saw none, and the markers are of two configurations.
+            RunMismatch: run.json was replaced.
         """
-        if self.run is not None:
-            confirm_run(self._store, self.run)
-        elif known := set(self._marked.values()) - {""}:
-            refuse_foreign(self._marked, min(known), url=self._store.url)
+        assert self.run is not None, "a worker without run.json joins the run before its end"
+        confirm_run(self._store, self.run)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
@@ -158,7 +160,7 @@ class Membership:
         """
         # In a repair the list also contains chunks without error rows. They are skipped when they are opened.
         return [
-            ref._replace(generation=done.get(ref.name, -1) + 1)
+            ref._replace(generation=done.get(ref.name, -1) + 1, repair_goal=goal)
             for ref in self.assignment.chunks
             if done.get(ref.name, -1) < goal
         ]

@@ -49,6 +49,7 @@ class RunLimits:
         self._heartbeat_seconds = config.lease_seconds / HEARTBEATS_PER_LEASE
         self._clock = clock
         self._began = self._next_look = clock.monotonic()
+        self._has_ended_it = False
         self.spending = Spending(store, clock, config.price_per_hour)
 
     @property
@@ -70,6 +71,7 @@ class RunLimits:
             with contextlib.suppress(BatchinferError):
                 self._look(is_exact=True)
         if reached := self._reached():
+            self._has_ended_it = True
             raise LimitReached(
                 f"the run {reached}; finished rows are saved",
                 hint="to go on where it stopped, start it again with a higher limit, or without one",
@@ -96,6 +98,8 @@ class RunLimits:
     def result(self, own: Worker) -> dict[str, Any]:
         """Return what the worker's result says about the limits; an empty dictionary if there are none.
 
+        Logs a warning if the run was done above its limit before that was noticed.
+
         `own` is this worker's record. A start may end before a look at all records has found it.
         """
         if not self.is_set:
@@ -109,6 +113,11 @@ class RunLimits:
         if self._max_cost is not None:
             cost = max(self.spending.cost, own_cost or 0.0)
             found |= {"run_cost": round(cost, 4), "max_cost": self._max_cost}
+            if cost > self._max_cost and not self._has_ended_it:
+                logger.warning(
+                    "the run has cost %s, more than --max-cost %s: its work was done before that was noticed",
+                    *(units.money(cost), units.money(self._max_cost)),
+                )
         return found
 
     def _look(self, *, is_exact: bool) -> None:

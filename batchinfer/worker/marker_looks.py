@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from batchinfer.ledger.inventory import SeenMarker, suspect_markers
+from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
     has_error_rows,
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _NUM_LOOKS = 4
 """Number of background jobs that read markers at the same time."""
+_MOST_READ = 2000
+"""Most markers that a start compares with run.json. To read all of a large run would take long."""
 
 
 class MarkerLooks:
@@ -71,19 +73,19 @@ class MarkerLooks:
     def compare(self, membership: Membership, markers: dict[str, SeenMarker]) -> None:
         """Refuse a run whose markers are of another configuration than run.json.
 
-        Only the markers of this worker's own manifests are compared. If there is no run.json, all markers are compared
-        when the worker joins the run.
+        Markers of this worker's own manifests are compared, whenever they were written: a worker that ran while run.json
+        was replaced goes on with its own configuration until its end. Of very many markers, `_MOST_READ` are read, at
+        even distances; `verify` reads all. If there is no run.json, the markers of all chunks are compared when the
+        worker joins the run.
         """
-        environment = self._environment
-        suspects = unless_stopped(
-            environment.background,
-            environment.stopper,
-            partial(suspect_markers, self._store, markers),
+        names = {ref.name for ref in membership.assignment.chunks}
+        wanted = sorted(name for name in markers if membership.run is None or name in names)
+        step = 1 if membership.run is None else -(-len(wanted) // _MOST_READ)
+        membership.compare(
+            self._read_fingerprints(
+                {name: markers[name].generation for name in wanted[:: max(step, 1)]}
+            )
         )
-        if membership.run is not None:
-            own = [ref.name for ref in membership.assignment.chunks]
-            suspects = {name: suspects[name] for name in own if name in suspects}
-        membership.compare(self._read_fingerprints(suspects))
 
     def confirm(
         self,

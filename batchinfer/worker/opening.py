@@ -336,6 +336,7 @@ class Opener:
             chunk.name,
             chunk_sha256=chunk.local.sha256,
             fingerprint=self._run_fingerprint,
+            first_row=chunk.ref.first_row,
             num_lines=chunk.num_rows,
         )
 

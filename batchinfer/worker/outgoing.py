@@ -196,7 +196,13 @@ class PublishQueue:
         def work() -> Published:
             built = build_output(path, chunk.spool.payloads())
             try:
-                return run.publisher.publish(built, marker, chunk=chunk.name, leftovers=leftovers)
+                return run.publisher.publish(
+                    built,
+                    marker,
+                    chunk=chunk.name,
+                    leftovers=leftovers,
+                    repair_goal=chunk.ref.repair_goal,
+                )
             finally:
                 remove_quietly(path)
 

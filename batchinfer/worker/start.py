@@ -380,7 +380,7 @@ class _Start:
         """Wait for a background job and return its result.
 
         If `open_chunks` is given, chunks are opened meanwhile. Returns None early if it turns out that no chunk is left
-        to do.
+        to do, unless run.json is missing: whether the run has this worker's configuration, only a loaded engine tells.
 
         Raises:
             BatchinferError: a stop was requested, or the background job failed.
@@ -388,7 +388,8 @@ class _Start:
         while not pending.is_done():
             self.environment.stopper.raise_if_requested()
             if open_chunks is not None:
-                if open_chunks.is_drained:
+                has_run = self.membership is not None and self.membership.run is not None
+                if open_chunks.is_drained and has_run:
                     return None
                 typed = self.config.engine.server_options.get("max_num_seqs")
                 wanted = typed if isinstance(typed, int) else _ROWS_WHILE_LOADING

@@ -240,22 +240,38 @@ def test_a_full_disk_below_stdout_is_said_in_a_line(
     assert "Traceback" not in done.stderr
 
 
+CONSOLE_SCRIPT = "from batchinfer.cli.entry import start; start()"
+
+
 @pytest.mark.parametrize(
-    "start",
+    ("start", "arguments", "what_happens"),
     [
-        *(f"runpy.run_module({name!r}, run_name='__main__')" for name in ENTRIES),
-        "from batchinfer.cli.entry import start; start()",  # the console script
+        *(
+            (f"runpy.run_module({name!r}, run_name='__main__')", [], "raise KeyboardInterrupt")
+            for name in ENTRIES
+        ),
+        (CONSOLE_SCRIPT, [], "raise KeyboardInterrupt"),
+        # SIGTERM of a machine that is taken away: the status was -15, after which no cluster brings the worker back.
+        (
+            "runpy.run_module('batchinfer.worker', run_name='__main__')",
+            [],
+            "os.kill(os.getpid(), 15)",
+        ),
+        (CONSOLE_SCRIPT, ["worker"], "os.kill(os.getpid(), 15)"),
+        (CONSOLE_SCRIPT, ["run"], "os.kill(os.getpid(), 15)"),
     ],
 )
-def test_an_interruption_while_python_imports_is_a_line(start: str) -> None:
+def test_an_interruption_while_python_imports_is_a_line(
+    start: str, arguments: list[str], what_happens: str
+) -> None:
     script = f"""
-import runpy, sys
+import os, runpy, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "click":
-            raise KeyboardInterrupt
+            {what_happens}
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["batchinfer"]
+sys.argv = ["batchinfer", *{arguments!r}]
 {start}
 """
     done = subprocess.run(

@@ -21,10 +21,12 @@ from batchinfer.ledger.checkpoints import (
 )
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.memory import MemoryStore
+from making import overwrite
 
 CHUNK = "part-00000"
 SHA256 = "a" * 64
 OTHER_SHA256 = "b" * 64
+FIRST_ROW = 70
 
 
 @pytest.fixture
@@ -58,7 +60,14 @@ def segment(
 
 
 def read(store: MemoryStore, name: str = CHUNK) -> tuple[Segments, list[FinishedRow]]:
-    found = Segments(store, name, chunk_sha256=SHA256, fingerprint=lambda: "f", num_lines=3)
+    found = Segments(
+        store,
+        name,
+        chunk_sha256=SHA256,
+        fingerprint=lambda: "f",
+        first_row=FIRST_ROW,
+        num_lines=3,
+    )
     return found, list(found.rows())
 
 
@@ -107,15 +116,6 @@ def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
     assert read(store)[0].deaths == {1: (1, 9), 2: (2, 4)}
 
 
-def test_death_notes_of_older_versions_stand_for_as_many_rows_as_there_are(
-    store: MemoryStore,
-) -> None:
-    """They do not say how many rows were in the engine; those of one death are in one segment."""
-    segment(store, b'{"line":0,"engine_deaths":1}\n{"line":2,"engine_deaths":1}\n', epoch=1)
-    segment(store, b'{"line":2,"engine_deaths":1}\n', epoch=2)
-    assert read(store)[0].deaths == {0: (1, 2), 2: (2, 1)}
-
-
 def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +144,7 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
         b"\n",
         b"{}\n",
         b'{"chunk_sha256":"%s"}\n' % SHA256.encode() + encoded(row(0)),
+        b'{"chunk_sha256":"%s","fingerprint":"f"}\n' % SHA256.encode() + encoded(row(0)),
     ],
 )
 def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
@@ -153,6 +154,42 @@ def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
     store.create(key, data)
     found, rows = read(store)
     assert (rows, found.num_outdated, found.keys) == ([], 1, [key])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"line":1,', b'"line":2,'),
+        (b'{"t":"yes"}', b'{"t":"not"}'),
+        (b'"line":1,', b'"line":1,"cached_tokens":0,'),
+    ],
+)
+def test_a_segment_whose_bytes_have_changed_is_not_taken_up(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture, before: bytes, after: bytes
+) -> None:
+    key = segment(store, encoded(row(0)) + encoded(row(1, "yes")))
+    whole = segment(store, encoded(row(2)), seq=2)
+    data = store.get(key).data
+    assert before in data
+    for changed in (data.replace(before, after), data.splitlines(keepends=True)[0], data[:-1]):
+        overwrite(store, key, changed)
+        assert [each.line for each in read(store)[1]] == [2]
+    found, _ = read(store)
+    assert found.keys == [key, whole]
+    assert f"{key}: was changed after it was written" in caplog.text
+
+
+def test_a_row_whose_answer_is_of_another_row_is_not_taken_up(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = [b'{"_row":%d,"status":"ok"}' % (FIRST_ROW + number) for number in (0, 2, 1)]
+    rows = [
+        msgspec.structs.replace(row(line), output=raw(output))
+        for line, output in enumerate(outputs)
+    ]
+    key = segment(store, encoded(*rows))
+    assert [each.line for each in read(store)[1]] == [0]
+    assert f"{key}: line 1 has the answer to row 72, expected row 71" in caplog.text
 
 
 def test_batches_are_small_in_rows_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +207,8 @@ def test_batches_are_small_in_rows_and_in_bytes(monkeypatch: pytest.MonkeyPatch)
         b"not json",
         b'{"line": "x"}',
         b'{"line": 99, "ok": true, "output": {}}',
+        b'{"line": 3, "ok": true, "output": {}}',
+        b'{"line": -1, "ok": true, "output": {}}',
         b'{"line": 1, "ok": true}',
         b"\xff\xfe",
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import StorageError, Superseded
+from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
 from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
@@ -157,31 +157,24 @@ class TestLease:
         clock.sleep(21.0)
         assert not lease.is_held()
 
-    def test_a_renewal_that_gives_up_because_the_lease_is_closed_renews_nothing(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        lease = take_lease(store, "w0", clock)
-        lease.close(worker_record())
-        clock.sleep(121)
-        lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
-        with pytest.raises(StorageError, match="not renewed"):
-            lease.require()
-
-    def test_a_lease_that_is_closed_in_the_middle_of_a_renewal_is_not_renewed(
+    def test_a_lease_ends_with_its_closing(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        lease = take_lease(store, "a", clock)
-        clock.sleep(121)
-        lose_record(store, None)
-        confirm = lease.confirm
+        """An upload that was still under way published its chunk, which others had taken over by the record."""
+        lease = take_lease(store, "w0", clock)
+        seen: list[bool] = []
+        replace = store.replace
 
-        def confirm_while_it_closes() -> str:
-            monkeypatch.undo()
-            lease.close(worker_record())
-            return confirm()
+        def look_and_replace(key: str, data: bytes, etag: str) -> str:
+            seen.append(lease.is_held())
+            return replace(key, data, etag)
 
-        monkeypatch.setattr(lease, "confirm", confirm_while_it_closes)
-        lease.renew(worker_record())
+        monkeypatch.setattr(store, "replace", look_and_replace)
+        lease.close(worker_record())
+        assert seen == [False]
+        with pytest.raises(LeaseLapsed, match="has ended"):
+            lease.require()
+        lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
         assert not lease.is_held()
 
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
@@ -207,7 +200,7 @@ class TestLease:
         for write in (lease.renew, lease.close):
             lose_record(store, damage)
             write(worker_record())
-            assert lease.is_held()
+            assert lease.is_held() == (write == lease.renew)
             stored = codec.decode(store.get(layout.worker_key("a")).data, Worker, name="w")
             assert (stored.epoch, stored.nonce) == (1, lease.nonce)
 
@@ -311,14 +304,19 @@ class TestClaims:
     def test_a_claim_lapses_when_its_owners_heart_stood_still_for_a_lease(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
-        claims_of(store, "dead", clock)[0].take("part-00000")
+        """At the instant at which others may take its chunks, it holds its own lease no more."""
+        claims, lease = claims_of(store, "dead", clock)
+        claims.take("part-00000")
         observer, _ = claims_of(store, "b", clock)
         seen = held(observer.take("part-00000"))
         assert observer.look(seen) is not None
         clock.sleep(119)
         assert observer.look(seen) is not None
-        clock.sleep(2)
+        lease.require()
+        clock.sleep(1)
         assert observer.look(seen) is None
+        with pytest.raises(LeaseLapsed):
+            lease.require()
         taken(observer.take_over("part-00000", seen))
         assert observer.is_ours(claim_of(store))
 

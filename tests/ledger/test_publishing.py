@@ -63,6 +63,14 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
 
 
+def test_a_repair_never_takes_the_plain_name(store: MemoryStore, tmp_path: Path) -> None:
+    """A start that was frozen in generation 0 may still write its output there."""
+    marker = marker_record(generation=1)
+    published = publisher(store, "n1").publish(built(tmp_path), marker, chunk=CHUNK, leftovers=[])
+    assert published.marker.output == layout.output_file(CHUNK, "n1")
+    assert published.marker.output != layout.output_file(CHUNK)
+
+
 @pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize("marker", [b"", b"damaged"])
 def test_the_lease_is_asked_for_right_before_every_write(

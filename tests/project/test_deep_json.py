@@ -126,3 +126,19 @@ def test_an_option_is_refused_before_run_json_holds_it(
     make_job(job, rows=1, per_chunk=1)
     with pytest.raises(ConfigError, match=f"^{option[0]}: JSON nested deeper than 50 levels"):
         run_worker_here(job, tmp_path / "run", *option)
+
+
+def test_a_line_that_is_not_utf8_in_a_column_that_no_prompt_needs_is_an_error_row(
+    tmp_path: Path,
+) -> None:
+    """`split` called it a broken line, the worker answered it, and `collect --with-source` ended in a traceback."""
+    source, job, run = tmp_path / "a.jsonl", tmp_path / "job", tmp_path / "run"
+    bad = b'{"prompt":"b","x":{"k":["bad \xff"]}}'
+    source.write_bytes(b'{"prompt":"a","x":{"k":[1]}}\n' + bad + b'\n{"prompt":"c","x":"text"}\n')
+    assert command("split", source, "--output", job).result["broken_lines"] == 1
+    ends = ["--job", job, "--output", run, "--engine", "echo", "--prompt-column", "prompt"]
+    assert command("worker", *ends).result["errors"] == {"invalid_text": 1}
+    assert command("collect", run, tmp_path / "out.jsonl", "--with-source").status == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "error", "ok"]
+    assert rows[1]["source_line"] == bad.decode("utf-8", "backslashreplace")

@@ -260,8 +260,8 @@ def test_a_repair_looks_at_several_chunks_at_once() -> None:
         stage.network.weather.latency_seconds = 1.0
         began = stage.scheduler.now
         assert stage.run(retry_errors=True).is_success
-        # Three requests a chunk, of a second on the average.
-        assert stage.scheduler.now - began < 3 * num_chunks / 2
+        # Four requests a chunk, of a second on the average.
+        assert stage.scheduler.now - began < 4 * num_chunks / 2
 
 
 def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:

@@ -201,6 +201,26 @@ def test_a_worker_that_just_started_is_not_divided_by_the_time_before() -> None:
     assert look(young).workers[0].recent.rows == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize("state", ["loading", "running"])
+def test_rows_of_the_start_before_are_not_divided_by_the_seconds_since_the_restart(
+    state: str,
+) -> None:
+    """A record counts rows by the minute, and both starts were up in this one: it said 600 rows a second."""
+    now = 60.0 * (NOW // 60) + 45
+    again = worker_record(
+        state=state,
+        started=now - 500,
+        starts=[now - 500, now - 10],
+        ends=[(now - 12, "killed")],
+        heartbeat=now,
+        engine={"load_seconds": 9.0},
+        minutes=[
+            Minute(minute=int(now // 60), rows=600, prompt_tokens=0, completion_tokens=0, errors=0)
+        ],
+    )
+    assert look(again, taken=now).workers[0].recent.rows == pytest.approx(600 / 45)
+
+
 def test_time_left_is_rows_left_over_the_recent_rate() -> None:
     seen = look(running())
     assert seen.eta_seconds == pytest.approx(860 / seen.recent.rows)

@@ -319,6 +319,26 @@ def test_the_table_has_every_worker_and_the_figures(root: str) -> None:
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [("stopped", "no worker is at work"), ("loading", "the engine is loading")],
+    ids=["stopped", "loading"],
+)
+def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
+    root: str, state: str, why: str
+) -> None:
+    """It said that no row was finished lately, right after hundreds were."""
+    run = write(root)
+    for record in make_workers(SMALL):
+        now_ended = msgspec.structs.replace(
+            record, state=state, heartbeat=NOW, starts=[NOW], minutes=[]
+        )
+        overwrite(opener()(run), layout.worker_key(record.id), codec.encode(now_ended))
+    text = shown(look(run))
+    assert "lately" not in text
+    assert text.count(why) == 2
+
+
 def test_names_from_the_bucket_are_no_markup(root: str) -> None:
     run = write(root)
     record = msgspec.structs.replace(

@@ -18,7 +18,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Call, Claim, Marker, Worker
-from batchinfer.ledger import runs
+from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
@@ -28,7 +28,7 @@ from batchinfer.storage import Store
 from batchinfer.worker import open_chunks, opening, schedule, stream
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.outgoing import Checkpointer
+from batchinfer.worker.outgoing import Checkpointer, PublishQueue
 
 Defect = AbstractContextManager[Any]
 
@@ -50,7 +50,13 @@ def marker_before_output() -> Defect:
     """The marker is written first, and the output after it."""
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **_goal: int,
     ) -> Published:
         file = layout.output_file(chunk, self._nonce)
         marker = msgspec.structs.replace(
@@ -104,15 +110,26 @@ def dropped_segment() -> Defect:
     return mock.patch.object(opening, "Segments", shortened)
 
 
+def changed_segment_is_adopted() -> Defect:
+    """Nobody compares a segment's bytes with the checksum in its first line."""
+    return mock.patch.object(checkpoints, "_is_whole", return_value=True)
+
+
 def segments_deleted_first() -> Defect:
     """Segments go when the chunk is complete, before its marker is there."""
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
         self._store.delete(leftovers)
-        return real(self, built, marker, chunk=chunk, leftovers=())
+        return real(self, built, marker, chunk=chunk, leftovers=(), **goal)
 
     return mock.patch.object(Publisher, "publish", publish)
 
@@ -190,6 +207,11 @@ def published_too_early() -> Defect:
     return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
 
 
+def published_chunk_is_closed() -> Defect:
+    """A chunk that is being published counts as idle, and is closed as soon as another worker has published it."""
+    return mock.patch.object(PublishQueue, "is_publishing", return_value=False)
+
+
 def other_configuration_let_in() -> Defect:
     """A worker with another configuration joins the run."""
     return mock.patch.object(runs, "check_same", lambda _run, _config, *, url: url)
@@ -205,9 +227,15 @@ def loser_deletes_the_winner() -> Defect:
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
         if not published.is_ours:
             self._store.delete([layout.output_key(published.marker.output)])
         return published
@@ -369,9 +397,15 @@ def loser_deletes_its_output_anywhere() -> Defect:
     real = Publisher.publish
 
     def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+        self: Publisher,
+        built: Built,
+        marker: Marker,
+        *,
+        chunk: str,
+        leftovers: Sequence[str],
+        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
         ours = layout.output_file(chunk, self._nonce)
         if not self._is_safe and published.marker.output != ours:
             self._store.delete([layout.output_key(ours)])
@@ -445,6 +479,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         no_fence,
         no_epoch_check,
         dropped_segment,
+        changed_segment_is_adopted,
         segments_deleted_first,
         adopted_orphan,
         reused_output_name,
@@ -453,6 +488,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         claims_lapse_at_once,
         wrong_generation_rows,
         published_too_early,
+        published_chunk_is_closed,
         other_configuration_let_in,
         done_before_all_is_done,
         loser_deletes_the_winner,

@@ -97,6 +97,8 @@ class Oracle:
         self._late: dict[str, float] = {}
         """When a process last wrote its worker's record late, so that it may have been without its lease before."""
         self._ghosts: set[str] = set()
+        self._closed: set[str] = set()
+        """Processes whose worker's record says that they have ended."""
         self._epochs: dict[str, int] = {}
         self._lost_until: dict[str, float] = {}
         """When a worker's record that was removed or damaged was written again; infinite while it is not."""
@@ -162,7 +164,10 @@ class Oracle:
                 self._late[process.name] = self._scheduler.now
             self._renewed[process.name] = self._scheduler.now
             self._ghosts.discard(process.name)
-            self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
+            record = msgspec.json.decode(data)
+            self._epochs[process.name] = record["epoch"]
+            if record["state"] in ENDED:
+                self._closed.add(process.name)
             if name in self._lost_until:
                 self._lost_until[name] = min(self._lost_until[name], self._scheduler.now)
 
@@ -226,6 +231,8 @@ class Oracle:
             return  # a second try under a name of its own; the marker that would name it is checked
         if process.name in self._ghosts:
             self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
+        if process.name in self._closed:
+            self.fail(f"lease: {process.name} has closed its record, and writes {name}")
         # A clock that stood still tells its worker nothing of the time that has passed.
         is_judged = self._is_safe and not process.frozen_seconds
         silent_seconds = self._scheduler.now - self._renewed.get(process.name, 0.0)
@@ -560,11 +567,6 @@ class Oracle:
             lines = {line for line, ok in rows.items() if ok or not self._generation_of_phase}
             known.setdefault(self._configuration_of[name], set()).update(lines)
         self._known[process.name, chunk] = known
-
-    def num_repairs_missed(self) -> int:
-        """Return by how many repairs the chunk with the fewest lies behind the one with the most."""
-        counts = [len(self._generations(chunk)) for chunk in self.chunks]
-        return max(counts) - min(counts)
 
     def _generations(self, chunk: str) -> list[int]:
         found = []

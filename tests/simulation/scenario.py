@@ -426,9 +426,7 @@ class Scenario:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
         name = "cleaner-retry" if self.is_retrying else "cleaner"
         slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
-        # A chunk that missed several repairs is tried again once for each.
-        num_tries = max(1, self.oracle.num_repairs_missed()) if self.is_retrying else 1
-        for _ in range(STARTS_OF_A_POISON_ROW * max(4, self._num_poison) * num_tries):
+        for _ in range(STARTS_OF_A_POISON_ROW * max(4, self._num_poison)):
             start = self.start(slot)
             self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
             if self.live:

@@ -101,6 +101,45 @@ def rows_beside_vanished_segments_are_saved_again() -> None:
         assert adopted <= saved
 
 
+def a_segment_that_was_changed_on_storage_is_left_out() -> None:
+    """One digit of each answer is another one."""
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_rows=1)
+        assert stage.objects(layout.CHECKPOINTS)
+        for key, data in stage.objects(layout.CHECKPOINTS).items():
+            stage.put(key, data.replace(b"|0.5|", b"|0.7|"))
+        assert stage.run().is_success
+        output = stage.objects()[layout.output_key(layout.output_file(CHUNK))]
+        assert b"|0.7|" not in output
+
+
+def a_chunk_that_is_being_published_keeps_its_files() -> None:
+    """Another worker publishes it meanwhile. The file descriptor of a closed file may soon be another file's."""
+    with Stage([["mine"], [f"say {index}" for index in range(80)]]) as stage:
+        stage.engine.max_in_flight = 1  # so that the worker goes on with its second chunk meanwhile
+        files: list[int] = []
+
+        def put_theirs() -> None:
+            marker = marker_record(output=f"{CHUNK}.aaaa.jsonl", nonce="other", worker="w9")
+            stage.put(layout.output_key(marker.output), b"theirs")
+            stage.put(layout.marker_key(CHUNK), codec.encode(marker))
+
+        def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
+            if method != "put_object" or layout.OUTPUTS not in key or files:
+                return None
+            files.append(0)
+            stage.scheduler.after(10.0, put_theirs)
+            stage.scheduler.after(
+                50.0, lambda: files.append(len(list(stage.folder.rglob("*.spool"))))
+            )
+            return 60.0
+
+        stage.run(hook=hook)
+        assert files == [0, 2]
+
+
 def _lines(segment: bytes) -> set[int]:
     return {codec.decode(text, dict, name="a row")["line"] for text in segment.splitlines()[1:]}
 
@@ -154,6 +193,8 @@ SCENES: dict[str, Callable[[], None]] = {
     "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
     "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
+    "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
+    "published_chunk_is_closed": a_chunk_that_is_being_published_keeps_its_files,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""

@@ -263,7 +263,10 @@ def test_duplicate_ids_are_counted_over_all_chunks(tmp_path, monkeypatch, caplog
     pq.write_table(pa.table({"key": ids}), tmp_path / "a.parquet")
     result = run(tmp_path / "a.parquet", tmp_path / "job", num_chunks=9, id_column="key")
     assert result["duplicate_ids"] == read_job(tmp_path / "job").duplicate_ids == 100 - 37
-    assert "63 of 100 rows have an _id that an earlier row has" in caplog.text
+    assert (
+        "63 of 100 rows have an _id (of OpenAI requests the custom_id) that an earlier row has"
+        in caplog.text
+    )
     assert json.loads(chunk_lines(tmp_path / "job")[8][-1])["_id"] == ids[-1]
 
 

@@ -336,3 +336,25 @@ def test_a_final_file_is_not_copied_and_may_be_removed(tmp_path):
     source.unlink()
     assert store.get("outputs/a").data == b"rows\n"
     assert [info.key for info in store.list("")] == ["outputs/a"]
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
+    tmp_path, monkeypatch, is_final
+):
+    """P2 and P3: a marker must not outlive a power cut that its output does not, linked or copied."""
+    store = LocalStore(tmp_path / "store")
+    store.create("outputs/first", b"x")
+    source = tmp_path / "built"
+    source.write_bytes(b"rows\n")
+    target = tmp_path / "store/outputs/a"
+    synced = []
+    real = os.fsync
+
+    def fsync(handle):
+        synced.append((os.fstat(handle).st_ino, target.exists()))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.create_file("outputs/a", source, is_final=is_final)
+    assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]

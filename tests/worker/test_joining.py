@@ -70,3 +70,17 @@ def test_the_models_own_code_is_trusted_by_all_workers_of_a_run_or_by_none(job: 
         run_worker_here(job, run, *options)
         with pytest.raises(RunMismatch, match="trust_remote_code"):
             run_worker_here(job, run, *others)
+
+
+def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    job = str(tmp_path / "job")
+    split.main([str(tmp_path / "a.jsonl"), "--output", job], standalone_mode=False)
+    caplog.clear()
+    options = ["--job", job, "--engine", "echo", "--request-format", "openai-batch"]
+    worker.main(options, standalone_mode=False)
+    assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text

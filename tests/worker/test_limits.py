@@ -230,3 +230,16 @@ class TestHours:
         play(stage, [worker])
         assert isinstance(worker.endings[0].error, LimitReached)
         assert stage.scheduler.now == pytest.approx(720, rel=0.05)
+
+
+def test_a_run_that_is_done_before_its_cost_is_noticed_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Cost is looked at once a second, and this run takes less."""
+    logging.disable(logging.NOTSET)
+    with Stage([["row"]]) as stage:
+        stage.engine.load_seconds = stage.engine.row_seconds = 0.01
+        ending = stage.run(price_per_hour=3600.0, max_cost=0.01, lease_seconds=24.0)
+        assert ending.is_success
+        assert ending.result["run_cost"] > ending.result["max_cost"]
+    assert "more than --max-cost $0.01: its work was done before" in caplog.text

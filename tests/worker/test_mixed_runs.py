@@ -118,18 +118,42 @@ class TestAtTheStart:
         stage.put(name, codec.encode(marker))
         assert_refused(stage.run(), "another", first.fingerprint)
 
-    def test_markers_that_are_younger_than_the_run_are_not_read(self, stage: Stage) -> None:
+    def test_a_run_that_went_on_after_it_was_replaced_is_no_success(self, stage: Stage) -> None:
+        """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
+        stage.engine.row_seconds = 5.0
+        stage.scheduler.after(8.0, lambda: stage.put(layout.RUN_KEY, other_run(stage)))
+        assert_refused(stage.run(manifest=layout.worker_manifest(0, 3)))
+        before = set(markers(stage))
+        assert before
+        num_taken = len(stage.taken)
+        assert_refused(stage.run(**OTHER), *before, "clean", "--redo")
+        assert len(stage.taken) == num_taken
+
+    def test_only_markers_of_the_own_manifest_are_read(self, stage: Stage) -> None:
         run_first(stage)
-        manifest = layout.worker_manifest(1, 3)
-        assert stage.run(manifest=manifest, steal=False).is_success
-        read = []
+        assert stage.run(manifest=layout.worker_manifest(1, 3), steal=False).is_success
+        read = set()
 
         def hook(_number: int, method: str, key: str, _process: object) -> None:
             if method == "get_object" and layout.MARKER_SUFFIX in key:
-                read.append(key)
+                read.add(layout.parse_marker(key.removeprefix(RUN)))
 
-        assert stage.run(hook=hook).is_success
-        assert RUN + layout.marker_key("part-00001") not in read
+        assert stage.run(hook=hook, manifest=layout.worker_manifest(2, 3), steal=False).is_success
+        assert read == {("part-00002", 0)}
+
+    def test_a_complete_run_whose_run_json_is_gone_gets_it_again_from_the_same_options_alone(
+        self, stage: Stage
+    ) -> None:
+        """Nothing was left to do, so that nobody compared the options: any worker said SUCCESS."""
+        assert stage.run().is_success
+        run = stage.objects().pop(layout.RUN_KEY)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        num_taken = len(stage.taken)
+        assert_refused(stage.run(**OTHER), "part-00000", "clean", "--redo")
+        assert layout.RUN_KEY not in stage.objects()
+        assert stage.run().is_success
+        assert stored_run(stage).fingerprint == codec.decode(run, Run, name="run.json").fingerprint
+        assert len(stage.taken) == num_taken
 
 
 class TestRepair:

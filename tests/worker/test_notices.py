@@ -244,6 +244,7 @@ def test_a_worker_told_of_its_end_keeps_its_rows_and_gives_its_claims_back(
             chunk.name,
             chunk_sha256=chunk.sha256,
             fingerprint=lambda: fingerprint,
+            first_row=chunk.first_row,
             num_lines=500,
         )
         for chunk in chunks

@@ -197,7 +197,9 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     while checkpointer.is_busy:
         checkpointer.tick()
     assert long.checkpointed_bytes == long.spool.size_bytes
-    found = Segments(store, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", num_lines=12)
+    found = Segments(
+        store, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", first_row=0, num_lines=12
+    )
     assert [row.line for row in found.rows()] == list(range(12))
     assert found.keys == long.segment_keys
     assert len(found.keys) == 4

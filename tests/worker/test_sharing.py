@@ -187,7 +187,7 @@ def test_a_look_finds_what_others_have_written_since_the_opening(run: Run) -> No
 def test_a_look_reads_so_many_bytes_and_the_next_one_the_rest(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_MOST_FOUND_BYTES", 500)
+    monkeypatch.setattr(opening, "_MOST_FOUND_BYTES", 700)
     chunk = run.open()
     keys = [run.write("w1.n", number, number) for number in (1, 2, 3, 4)]
     lines: list[int] = []

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from simulation.machine import POISON
-from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage
 
@@ -81,27 +80,6 @@ def test_deaths_that_are_no_rows_fault_make_no_error_row() -> None:
         stage.engine.dies = 0.0
         assert stage.run().is_success
         assert error_rows(stage) == {}
-
-
-def test_notes_of_an_older_version_are_read() -> None:
-    """They do not say how many rows were in the engine: as many as the notes of that death."""
-    with stage_of(32, {5}, per_chunk=32) as stage:
-        stage.engine.dies = 1.0
-        assert not stage.run().is_success  # leaves run.json
-        fingerprint = json.loads(stage.objects()[layout.RUN_KEY])["fingerprint"]
-        for key in stage.objects(layout.CHECKPOINTS):
-            stage.server.delete(RUN + key)
-        stage.engine.dies = 0.0
-        stage.deaths.clear()
-        [chunk] = [held.data for key, held in stage.server.objects.items() if "/chunks/" in key]
-        header = json.dumps({"chunk_sha256": codec.sha256(chunk), "fingerprint": fingerprint})
-        notes = [json.dumps({"line": line, "engine_deaths": 1}) for line in range(32)]
-        for epoch in (1, 2):
-            segment = "\n".join([header, *notes, ""]).encode()
-            stage.put(layout.segment_key("part-00000", epoch, "old", 1), segment)
-        run_to_the_end(stage)
-        assert error_rows(stage) == {5: "engine_crash"}
-        assert [len(rows) for rows in stage.deaths] == [8, 2, 1]
 
 
 def test_an_engine_that_is_replaced_within_the_worker_leads_to_the_same_row() -> None:

@@ -584,6 +584,13 @@ class TestBadRows:
         # It is through: the next one begins anew.
         assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
         assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 2)
+        # Chunks that missed several repairs are brought to the last one by a single one.
+        for _ in range(3):
+            run_worker_here(job, run, "--retry-errors", index=0)
+        assert finished_chunks(store)["part-00000"] == 5
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
+        assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 5)
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
         assert [line["_row"] for line in all_lines(run)] == list(range(40))
 
 
