@@ -73,9 +73,9 @@ class MarkerLooks:
     def compare(self, membership: Membership, markers: dict[str, SeenMarker]) -> None:
         """Refuse a run whose markers are of another configuration than run.json.
 
-        Markers of this worker's own manifests are compared, whenever they were written: a worker that ran while run.json
-        was replaced goes on with its own configuration until its end. Of very many markers, `_MOST_READ` are read, at
-        even distances; `verify` reads all. If there is no run.json, the markers of all chunks are compared when the
+        Markers of this worker's own manifests are compared, whenever they were written: a worker that ran while
+        run.json was replaced goes on with its own configuration until its end. Of very many markers, `_MOST_READ` are
+        read, at even distances; `verify` reads all. Without run.json, the markers of all chunks are compared when the
         worker joins the run.
         """
         names = {ref.name for ref in membership.assignment.chunks}
