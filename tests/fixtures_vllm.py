@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU: one server for all tests of a session that can share it, since it takes half a minute to load."""
+"""Real vLLM on the CPU: one server for all tests of a session that can share it; it loads in half a minute."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def demo_config(demo_adapters):
 
 @pytest.fixture(scope="session")
 def demo_url(demo_config, tmp_path_factory):
-    """URL of vLLM's own server with the demo's model, as for --base-url. The model's name there is its folder's path."""
+    """URL of a vLLM server with the demo's model, as for --base-url. The model's name there is its folder."""
     from batchinfer.engines.server import ServerProcess, plan
 
     folder = tmp_path_factory.mktemp("server")

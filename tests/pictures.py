@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import struct
-import zlib
 from typing import Any
 
 
@@ -29,15 +27,3 @@ def as_data_url(data: bytes, mime: str = "image/png") -> str:
 def as_hub(data: bytes, path: str | None = "a.png") -> dict[str, Any]:
     """The value of a Hub's image column, in a row of a chunk."""
     return {"bytes": as_base64(data), "path": path}
-
-
-def bomb() -> bytes:
-    """A PNG of a few bytes that claims to have 10^10 pixels."""
-
-    def part(name: bytes, data: bytes) -> bytes:
-        checksum = zlib.crc32(name + data)
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
-
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    body = part(b"IHDR", header) + part(b"IDAT", zlib.compress(b"\0" * 1000)) + part(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body

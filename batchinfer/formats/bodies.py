@@ -22,6 +22,8 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _VARYING = ("created", "created_at", "request_id", "system_fingerprint")
 """Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
+_OF_THE_CACHE = ("prompt_tokens_details", "input_tokens_details")
+"""Members of `usage` that say how much of the prompt came from the server's prefix cache."""
 _PREFIX = re.compile(r"[A-Za-z]+[-_]")
 _LOWEST = -9999.0
 
@@ -127,6 +129,8 @@ def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
     """
     for name in _VARYING:
         body.pop(name, None)
+    if "usage" in body:
+        _settle_usage(body)
     if "id" in body:
         body["id"] = _raw(_id_like(msgspec.json.decode(body["id"]), digest_of(key)))
     try:
@@ -144,6 +148,16 @@ def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
             body["choices"] = _raw(choices)
     except (*DECODE_ERRORS, AttributeError, TypeError):
         return  # an answer of another shape has no ids that we know
+
+
+def _settle_usage(body: Body) -> None:
+    """Take out of a body's usage what depends on the rows that the server had before: tokens from its cache."""
+    try:
+        usage = _decode(body["usage"])
+    except DECODE_ERRORS:
+        return
+    if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
+        body["usage"] = _raw(usage)
 
 
 def _settled_item(key: RowKey, place: int, item: dict[str, Any]) -> dict[str, Any]:

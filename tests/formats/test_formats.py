@@ -47,7 +47,7 @@ def chat(number: int = 1, **message: Any) -> dict[str, Any]:
             "prompt_tokens": 7,
             "total_tokens": 12,
             "completion_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 4},
+            "prompt_tokens_details": {"cached_tokens": 4, "created_cache_tokens": number},
             "completion_tokens_details": {"reasoning_tokens": 2},
         },
     }

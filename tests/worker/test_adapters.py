@@ -1,4 +1,4 @@
-"""Adapters and names of models in whole runs of the echo engine: who answers, what is recorded, and who may go on."""
+"""LoRA adapters of a run, and the names by which requests ask for the model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.records import Run
-from batchinfer.prompts import constraint_process
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage.opening import open_store
 from making import Finished, make_job, read_marker, worker_arguments
@@ -23,9 +22,8 @@ Call = Callable[[list[str]], Finished]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Runs a command in this process. No constraint is compiled, which takes seconds."""
-    monkeypatch.setattr(constraint_process, "BACKEND", "no_such_package_here")
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command in this process."""
 
     def called(arguments: list[str]) -> Finished:
         status = main(arguments)
@@ -46,7 +44,7 @@ def request(index: int, name: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path, *options: str, run: str = "run") -> list[str]:
-    given = worker_arguments(folder / "job", folder / run, "--no-timing", *options)
+    given = worker_arguments(folder / "job", folder / run, *options)
     if "--request-format" in options:
         place = given.index("--prompt-column")
         del given[place : place + 2]
@@ -60,46 +58,26 @@ def lines_of(folder: Path, run: str = "run") -> list[dict[str, Any]]:
 
 
 def codes(lines: list[dict[str, Any]]) -> list[str]:
-    bodies = [line["response"]["body"] for line in lines]
-    return [body["error"]["code"] if "error" in body else body["model"] for body in bodies]
+    return [line["error"]["code"] if "error" in line else line["body"]["model"] for line in lines]
 
 
-BATCH = ("--request-format", "openai-batch", "--output-format", "openai-batch")
+BATCH = ("--request-format", "openai-batch")
 
 
-def test_a_file_whose_requests_all_name_one_model_means_the_runs(
-    call: Call, tmp_path: Path
-) -> None:
-    names = ["gpt-4"] * 150 + ["gpt-5"]
-    make_job(tmp_path / "job", rows=151, per_chunk=151, make_row=lambda i: request(i, names[i]))
-    done = call(arguments(tmp_path, *BATCH))
-    assert done.status == 0, done.stderr
-    assert "the requests name the model 'gpt-4', which is taken to mean echo" in done.stderr
-    assert codes(lines_of(tmp_path)) == ["echo"] * 150 + ["model_not_found"]
-
-
-def test_a_file_of_several_names_needs_to_be_told_which_mean_the_model(
-    call: Call, tmp_path: Path
-) -> None:
-    make_job(
-        tmp_path / "job",
-        rows=4,
-        per_chunk=4,
-        make_row=lambda i: request(i, ["gpt-4", "gpt-5"][i % 2]),
-    )
+def test_requests_name_the_model_as_the_server_does(call: Call, tmp_path: Path) -> None:
+    names = ["gpt-4", "gpt-5", None, "echo"]
+    make_job(tmp_path / "job", rows=4, per_chunk=4, make_row=lambda i: request(i, names[i]))
     every = ("--max-error-rate", "1")
     done = call(arguments(tmp_path, *BATCH, *every))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path)) == ["model_not_found"] * 4
-    done = call(arguments(tmp_path, *BATCH, "--served-model-name", "gpt-5", *every, run="one"))
-    assert codes(lines_of(tmp_path, "one")) == ["model_not_found", "gpt-5"] * 2
-    done = call(arguments(tmp_path, *BATCH, "--served-model-name", "*", run="any"))
+    assert codes(lines_of(tmp_path)) == ["model_not_found", "model_not_found", "echo", "echo"]
+    served = ("--served-model-name", "gpt-4", "gpt-5")
+    done = call(arguments(tmp_path, *BATCH, *every, *served, run="named"))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path, "any")) == ["echo"] * 4
+    assert codes(lines_of(tmp_path, "named")) == ["gpt-4", "gpt-5", "gpt-4", "model_not_found"]
 
 
-def test_with_adapters_no_name_is_taken_to_mean_the_model(call: Call, tmp_path: Path) -> None:
-    """A misspelled adapter would be answered by the model, without a word."""
+def test_requests_ask_for_adapters_by_their_names(call: Call, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "sql")
     names = ["sql", "sq1", None, "sql"]
     make_job(tmp_path / "job", rows=4, per_chunk=4, make_row=lambda i: request(i, names[i]))
@@ -108,40 +86,24 @@ def test_with_adapters_no_name_is_taken_to_mean_the_model(call: Call, tmp_path: 
     assert codes(lines_of(tmp_path)) == ["sql", "model_not_found", "echo", "sql"]
 
 
-def test_one_adapter_alone_answers_every_row(call: Call, tmp_path: Path) -> None:
+def test_one_adapter_alone_answers_every_row_of_columns(call: Call, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "sql")
     make_job(tmp_path / "job", rows=3, per_chunk=3)
     done = call(arguments(tmp_path, "--lora", f"sql={adapter}"))
     assert done.status == 0, done.stderr
-    assert [line["model"] for line in lines_of(tmp_path)] == ["sql"] * 3
-    # The model itself answered the rows of such a run of an earlier version, so it is another configuration.
-    recorded = tmp_path / "run" / "run.json"
-    run = json.loads(recorded.read_text())
-    assert run["config"].pop("adapter_of_all") == "sql"
-    run["fingerprint"] = codec.fingerprint(run["config"])
-    recorded.write_text(json.dumps(run))
-    again = call(arguments(tmp_path, "--lora", f"sql={adapter}"))
-    assert again.status == 2
-    assert "adapter_of_all" in again.stderr
+    assert codes(lines_of(tmp_path)) == ["sql"] * 3
 
 
-@pytest.mark.parametrize("form", ["native", "completions", "openai-batch"])
-def test_tables_say_which_adapter_answered(call: Call, tmp_path: Path, form: str) -> None:
-    from pyarrow import parquet
-
+def test_a_column_names_each_rows_adapter(call: Call, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "sql")
     names = ["sql", "", "other", None]
     make_job(
         tmp_path / "job", rows=4, per_chunk=4, make_row=lambda i: {"prompt": "hi", "c": names[i]}
     )
     given = ("--lora", f"sql={adapter}", "--lora-column", "c", "--max-error-rate", "1")
-    done = call(arguments(tmp_path, *given, "--output-format", form))
+    done = call(arguments(tmp_path, *given))
     assert done.status == 0, done.stderr
-    done = call(["collect", str(tmp_path / "run"), str(tmp_path / "table.parquet")])
-    assert done.status == 0, done.stderr
-    rows = parquet.read_table(tmp_path / "table.parquet").to_pylist()
-    assert [row["model"] for row in rows] == ["sql", "echo", None, "echo"]
-    assert rows[2]["error_code"] == "model_not_found"
+    assert codes(lines_of(tmp_path)) == ["sql", "echo", "model_not_found", "echo"]
 
 
 def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Path) -> None:
@@ -171,7 +133,7 @@ def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Pat
     [
         (
             ["--lora", "a=ADAPTER", "--lora", "b=ADAPTER"],
-            "nothing says which adapter answers a row",
+            "--lora: ",
         ),
         (["--lora", "sql"], "--lora 'sql': expected NAME=PATH"),
         (["--lora", "a=x", "--lora", "a=y"], "--lora a: is given twice"),
@@ -198,8 +160,7 @@ def test_a_preview_shows_adapter_and_constraint(call: Call, tmp_path: Path) -> N
     given = ("--lora", f"sql={adapter}", "--lora-column", "c", "--choices", "yes,no")
     done = call(arguments(tmp_path, *given, "--preview", "2"))
     assert done.status == 0, done.stderr
-    shown = done.result["preview"]
-    assert [row.get("adapter") for row in shown] == ["sql", None]
-    assert [row["constraint"] for row in shown] == [{"choice": ["yes", "no"]}] * 2
-    assert "adapter: sql" in done.stderr
-    assert 'constraint: {"choice":["yes","no"]}' in done.stderr
+    shown = [row["body"] for row in done.result["preview"]]
+    assert [body["model"] for body in shown] == ["sql", "echo"]
+    assert [body["structured_outputs"] for body in shown] == [{"choice": ["yes", "no"]}] * 2
+    assert 'structured_outputs: {"choice":["yes","no"]}' in done.stderr

@@ -12,8 +12,6 @@ from batchinfer.cli.main import main
 from batchinfer.storage.opening import open_store
 from making import ECHO, make_job
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
     status = main(["worker", *arguments])
@@ -28,38 +26,30 @@ def job(tmp_path: Path) -> str:
     return str(tmp_path / "job")
 
 
-def test_preview_shows_the_first_prompts_over_chunk_borders_and_leaves_no_trace(
+def test_preview_shows_the_first_requests_over_chunk_borders_and_leaves_no_trace(
     job: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, result, shown = call(capsys, "--job", job, *ECHO, "--preview", "4")
+    options = ("--as-chat", "--system-prompt", "Be brief.", "--max-tokens", "9")
+    status, result, shown = call(capsys, "--job", job, *ECHO, *options, "--preview", "4")
     assert status == 0
     assert [row["row"] for row in result["preview"]] == [0, 1, 2, 3]
-    assert result["preview"][3]["prompt"].startswith("hello row 3")
+    row = result["preview"][3]
+    assert row["path"] == "/v1/chat/completions"
+    assert row["body"]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert row["body"]["messages"][1]["content"].startswith("hello row 3")
+    assert row["body"]["max_tokens"] == 9
     assert "hello row 3" in shown
     assert not list(open_store(job).list("runs/"))
 
 
-def test_preview_counts_the_model_s_own_tokens(
-    job: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = str(REPOSITORY / "examples" / "demo-model")
-    options = ("--job", job, "--model", model, "--messages-column", "prompt")
-    status, result, _ = call(capsys, *options, "--preview", "1", "--system-prompt", "Be brief.")
-    assert status == 0
-    [row] = result["preview"]
-    assert row["tokens"] > 10
-    assert "Be brief." in row["prompt"]
-    assert "<|im_start|>assistant" in row["prompt"]
-
-
-@pytest.mark.parametrize("option", ["--prompt-column", "--messages-column", "--keep"])
+@pytest.mark.parametrize("option", ["--prompt-column", "--messages-column", "--id-column"])
 def test_preview_refuses_the_columns_that_the_worker_refuses(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.csv").write_text("prompt,n\nx,1\ny,2\n")
     job = str(tmp_path / "job")
     main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"])
-    columns = {"--prompt-column": "prompt"} if option == "--keep" else {}
+    columns = {"--prompt-column": "prompt"} if option == "--id-column" else {}
     words = [word for pair in (columns | {option: "promt"}).items() for word in pair]
     arguments = ("--job", job, "--engine", "echo", *words)
     worked, _, refused = call(capsys, *arguments)
@@ -69,14 +59,19 @@ def test_preview_refuses_the_columns_that_the_worker_refuses(
     assert shown == refused
 
 
-def test_preview_names_rows_that_would_be_errors(
-    job: str, capsys: pytest.CaptureFixture[str]
+def test_preview_names_rows_that_would_be_errors_and_media_that_would_be_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--job", job, "--engine", "echo", "--prompt-column", "promt", "--preview", "1")
-    status, result, shown = call(capsys, *options)
+    rows = [{"prompt": "a", "image": "https://example.com/a.png"}, {"image": None}]
+    make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=rows.__getitem__)
+    options = ("--job", str(tmp_path / "job"), *ECHO, "--as-chat", "--image-column", "image")
+    status, result, shown = call(capsys, *options, "--preview", "2")
     assert status == 0
-    assert result["preview"][0]["code"] == "missing_column"
-    assert "did you mean" in shown
+    good, bad = result["preview"]
+    assert good["media"] == ["https://example.com/a.png"]
+    assert "media: https://example.com/a.png" in shown
+    assert bad["code"] == "missing_column"
+    assert "error row: missing_column: " in shown
 
 
 def test_template_list_describes_the_named_templates(capsys: pytest.CaptureFixture[str]) -> None:
