@@ -126,7 +126,7 @@ class Engine(Protocol):
         ...
 
     def parameters(self, path: str) -> frozenset[str]:
-        """Return the body fields that the server names for this path; empty if it does not say. Call it after `open`."""
+        """Return the body fields that the server names for this path; empty if it does not say. After `open`."""
         ...
 
     def stats(self) -> EngineStats:

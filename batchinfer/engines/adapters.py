@@ -155,7 +155,8 @@ def check_fit(adapters: Sequence[AdapterInfo], model: str) -> None:
             if shape not in (made_for, made_for[::-1]):
                 has = f"has {shape}" if shape else "has no such layer"
                 raise ConfigError(
-                    f"--lora {adapter.name}: was made for another model: {layer} is {made_for} there, and {model} {has}",
+                    f"--lora {adapter.name}: was made for another model: {layer} is {made_for} there, "
+                    f"and {model} {has}",
                     hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
                 )
 
@@ -189,8 +190,8 @@ def write_options(
 ) -> list[str]:
     """Return the options with which vLLM's server has room for the adapters.
 
-    On a CPU there is one more slot than adapters. vLLM's kernels for the CPU give rows without an adapter the adapter in
-    the last slot, so this slot must stay empty.
+    On a CPU there is one more slot than adapters. vLLM's kernels for the CPU give rows without an adapter the adapter
+    in the last slot, so this slot must stay empty.
 
     Args:
         adapters: The run's adapters.

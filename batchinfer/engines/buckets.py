@@ -1,8 +1,8 @@
 """Models and adapters in a bucket, as in ``--model s3://bucket/folder``: what is there, and a copy on this machine.
 
-vLLM reads local folders and the Hub. So the files of a folder in a bucket are fetched once, to a folder whose name has a
-hash of the listing (names, sizes and etags). They are fetched under another name, which becomes the right one when all
-are there. So a folder that is there is whole, and a model that has changed in the bucket gets another folder.
+vLLM reads local folders and the Hub. So the files of a folder in a bucket are fetched once, to a folder whose name has
+a hash of the listing (names, sizes and etags). They are fetched under another name, which becomes the right one when
+all are there. So a folder that is there is whole, and a model that has changed in the bucket gets another folder.
 """
 
 from __future__ import annotations

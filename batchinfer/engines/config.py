@@ -113,7 +113,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def served_names(self) -> list[str]:
-        """Names of the model at the server. The first is what bodies say in "model". Adapters have names of their own."""
+        """Names of the model at the server. The first is what bodies say in "model". Adapters have their own."""
         typed = self.server_options.get("served_model_name")
         if typed:
             return [str(name) for name in (typed if isinstance(typed, list) else [typed])]

@@ -174,8 +174,9 @@ def _generated(body: _Body, config: EngineConfig) -> _Body:
     for text in _check(body, config, texts):
         found, num_words, reason = _words(text, body, config)
         shown = text + found if body.get("echo") else found
-        message: _Body = {"message": {"role": "assistant", "content": found}}
-        choice = message if is_chat else {"text": shown}
+        choice: _Body = {"text": shown}
+        if is_chat:
+            choice = {"message": {"role": "assistant", "content": found}}
         logprobs = body.get("logprobs")
         has_logprobs = logprobs is not None and logprobs is not False
         choice["logprobs"] = _logprobs(found, is_chat=is_chat) if has_logprobs else None
@@ -265,7 +266,7 @@ def _scores(body: _Body, config: EngineConfig) -> _Body:
 def _ranks(body: _Body, config: EngineConfig) -> _Body:
     [query, *_], documents = texts_of(body.get("query")), texts_of(body.get("documents"))
     _check(body, config, [query, *documents])
-    results = [
+    results: list[_Body] = [
         {"index": at, "document": {"text": text}, "relevance_score": score_of(query, text)}
         for at, text in enumerate(documents)
     ]
@@ -297,7 +298,7 @@ def share_of(text: str) -> float:
 
 def score_of(query: str, document: str) -> float:
     """Return the cosine of two texts' embeddings."""
-    return sum(map(mul, vector_of(query, WIDTH), vector_of(document, WIDTH)))
+    return math.fsum(map(mul, vector_of(query, WIDTH), vector_of(document, WIDTH)))
 
 
 _PATHS: dict[str, Callable[[_Body, EngineConfig], _Body]] = {
@@ -380,8 +381,8 @@ def stream_of(reply: Reply) -> Iterator[bytes]:
         left = tokens_of(choice["message"]["content"] if is_chat else choice["text"])
         while left:
             word = left.pop(0)
-            piece = {"delta": {"content": word}} if is_chat else {"text": word}
-            piece |= {"index": choice["index"]}
-            piece |= {"finish_reason": None if left else choice["finish_reason"]}
+            part: _Body = {"delta": {"content": word}} if is_chat else {"text": word}
+            reason = None if left else choice["finish_reason"]
+            piece = {"index": choice["index"], "finish_reason": reason, **part}
             yield _encode({**body, "choices": [piece], "usage": None})
     yield _encode({**body, "choices": []})

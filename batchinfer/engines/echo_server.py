@@ -60,8 +60,8 @@ class EchoServer:
             self._hangs.set()
         async with self._slots:
             await asyncio.sleep(latency_of(call, self.config))
-            while self._hangs.is_set():
-                await asyncio.sleep(1.0)
+            if self._hangs.is_set():
+                await asyncio.Event().wait()
         reply = answer(call, self.config)
         if reply.status == 200 and b'"stream":true' in body.replace(b" ", b""):
             return await self._stream(request, reply)
@@ -82,12 +82,10 @@ async def serve(config: EngineConfig, place: str) -> None:
     await asyncio.sleep(config.echo.load_seconds)
     runner = web.AppRunner(EchoServer(config).app(), keepalive_timeout=3600)
     await runner.setup()
-    site: web.BaseSite
     if place.isdigit():
-        site = web.TCPSite(runner, "127.0.0.1", int(place))
+        await web.TCPSite(runner, "127.0.0.1", int(place)).start()
     else:
-        site = web.UnixSite(runner, place)
-    await site.start()
+        await web.UnixSite(runner, place).start()
     await asyncio.Event().wait()
 
 

@@ -232,8 +232,8 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
 
 
 def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
-    """Return the GPU with this index or UUID, of which the beginning is enough if it is unique; None if there is none."""
-    alike = [gpu for gpu, uuid in found if name and (name == gpu.id or name == uuid)]
+    """Return the GPU with this index or UUID, or the only one whose UUID begins so; None if there is none."""
+    alike = [gpu for gpu, uuid in found if name and name in (gpu.id, uuid)]
     if not alike and name.startswith("GPU-"):
         alike = [gpu for gpu, uuid in found if uuid.startswith(name)]
     return alike[0] if len(alike) == 1 else None
@@ -262,12 +262,10 @@ def query_nvidia() -> list[tuple[Gpu, str]]:
     found: list[tuple[Gpu, str]] = []
     try:
         nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
     except ImportError:
         return found
-    except nvml.NVMLError:
-        return found
     with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
         try:
             for index in range(nvml.nvmlDeviceGetCount()):
                 # If one GPU has failed ("fallen off the bus"), skip it and list the others.

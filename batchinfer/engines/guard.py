@@ -13,6 +13,7 @@ ends with the server's exit status, or with 128 + N if signal N ended the server
 kernel kills the server too, and `parent_death` does the same for the processes that vLLM starts.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -49,10 +50,8 @@ def main(grace_seconds: float, command: list[str]) -> int:
     if ended not in ready and not os.read(0, 1):
         os.kill(server, signal.SIGTERM)
         select.select([ended], [], [], grace_seconds)
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(server, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     status = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
     _kill_orphans()
     return status if status >= 0 else 128 - status

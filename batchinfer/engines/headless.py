@@ -1,9 +1,9 @@
 """The machines that run a share of a model for the worker on another machine (`batchinfer worker --headless`).
 
-vLLM connects the nodes of a model itself, at --master-addr and --master-port. But no node notices there that another one
-has gone. So node 0, which is the worker, listens at the port after --master-port, and every other node keeps a connection
-to it open, which also breaks when a node is killed. Node 0 first sends the revision of the model, then "done" when its
-engine is closed after it has worked.
+vLLM connects the nodes of a model itself, at --master-addr and --master-port. But no node notices there that another
+one has gone. So node 0, which is the worker, listens at the port after --master-port, and every other node keeps a
+connection to it open, which also breaks when a node is killed. Node 0 first sends the revision of the model, then
+"done" when its engine is closed after it has worked.
 """
 
 from __future__ import annotations
@@ -67,10 +67,8 @@ class Nodes:
             self._links.append(link)
         for link in self._links:
             with contextlib.suppress(BlockingIOError):
-                try:
-                    link.recv(1)
-                except ConnectionError:
-                    pass
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    link.recv(1)  # a node sends nothing, so this is its end
                 raise kind("a node that runs a share of the model has gone")
 
     def close(self, *, is_done: bool) -> None:

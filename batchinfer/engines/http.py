@@ -8,7 +8,6 @@ again when it is dead.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -97,7 +96,7 @@ class HttpEngine:
         self._scratch: Scratch | None = None
         self._sockets: Path | None = None
         self._nodes: Nodes | None = None
-        self._watches: list[concurrent.futures.Future[None]] = []
+        self._watches: list[asyncio.Task[None]] = []
         self._pace = Pace(config)
         self._replies: queue.SimpleQueue[tuple[Target, Reply]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -136,10 +135,7 @@ class HttpEngine:
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
                 time.sleep(_LOAD_LOOK_SECONDS)
-            for server in self._servers:
-                self._watches.append(
-                    asyncio.run_coroutine_threadsafe(self._watch(server), self._loop)
-                )
+            self._loop.call_soon_threadsafe(self._begin_watches)
             return self._describe(time.monotonic() - start)
         except BaseException as error:
             self._failure = error
@@ -333,8 +329,19 @@ class HttpEngine:
     def _begin(self, target: Target, calls: Sequence[Call]) -> None:
         """Send calls to a target, those for pooling in lists."""
         for group in lists.group(calls):
-            task = asyncio.get_running_loop().create_task(self._answer(target, group))
+            task = self._spawn(self._answer(target, group))
             target.in_flight.update(dict.fromkeys((call.key for call in group), task))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work beside the rest. An error in it ends the engine."""
+
+        def note_end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failure = error
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(note_end)
+        return task
 
     async def _answer(self, target: Target, calls: Sequence[Call]) -> None:
         reply = await self._send(target, lists.merge(calls))
@@ -344,8 +351,7 @@ class HttpEngine:
         if replies is None:
             # One text may be why all are refused, so each is sent by itself.
             for call in calls:
-                task = asyncio.get_running_loop().create_task(self._answer(target, [call]))
-                target.in_flight[call.key] = task
+                target.in_flight[call.key] = self._spawn(self._answer(target, [call]))
             return
         for each in replies:
             self._deliver(target, each)
@@ -362,8 +368,9 @@ class HttpEngine:
         while True:
             if self._is_remote:
                 target = min(self.targets, key=lambda each: (each.paused_until, each is not target))
-            while (pause := target.paused_until - time.monotonic()) > 0:
+            if (pause := target.paused_until - time.monotonic()) > 0:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
+                continue
             await self._pace.wait(call)
             answered_before = self._num_answered
             found = await target.post(call, timeout)
@@ -422,7 +429,9 @@ class HttpEngine:
                 raise
         if self._is_remote and self._failure is None:
             self._find_outage()
-        if self._failure is not None and (self._is_remote or not num_in_flight):
+        if self._failure is None:
+            return
+        if self._is_remote or not num_in_flight or not isinstance(self._failure, EngineDied):
             raise self._failure
 
     def _find_outage(self) -> None:
@@ -455,6 +464,9 @@ class HttpEngine:
                 task.cancel()
                 self._deliver(target, self._last_replies[key])
         self._outage_since = None
+
+    def _begin_watches(self) -> None:
+        self._watches = [self._spawn(self._watch(server)) for server in self._servers]
 
     async def _watch(self, server: OwnServer) -> None:
         """End a server that hangs, hand back the rows of one that is dead, and start it again."""

@@ -1,4 +1,4 @@
-"""Pooling rows in lists: rows with equal options become one request with a list of texts, and its answer is split again.
+"""Pooling rows in lists: rows with equal options become one request with a list of texts, whose answer is split.
 
 A request for one short text costs the server twice to four times as much CPU as a text in a list.
 """
@@ -72,8 +72,8 @@ def merge(calls: Sequence[Call]) -> Call:
 def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
     """Return the reply for each call from the answer to the merged request; None if it has not one answer for each.
 
-    The server counts the tokens of all texts together. Each reply gets a share of them by the length of its body, so that
-    the shares are the whole count together. The bodies have no usage.
+    The server counts the tokens of all texts together. Each reply gets a share of them by the length of its call's
+    body; the shares are the whole count together. The bodies have no usage.
     """
     try:
         found = _answers.decode(body)

@@ -111,7 +111,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
     head_size = _number(values, "head_dim") or (hidden // heads if heads else 0)
     cached = 2 * kv_heads * head_size
     if latent := _number(values, "kv_lora_rank"):
-        # Models with latent attention (DeepSeek) keep one compressed vector and one rotary key, on every GPU of a group.
+        # Models with latent attention (DeepSeek) keep one compressed vector and one rotary key, on every GPU.
         cached, kv_heads = latent + _number(values, "qk_rope_head_dim"), 1
     layers = _number(values, "num_hidden_layers", "n_layer", "n_layers")
     if str(config.server_options.get("kv_cache_dtype")).startswith("fp8"):

@@ -1,9 +1,9 @@
 """Ties processes to their parents on Linux, so that a process ends with its parent, also by SIGKILL.
 
-vLLM starts processes of its own: an engine core, and a worker for each GPU. `guard` ends them with the server. Should the
-guard itself be killed, each of them asks the kernel to be killed when its parent ends: vLLM calls `register` in every
-process that it starts, as a plugin (entry point group ``vllm.general_plugins``). vLLM processes that were not started by
-this package are left alone.
+vLLM starts processes of its own: an engine core, and a worker for each GPU. `guard` ends them with the server. Should
+the guard itself be killed, each of them asks the kernel to be killed when its parent ends: vLLM calls `register` in
+every process that it starts, as a plugin (entry point group ``vllm.general_plugins``). vLLM processes that were not
+started by this package are left alone.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
 IN_FLIGHT_FACTOR = 1.5
-"""Number of calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that it
-never waits for the worker."""
+"""Number of calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that
+it never waits for the worker."""
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
 _LONGEST_SOCKET = 107  # bytes of sun_path, without the zero at the end
@@ -181,7 +181,7 @@ def _listening(launch: Launch, index: int, folder: Path) -> Launch:
 
 
 def socket_folder(scratch: Path) -> Path:
-    """Make a folder for sockets: in the scratch folder, or where paths are short enough. Only its owner may enter it."""
+    """Make a folder for sockets that only its owner may enter: in the scratch folder, or where paths are short."""
     is_short = len(os.fsencode(scratch)) + len("/servers-12345678/100.sock") <= _LONGEST_SOCKET
     return Path(tempfile.mkdtemp(prefix="servers-", dir=scratch if is_short else "/tmp"))  # noqa: S108 - mode 0700
 
@@ -305,7 +305,7 @@ class ServerProcess:
         return describe_exit(self.exit_status()) + self.last_lines()
 
     def last_lines(self) -> str:
-        """Return the lines that say why the server failed, or its last ones, as a text to append; empty if there is none."""
+        """Return the lines that say why the server failed, or its last ones, as a text to append."""
         lines = [
             _PREFIX.sub("", _PREFIX.sub("", line)).strip() for line in self._last().splitlines()
         ]
@@ -349,7 +349,7 @@ class ServerProcess:
             logger.debug("%s: %s", self.launch.name, line)
 
     def end(self, *, is_kill: bool = False) -> None:
-        """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it. May be repeated."""
+        """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it."""
         if self._guard is None:
             return
         assert self._guard.stdin is not None

@@ -315,7 +315,10 @@ class OwnServer(Target):
                 )
             return ""
         await self.read_stats(config.stall_seconds)
-        progress = (self.num_answered, self._counters)
+        tokens = [
+            self._counters.get(_NAMES[name]) for name in ("prompt_tokens", "completion_tokens")
+        ]
+        progress = (self.num_answered, tokens)
         if progress != self._progress or not self.in_flight:
             self._progress, self.moved = progress, now
         if now - self.moved > config.stall_seconds:

@@ -1,8 +1,8 @@
 """Runs `vllm serve` with the options after it, as a program: ``python -m batchinfer.engines.vllm_serve MODEL …``.
 
-The command `vllm` itself asks for the version of the distribution "vllm", which the CPU build does not have. Errors that
-a fresh start cannot help end with status 2, as those of vLLM's parser do: options that do not fit the model, a model that
-cannot be read, an adapter that vLLM refuses.
+The command `vllm` itself asks for the version of the distribution "vllm", which the CPU build does not have. Errors
+that a fresh start cannot help end with status 2, as those of vLLM's parser do: options that do not fit the model, a
+model that cannot be read, an adapter that vLLM refuses.
 """
 
 from __future__ import annotations

@@ -138,12 +138,10 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
     engine, _ = opened(endpoint, stall_seconds=0.6)
     endpoint.rule = lambda _text, _body: PASSING[name]
     begin = time.monotonic()
-    found: list = []
     with pytest.raises(EngineDied):
-        for batch in engine.generate(ListSource(calls(20)), Flag()):
-            found += batch
+        drive(engine, source := ListSource(calls(20)))
     engine.close()
-    assert found == []
+    assert len(source.left) == 4, "no row was finished, so none beyond 16 was taken"
     assert 0.5 < time.monotonic() - begin < 5
 
 
@@ -225,6 +223,12 @@ def test_an_endpoint_that_is_not_there_is_said_in_time(monkeypatch):
     monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
     with pytest.raises(EngineLoadError, match="is not reached"):
         opened("http://127.0.0.1:9/v1")
+
+
+def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch):
+    monkeypatch.setattr(http, "is_answer", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        drive(engine, ListSource(calls(9)))
 
 
 def test_a_stop_ends_the_opening():

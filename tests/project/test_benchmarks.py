@@ -97,6 +97,7 @@ def test_a_job_of_the_benchmarks_is_as_split_writes_it(tmp_path: Path) -> None:
 def test_throughput_reports_medians_per_1000_requests_and_ratios(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    from harness import spread
     from throughput import Measured, report
 
     def run(wall: float, steps: int) -> Measured:
@@ -109,12 +110,13 @@ def test_throughput_reports_medians_per_1000_requests_and_ratios(
         },
         500,
         9000,
+        spread([300.0]),
     )
 
     out = capsys.readouterr().out
     assert "24.00 (20.00-60.00)" in out
     found = json.loads(out.splitlines()[-1])
-    assert found["repeats"] == 3
+    assert (found["repeats"], found["own_us_a_request"]) == (3, 300)
     assert found["ways"]["batchinfer"]["wall_seconds"] == 24
     assert found["ways"]["batchinfer"]["wall_seconds_max"] == 80
     assert found["ways"]["batchinfer"]["driver_us"] == 100
