@@ -70,6 +70,8 @@ _LOOK_SECONDS = 1.0
 _LOAD_LOOK_SECONDS = 0.2
 # A gap between two looks above this means that this process itself was frozen, perhaps with its machine.
 _FROZEN_SECONDS = 5.0
+# Most seconds that a server has to tell its counters when the last row has come.
+_LAST_STATS_SECONDS = 2.0
 # Path to which most rows of a task go; /v1/embeddings if it is not here.
 _PATHS = {
     GENERATE: "/v1/chat/completions",
@@ -240,6 +242,11 @@ class HttpEngine:
                 num_in_flight -= len(found)
                 yield found
         finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Drop all calls in flight, unless the engine is closed already."""
+        if self._loop is not None:
             self._run(self._drop())
             self._collect(0.0)
             for target in self.targets:
@@ -270,6 +277,7 @@ class HttpEngine:
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
         assert self._loop is not None
+        self._is_idle = True
         self._loop.call_soon_threadsafe(self._begin, self._ready_target(), [call])
         try:
             while not (found := self._collect(_LONGEST_WAIT_SECONDS)):
@@ -277,7 +285,7 @@ class HttpEngine:
                 if stop is not None and stop.is_set():
                     raise Interrupted("engine: stopped before it answered")
         finally:
-            self._run(self._drop())
+            self._abandon()
         if found[0].is_engine_death:
             raise EngineDied(found[0].body.decode(), in_flight=[call.key])
         return found[0]
@@ -413,6 +421,8 @@ class HttpEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._last_replies.clear()
         self._outage_since = None
+        ready = [server for server in self._servers if server.is_ready]
+        await asyncio.gather(*(server.read_stats(_LAST_STATS_SECONDS) for server in ready))
 
     # ------------------------------------------------------------------ outages and deaths
 
@@ -461,8 +471,9 @@ class HttpEngine:
     async def _give_up(self) -> None:
         for target in self.targets:
             for key, task in list(target.in_flight.items()):
-                task.cancel()
-                self._deliver(target, self._last_replies[key])
+                if key in self._last_replies:
+                    task.cancel()
+                    self._deliver(target, self._last_replies[key])
         self._outage_since = None
 
     def _begin_watches(self) -> None:
