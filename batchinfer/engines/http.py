@@ -133,7 +133,7 @@ class HttpEngine:
                     if reason := self._run(target.look(self.config)):
                         raise target.load_error(reason)
                 if self._nodes is not None:
-                    self._nodes.check(EngineLoadError)
+                    self._nodes.check(EngineLoadError, self._servers[0].process.launch.revision)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
                 time.sleep(_LOAD_LOOK_SECONDS)
@@ -147,9 +147,9 @@ class HttpEngine:
     def _start_servers(self, stop: Stop) -> list[OwnServer]:
         self._scratch = Scratch(self.config.scratch_dir)
         self._sockets = socket_folder(self._scratch.folder)
-        launches = plan(self.config, self._sockets, stop)
         if self.config.nnodes > 1:
-            self._nodes = Nodes(self.config, launches[0].revision)
+            self._nodes = Nodes(self.config)
+        launches = plan(self.config, self._sockets, stop)
         servers = []
         for index, launch in enumerate(launches):
             process = ServerProcess(launch, self._scratch.folder / f"server-{index}.log")
@@ -187,7 +187,7 @@ class HttpEngine:
         self._loop.close()
         self._loop = None
         if self._nodes is not None:
-            self._nodes.close(is_done=self._failure is None)
+            self._nodes.close(getattr(self._failure, "exit_status", 33) if self._failure else 0)
         if self._scratch is not None and self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
             self._scratch.close()
@@ -433,7 +433,7 @@ class HttpEngine:
         """
         if self._nodes is not None:
             try:
-                self._nodes.check(EngineDied)
+                self._nodes.check(EngineDied, self._servers[0].process.launch.revision)
             except EngineDied as error:
                 self._failure = error
                 raise

@@ -296,7 +296,9 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # the signals of a terminal are for the worker
+                # The signals of a terminal are for the worker. But the server stays in the worker's session: where
+                # Linux shares the processor out by session, a core that spins in another one kept the worker asleep.
+                process_group=0,
                 env=child_environment(additions),
             )
 
