@@ -120,7 +120,7 @@ def as_kilobyte(line: bytes, row: int) -> bytes:
 
 def as_batch(line: bytes, row: int) -> bytes:
     """Make a line of an OpenAI batch file from the first turn."""
-    body = {"model": "m", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
+    body = {"model": "echo", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
     frame = {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions"}
     return as_line({**frame, "body": body}, row)
 
@@ -269,10 +269,6 @@ def report_ways(
         "rows": rows,
         "repeats": repeats,
         "ways": {name: entries(way, 2) for name, way in ways.items()},
-    }
-    result["reached"] |= {
-        "third_of_bare_all_columns": ways["rows, all columns"]["times_bare"].median <= 3,
-        "third_of_bare_four_columns": ways["rows"]["times_bare"].median <= 3,
     }
 
 

@@ -31,7 +31,6 @@ ENGINE = {
     "max_num_batched_tokens": 2048,
     "block_size": BLOCK_TOKENS,
     "kv_cache_memory_bytes": 8192 * 16_384,
-    "enable_prompt_tokens_details": True,
 }
 
 Prompt = list[int]
@@ -83,10 +82,7 @@ def measure(folder: Path, runs: count[int], window: int) -> Measured:
     job, model, output = f"{folder}/job", folder / "model", f"{folder}/runs/{next(runs)}"
     env = harness.environment()
     result, ended = workload.run_worker(job, output, model, ENGINE, *options, env=env)
-    lines = [line for path in Path(output, "outputs").glob("*.jsonl") for line in path.open()]
-    usages = [json.loads(line)["body"]["usage"] for line in lines]
-    cached = sum((each["prompt_tokens_details"] or {}).get("cached_tokens", 0) for each in usages)
-    computed = sum(each["prompt_tokens"] for each in usages) - cached
+    computed = result["total_prompt_tokens"] - result["total_cached_tokens"]
     own_us = 1e6 * ended.cpu["worker"] / result["request_count"]
     return Measured(computed, result["engine_steps"], result["generate_time_sec"], own_us)
 

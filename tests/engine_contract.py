@@ -178,5 +178,6 @@ class EngineContract:
         pieces = [each["choices"][0]["delta"].get("content") for each in events if each["choices"]]
         assert len(pieces) > 1
         assert "".join(filter(None, pieces)) == whole
+        assert len(drive(engine, ListSource(calls(3)))) == 3
         [refusal] = engine.stream(call(7, stream=True, model="nobody"))
         assert "error" in json.loads(refusal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 from collections import Counter as Tally
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from batchinfer.cli.run_options import value_of
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.records import Call, Job, Record
-from batchinfer.engines import check_engine, has_model
+from batchinfer.engines import check_engine, create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 ERROR, WARNING = "error", "warning"
 _PLACES = 4
 """Places in the data, spread evenly, from which sample rows are taken: sorted data are alike at one place."""
+
+_LOOK_SECONDS = 3.0
+"""Seconds after which an endpoint that does not answer counts as not there."""
 
 
 class Problem(Record, frozen=True, kw_only=True):
@@ -125,14 +129,23 @@ class Examination:
         self.prompt = prompt_config(self.options)
 
     def _find_model(self) -> None:
-        if self.engine is None or not has_model(self.engine):
-            self.result["not_checked"] = [
-                "that the model is there",
-                "that prompts fit the model's length",
-            ]
+        if self.engine is None:
+            return
+        if not has_model(self.engine):
+            self.result["not_checked"] = ["that prompts fit the model's length"]
+            if is_remote(self.engine):
+                self._look_at_endpoint(self.engine)
+            else:
+                self.result["not_checked"].append("that the model is there")
             return
         self.model = describe_model(self.engine)
         self.result["model"] = msgspec.to_builtins(self.model)
+
+    def _look_at_endpoint(self, config: EngineConfig) -> None:
+        """Ask the endpoint whether it takes the key and the model."""
+        engine = create_engine(msgspec.structs.replace(config, stall_seconds=_LOOK_SECONDS))
+        with contextlib.closing(engine):
+            engine.open(threading.Event())
 
     def _find_data(self) -> None:
         each = max(1, -(-self.config.sample_rows // _PLACES))

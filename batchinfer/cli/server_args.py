@@ -22,8 +22,9 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import redact
 
 _OPTION = re.compile(r"--?[A-Za-z]")
+_NAME = re.compile(r"--?[A-Za-z][\w.-]*")
 _NEARLY = 0.85
-_NO_MISSPELLING = ("--load-format",)
+_NO_MISSPELLING = ("--load-format", "--worker-cls")
 """Options of vLLM's server whose names are nearly ours."""
 _MANAGED = {
     **dict.fromkeys(
@@ -133,11 +134,13 @@ def divide(
 
 
 def check_name(name: str, known: Mapping[str, Any]) -> None:
-    """Refuse the name of an option that is nearly one of ours.
+    """Refuse what cannot be an option's name, and a name that is nearly one of ours.
 
     Raises:
         ConfigError: the message names ours.
     """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"No such option: {redact(name)}", hint="see --help")
     long_names = [each for each in known if each.startswith("--")]
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
     near = difflib.get_close_matches(spelled, long_names, n=1, cutoff=_NEARLY)

@@ -402,13 +402,21 @@ def is_secret(name: str) -> bool:
 def without_secrets(value: Any, name: str = "") -> Any:
     """Return a value with each secret replaced by "(secret)", and those in URLs by "…".
 
-    A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, or KEY in a
-    text KEY=VALUE.
+    A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, the option
+    before it in a list of words, or KEY in a text KEY=VALUE.
     """
     if isinstance(value, dict):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(item, name) for item in value]
+        shown, option = list[Any](), name
+        for item in value:
+            if isinstance(item, str) and item.startswith("--"):  # words of a command line
+                option, has_value, _ = item.lstrip("-").partition("=")
+                is_hidden = has_value and is_secret(option)
+                shown.append(f"--{option}={_HIDDEN}" if is_hidden else redact(item))
+            else:
+                shown.append(without_secrets(item, option))
+        return shown
     if value in (None, "", False):
         return value
     if is_secret(name):

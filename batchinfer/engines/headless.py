@@ -2,8 +2,8 @@
 
 vLLM connects the nodes of a model itself, at --master-addr and --master-port. But no node notices there that another
 one has gone. So node 0, which is the worker, listens at the port after --master-port, and every other node keeps a
-connection to it open, which also breaks when a node is killed. Node 0 first sends the revision of the model, then
-"done" when its engine is closed after it has worked.
+connection to it open, which also breaks when a node is killed. Node 0 sends the revision of the model when the others
+may load it, and at its end its exit status, as far as its engine knows it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-_DONE = b"done\n"
+_ERRORS = {2: ConfigError, 75: Interrupted}
+"""Class of the error with which a node ends, by the exit status of node 0; EngineDied for others."""
 # Seconds without a sign of life after which the kernel asks the machine at the other end, and between such questions.
 _KEEPALIVE_SECONDS = 10
 
@@ -44,8 +45,7 @@ class Nodes:
         ConfigError: this machine does not have the address --master-addr, or another program uses the port.
     """
 
-    def __init__(self, config: EngineConfig, revision: str) -> None:
-        self._greeting = f"{revision}\n".encode()
+    def __init__(self, config: EngineConfig) -> None:
         self._links: list[socket.socket] = []
         place = (config.master_addr, config.master_port + 1)
         try:
@@ -57,26 +57,32 @@ class Nodes:
             ) from error
         self._server.setblocking(False)
 
-    def check(self, kind: type[EngineError]) -> None:
-        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
+    def let_in(self, message: str) -> None:
+        """Send a message to nodes that have come."""
         with contextlib.suppress(BlockingIOError):
-            link, _ = self._server.accept()
-            _keep_alive(link)
-            link.sendall(self._greeting)
-            link.setblocking(False)
-            self._links.append(link)
+            while True:
+                link, _ = self._server.accept()
+                _keep_alive(link)
+                link.sendall(f"{message}\n".encode())
+                link.setblocking(False)
+                self._links.append(link)
+
+    def check(self, kind: type[EngineError], revision: str) -> None:
+        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
+        self.let_in(f"load {revision}")
         for link in self._links:
             with contextlib.suppress(BlockingIOError):
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     link.recv(1)  # a node sends nothing, so this is its end
                 raise kind("a node that runs a share of the model has gone")
 
-    def close(self, *, is_done: bool) -> None:
-        """Close the connections, so that the nodes end."""
+    def close(self, status: int) -> None:
+        """Tell the nodes with which exit status they end, and close the connections."""
+        with contextlib.suppress(OSError):
+            self.let_in("")
         for link in self._links:
             with contextlib.suppress(OSError):
-                if is_done:
-                    link.sendall(_DONE)
+                link.sendall(f"end {status}\n".encode())
             link.close()
         self._server.close()
 
@@ -113,11 +119,11 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
     check_engine(config)
     check_installed(config)
     with contextlib.closing(_reach(config, loading)) as link:
-        received = b""
-        while b"\n" not in received:
-            received += _receive(link, loading)
-        revision = received.partition(b"\n")[0].decode() or None
-        config = msgspec.structs.replace(config, revision=config.revision or revision)
+        message = ""
+        while not message.startswith("load"):
+            message = _receive(link, loading)
+        revision = config.revision or "".join(message.split()[1:2]) or None
+        config = msgspec.structs.replace(config, revision=revision)
         scratch = Scratch(config.scratch_dir)
         [launch] = plan(config, Path(scratch.folder), loading)
         own_address = {"VLLM_HOST_IP": str(link.getsockname()[0])}
@@ -126,7 +132,7 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         process.start()
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
         try:
-            while not (received := _receive(link, stop)):
+            while not _receive(link, stop).startswith("end"):
                 process.copy_log()
                 if process.exit_status() is not None:
                     raise EngineDied(f"node {config.node_rank}: {process.reason()}")
@@ -156,10 +162,11 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
     raise Interrupted("stopped while it waited for node 0")
 
 
-def _receive(link: socket.socket, stop: Stop) -> bytes:
-    """Return what node 0 has sent; empty if nothing has come for a moment.
+def _receive(link: socket.socket, stop: Stop) -> str:
+    """Return the line that node 0 has sent; empty if nothing has come for a moment.
 
     Raises:
+        BatchinferError: node 0 has ended with another exit status than 0.
         EngineDied: node 0 has gone.
         Interrupted: `stop` was set.
     """
@@ -167,11 +174,13 @@ def _receive(link: socket.socket, stop: Stop) -> bytes:
         raise Interrupted("stopped by a signal")
     link.settimeout(POLL_SECONDS)
     try:
-        received = link.recv(1024)
+        lines = link.recv(1024).decode()
     except TimeoutError:
-        return b""
+        return ""
     except OSError as error:
         raise EngineDied("node 0 has gone") from error
-    if not received:
+    if not lines:
         raise EngineDied("node 0 has gone")
-    return received
+    if (end := lines.rpartition("end ")[2].strip()).isdigit() and int(end):
+        raise _ERRORS.get(int(end), EngineDied)(f"node 0 ended with exit status {end}")
+    return lines.strip()

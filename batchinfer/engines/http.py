@@ -70,6 +70,8 @@ _LOOK_SECONDS = 1.0
 _LOAD_LOOK_SECONDS = 0.2
 # A gap between two looks above this means that this process itself was frozen, perhaps with its machine.
 _FROZEN_SECONDS = 5.0
+# Most seconds that a server has to tell its counters when the last row has come.
+_LAST_STATS_SECONDS = 2.0
 # Path to which most rows of a task go; /v1/embeddings if it is not here.
 _PATHS = {
     GENERATE: "/v1/chat/completions",
@@ -131,7 +133,7 @@ class HttpEngine:
                     if reason := self._run(target.look(self.config)):
                         raise target.load_error(reason)
                 if self._nodes is not None:
-                    self._nodes.check(EngineLoadError)
+                    self._nodes.check(EngineLoadError, self._servers[0].process.launch.revision)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
                 time.sleep(_LOAD_LOOK_SECONDS)
@@ -145,9 +147,9 @@ class HttpEngine:
     def _start_servers(self, stop: Stop) -> list[OwnServer]:
         self._scratch = Scratch(self.config.scratch_dir)
         self._sockets = socket_folder(self._scratch.folder)
-        launches = plan(self.config, self._sockets, stop)
         if self.config.nnodes > 1:
-            self._nodes = Nodes(self.config, launches[0].revision)
+            self._nodes = Nodes(self.config)
+        launches = plan(self.config, self._sockets, stop)
         servers = []
         for index, launch in enumerate(launches):
             process = ServerProcess(launch, self._scratch.folder / f"server-{index}.log")
@@ -185,7 +187,7 @@ class HttpEngine:
         self._loop.close()
         self._loop = None
         if self._nodes is not None:
-            self._nodes.close(is_done=self._failure is None)
+            self._nodes.close(getattr(self._failure, "exit_status", 33) if self._failure else 0)
         if self._scratch is not None and self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
             self._scratch.close()
@@ -240,6 +242,11 @@ class HttpEngine:
                 num_in_flight -= len(found)
                 yield found
         finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Drop all calls in flight, unless the engine is closed already."""
+        if self._loop is not None:
             self._run(self._drop())
             self._collect(0.0)
             for target in self.targets:
@@ -270,6 +277,7 @@ class HttpEngine:
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
         assert self._loop is not None
+        self._is_idle = True
         self._loop.call_soon_threadsafe(self._begin, self._ready_target(), [call])
         try:
             while not (found := self._collect(_LONGEST_WAIT_SECONDS)):
@@ -277,7 +285,7 @@ class HttpEngine:
                 if stop is not None and stop.is_set():
                     raise Interrupted("engine: stopped before it answered")
         finally:
-            self._run(self._drop())
+            self._abandon()
         if found[0].is_engine_death:
             raise EngineDied(found[0].body.decode(), in_flight=[call.key])
         return found[0]
@@ -413,6 +421,8 @@ class HttpEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._last_replies.clear()
         self._outage_since = None
+        ready = [server for server in self._servers if server.is_ready]
+        await asyncio.gather(*(server.read_stats(_LAST_STATS_SECONDS) for server in ready))
 
     # ------------------------------------------------------------------ outages and deaths
 
@@ -423,7 +433,7 @@ class HttpEngine:
         """
         if self._nodes is not None:
             try:
-                self._nodes.check(EngineDied)
+                self._nodes.check(EngineDied, self._servers[0].process.launch.revision)
             except EngineDied as error:
                 self._failure = error
                 raise
@@ -461,8 +471,9 @@ class HttpEngine:
     async def _give_up(self) -> None:
         for target in self.targets:
             for key, task in list(target.in_flight.items()):
-                task.cancel()
-                self._deliver(target, self._last_replies[key])
+                if key in self._last_replies:
+                    task.cancel()
+                    self._deliver(target, self._last_replies[key])
         self._outage_since = None
 
     def _begin_watches(self) -> None:

@@ -49,6 +49,15 @@ IN_FLIGHT_FACTOR = 1.5
 it never waits for the worker."""
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
+_VARIABLES = {
+    # An idle connection that the server closes would break the next call on it.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Environment variables of servers, where the user has not set them."""
 _LONGEST_SOCKET = 107  # bytes of sun_path, without the zero at the end
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
@@ -272,15 +281,12 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server. Returns at once."""
         Path(self.launch.socket or self._log.with_suffix(".none")).unlink(missing_ok=True)
+        variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
         additions = {
+            **variables,
             **self.launch.environment,
             ENGINE_VARIABLE: "1",
-            # An idle connection that the server closes would break the next call on it.
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-            "PYTHONUNBUFFERED": "1",
+            "VLLM_API_KEY": "",  # only the worker reaches the socket
         }
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
         with self._log.open("ab") as log:
@@ -290,7 +296,9 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # the signals of a terminal are for the worker
+                # The signals of a terminal are for the worker. But the server stays in the worker's session: where
+                # Linux shares the processor out by session, a core that spins in another one kept the worker asleep.
+                process_group=0,
                 env=child_environment(additions),
             )
 
@@ -350,13 +358,12 @@ class ServerProcess:
 
     def end(self, *, is_kill: bool = False) -> None:
         """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it."""
-        if self._guard is None:
+        process, self._guard = self._guard, None
+        if process is None or process.stdin is None:
             return
-        assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
-            if is_kill and self._guard.poll() is None:
-                self._guard.stdin.write(b"k")
-            self._guard.stdin.close()
-        self._guard.wait()
+            if is_kill and process.poll() is None:
+                process.stdin.write(b"k")
+            process.stdin.close()
+        process.wait()
         self.copy_log()
-        self._guard = None

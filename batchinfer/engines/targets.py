@@ -277,7 +277,8 @@ class OwnServer(Target):
     def __init__(self, process: ServerProcess, config: EngineConfig) -> None:
         self.process, launch = process, process.launch
         url = "http://server" if launch.socket else f"http://127.0.0.1:{launch.port}"
-        key = str(config.server_options.get("api_key") or "")
+        keys = config.server_options.get("api_key") or ""
+        key = str(keys[0] if isinstance(keys, list) else keys)
         super().__init__(launch.name, url, launch.slots, socket=launch.socket, key=key)
         self.is_lost = False
         """Whether it has died so often that it is not started again."""

@@ -156,7 +156,7 @@ def command(
 
 def tell(result: dict[str, Any], dest: str) -> None:
     """Say in two lines what a run has given."""
-    speed = result.get("worker", {}).get("tokens_per_second")
+    speed = result.get("worker", {}).get("tokens_per_sec", {}).get("output")
     rate = f"; {units.short(speed)} tokens/s" if speed else ""
     there = "stdout" if dest == STDOUT else dest
     rows, failed = result["rows"], result.get("rows_error", 0)

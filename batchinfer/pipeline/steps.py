@@ -29,6 +29,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import GENERATE
+from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.sources import recognise
 from batchinfer.pipeline.splitting import split_or_append
@@ -126,9 +127,10 @@ class WorkFolder:
         is_asked = options["as_chat"] or self.config.is_plain or not options["prompt_column"]
         if is_asked or options["task"] != GENERATE:
             return {}
+        engine = engine_config(options)
         reason = "--system-prompt" if options["system_prompt"] else ""
-        if not reason and has_chat_template(engine_config(options)):
-            reason = "the model has a chat template"
+        if not reason and has_chat_template(engine):
+            reason = f"{'an endpoint answers' if is_remote(engine) else 'the model has a template for'} chats"
         if not reason:
             return {}
         logger.info(

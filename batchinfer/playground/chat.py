@@ -18,6 +18,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say, write
 from batchinfer.cli.values import read_pairs
 from batchinfer.core import codec, errors
+from batchinfer.core.printable import without_controls
 from batchinfer.core.records import Call, Reply
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
@@ -126,10 +127,8 @@ class Chat:
                 if not self._is_terminal:
                     raise
                 say(f"{error.message} ({error.hint})" if error.hint else error.message)
-                if isinstance(
-                    error, errors.EngineError
-                ):  # the next message starts the server again
-                    self._session.close()
+                if isinstance(error, errors.EngineError):
+                    self._session.close()  # the next message starts the server again
 
     def _take(self, text: str) -> None:
         if not text.startswith("/") or text.startswith("//"):
@@ -173,7 +172,7 @@ class Chat:
                     raise errors.InputError(f"no answer: {failure.message}")
                 for choice in event["choices"]:
                     delta = choice["delta"]
-                    click.echo(delta.get("reasoning") or "", nl=False, err=True)
+                    click.echo(without_controls(delta.get("reasoning") or ""), nl=False, err=True)
                     answer += delta.get("content") or ""
                     write(delta.get("content") or "")
                     reason = choice.get("finish_reason") or reason

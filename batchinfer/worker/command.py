@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN_FILES = 65_536
+_MOST_SEEDS = 2**32
+"""Number of seeds that the libraries take with which a server seeds itself."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
@@ -82,11 +84,15 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
     if options.get("headless"):
         return _follow(options)
-    if options["engine"] == "echo" and options.get("server_args"):
-        logger.info(
-            "options of a server, which --engine echo does not check: %s",
-            " ".join(without_secrets_in(options["server_args"])),
+    engine = engine_config(options)
+    if engine.node_rank:
+        raise ConfigError(
+            f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
+            hint="add --headless on the other nodes",
         )
+    if engine.engine == "echo" and engine.server_args:
+        unchecked = " ".join(without_secrets_in(engine.server_args))
+        logger.info("options of a server, which --engine echo does not check: %s", unchecked)
     show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
@@ -321,7 +327,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         **fields,
         echo=EchoOptions(**echo),
         server_args=server_args,
-        seed=value_of("seed", options) or 0,
+        seed=(value_of("seed", options) or 0) % _MOST_SEEDS,
         task=value_of("task", options),
         scratch_dir=value_of("scratch_dir", options),
     )

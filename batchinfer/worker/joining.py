@@ -13,6 +13,7 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.server_args import without_secrets_in
+from batchinfer.cli.settings import without_secrets
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
@@ -199,7 +200,7 @@ class Membership:
             "model_identity": self._model_identity,
             "adapters": self._adapters,
             "server_command": engine.server_command,
-            "server_options": engine.answer_options,
+            "server_options": without_secrets(engine.answer_options),
             # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
             "folders": []
             if assignment.job

@@ -15,6 +15,7 @@ from batchinfer.core.records import Call
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
+from fake_endpoint import fake_endpoint
 from making import make_job, run_worker_here
 from tiny_model import DEMO_MODEL
 
@@ -177,6 +178,20 @@ def test_write_access_is_tried_on_the_real_bucket(check: Checker, job: str, s3_u
     status, result, _ = check("--job", job, "--output", "s3://no-such-bucket-here/run", *ECHO)
     assert status == 2
     assert "no-such-bucket-here" in messages(result)[0]
+
+
+def test_an_endpoint_is_asked_whether_it_is_there_and_has_the_model(
+    check: Checker, job: str
+) -> None:
+    with fake_endpoint() as endpoint:
+        remote = ("--engine", "openai", "--base-url", endpoint.url, "--prompt-column", "prompt")
+        assert check("--job", job, *remote, "--model", "echo-model")[0] == 0
+        status, result, _ = check("--job", job, *remote, "--model", "other")
+        assert status == 2
+        assert "has no model 'other', but echo-model" in messages(result)[0]
+    status, result, _ = check("--job", job, *remote, "--model", "echo-model")
+    assert status == 2
+    assert "is not reached" in messages(result)[0]
 
 
 def test_nothing_to_check_is_said(check: Checker) -> None:

@@ -73,7 +73,8 @@ def test_the_last_line_of_stdout_is_the_result(tmp_path: pytest.TempPathFactory)
     ("arguments", "message"),
     [
         (["nonsense"], "No such command"),
-        (["worker", "--nonsense"], "No such option"),
+        (["worker", "--max-token", "9"], "No such option"),
+        (["split", "--nonsense"], "No such option"),
         (["worker", "--limit", "0", "--job", "x"], "0 is not in the range"),
         (["worker", "--engine", "echo"], "no --manifest and no --job"),
         (["worker", "--job", "/nowhere/job", "--engine", "echo"], "no job.json there"),
@@ -122,20 +123,18 @@ def test_a_misspelt_command_is_answered_with_the_nearest_one(
 def test_a_variable_that_sets_no_option_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_job(tmp_path / "job", rows=2, per_chunk=2)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     for name, value in {
-        "BATCHINFER_WORKER_MAX_TOKNS": "hush",
-        "BATCHINFER_WORKER_ZZZ": "1",
-        "BATCHINFER_WORKER_MAX_TOKENS": "5",
-        "BATCHINFER_WORKER_MANIFEST": f"{tmp_path}/job/manifests/all.txt",
+        "BATCHINFER_SPLIT_NUM_CHUNKZ": "hush",
+        "BATCHINFER_SPLIT_ZZZ": "1",
+        "BATCHINFER_SPLIT_NUM_CHUNKS": "1",
         "BATCHINFER_STATUS_WHATEVER": "1",
         "BATCHINFER_SPOT": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    options = ["--engine", "echo", "--prompt-column", "prompt", "--show-config"]
-    assert main(["worker", *options]) == 0
+    assert main(["split", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "job")]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "sets no option" in line]
-    assert "MAX_TOKNS: sets no option, did you mean BATCHINFER_WORKER_MAX_TOKENS?" in said[0]
+    assert "NUM_CHUNKZ: sets no option, did you mean BATCHINFER_SPLIT_NUM_CHUNKS?" in said[0]
     assert "ZZZ: sets no option" in said[1]
     assert len(said) == 2
     assert "hush" not in "".join(said)
@@ -145,8 +144,8 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     ("name", "value", "option", "set_to"),
     [
         ("WORKER_TEMPLATE", "gpteacher", "template", "gpteacher"),
-        ("WORKER_ENGINE_ARG", "block_size=16 swap=1", "engine-arg", ["block_size=16", "swap=1"]),
-        ("WORKER_TIMING", "0", "timing", False),
+        ("WORKER_SAMPLING", "min_tokens=1 x=1", "sampling", ["min_tokens=1", "x=1"]),
+        ("WORKER_STEAL", "0", "steal", False),
         ("WORKER_MAX_TOKENS", "7", "max-tokens", 7),
     ],
 )

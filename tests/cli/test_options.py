@@ -15,17 +15,14 @@ from batchinfer.cli.options import Option
 from batchinfer.cli.run_options import OPTIONS
 from batchinfer.cli.values import FromFile, read_pairs
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Sampling
-from batchinfer.engines.config import EngineConfig
-from batchinfer.formats import FORMATS
-from batchinfer.prompts import REQUEST_FORMATS, TRUNCATIONS, PromptConfig
+from batchinfer.engines.config import EchoOptions, EngineConfig
+from batchinfer.prompts import PromptConfig
 from batchinfer.worker.config import Limits, WorkerConfig
 
 STRUCTS = {
     struct.__name__: struct
-    for struct in (EngineConfig, Limits, PromptConfig, Sampling, WorkerConfig)
+    for struct in (EngineConfig, EchoOptions, Limits, PromptConfig, WorkerConfig)
 }
-BY_NAME = {option.parameter: option for option in OPTIONS}
 FROM_ELSEWHERE = ("manifests", "output", "worker_id")
 """Options without which the worker finds a value by itself."""
 
@@ -55,22 +52,6 @@ def parsed(option: Option, *words: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("request_format", tuple(REQUEST_FORMATS)),
-        ("truncate_prompt", tuple(TRUNCATIONS)),
-        ("output_format", tuple(FORMATS)),
-    ],
-)
-def test_the_choices_are_those_that_the_rooms_above_know(
-    name: str, choices: tuple[str, ...]
-) -> None:
-    kind = BY_NAME[name].kind.click["type"]
-    assert isinstance(kind, click.Choice)
-    assert tuple(kind.choices) == choices
-
-
 HARD = "it's \"so\" $HOME `x`\nsecond, 'line' \N{SNOWMAN} "
 VALUES: list[tuple[str, Any]] = [
     ("limit", 3),
@@ -81,18 +62,15 @@ VALUES: list[tuple[str, Any]] = [
     ("run_seed", -7),
     ("gpus", ["0", "GPU-1"]),
     ("gpus", None),
-    ("quantization", None),
-    ("engine_args", {"load_format": "x", "a": {"b": [1, None, True, "x,y=z"]}}),
-    ("echo_tokens", (1, 5)),
+    ("tokens", (1, 5)),
+    ("base_urls", ["http://a/v1", "http://b/v1"]),
+    ("loras", {"a": "/x", "b": "s3://b/y"}),
+    ("normalize", None),
+    ("normalize", False),
     ("prompt_template", HARD),
     ("as_chat", True),
-    ("has_timing", False),
-    ("has_timing", True),
-    ("enforce_eager", None),
-    ("enforce_eager", False),
     ("system_prompt", HARD),
     ("system_prompt", f"@{HARD}"),
-    ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"a": [HARD]}),
     ("continue_final", True),
     ("continue_final", "Answer:"),
@@ -129,6 +107,18 @@ def help_of(name: str) -> str:
     return command.get_help(click.Context(command, info_name=name, parent=context))
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
+def test_no_range_of_numbers_holds_one_that_is_none_or_infinite(text: str) -> None:
+    checked = []
+    for option in OPTIONS:
+        kind = option.kind.click.get("type")
+        if isinstance(kind, click.FloatRange):
+            checked.append(option.parameter)
+            with pytest.raises(click.BadParameter):
+                kind.convert(text, None, None)
+    assert "lease_seconds" in checked
+
+
 @pytest.mark.parametrize("name", group.list_commands(click.Context(group)))
 def test_every_option_has_a_help_text(name: str) -> None:
     command = group.get_command(click.Context(group), name)
@@ -146,7 +136,7 @@ def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> N
         "Model",
         "Engine",
         "Prompt",
-        "Images",
+        "Media",
         "Sampling",
         "Output",
         "Behaviour",
@@ -165,7 +155,7 @@ def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> N
 def test_help_of_check_begins_with_its_own_options() -> None:
     text = help_of("check")
     own = text.partition("\nOptions:")[2].partition("What a first run needs:")[0]
-    assert {"--yaml", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
+    assert {"--show", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
     assert "--show-config" not in text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import importlib
 import logging
 import subprocess
@@ -19,8 +18,6 @@ import stamina
 
 from batchinfer.cli import main
 from batchinfer.cli.settings import COMMANDS
-from batchinfer.prompts import constraint_process
-from batchinfer.prompts.limited_process import LimitedProcess
 from making import ECHO, make_job, run_worker_here
 
 SECRET = "wJalrXUtnFEMI"
@@ -29,8 +26,6 @@ URLS = [
     f"s3:/AKIA1:{SECRET}@bucket/x.jsonl",
     f"http://me:{SECRET}@127.0.0.1:9/x.jsonl?token={SECRET}",
 ]
-kept_process = functools.cache(LimitedProcess)
-"""Commands with a constraint share the process that compiles it, whose start takes seconds."""
 RUN_COMMANDS = ("status", "verify", "clean", "stop", "report", "collect")
 
 
@@ -43,7 +38,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.chdir(tmp_path)
     stamina.set_testing(True, attempts=1)
-    monkeypatch.setattr(constraint_process, "LimitedProcess", kept_process)
     yield
     stamina.set_testing(False)
 
@@ -92,7 +86,7 @@ def test_no_option_of_a_command_repeats_a_secret(
             if isinstance(parameter, click.Option) and not parameter.is_flag:
                 call(capfd, name, *base, max(parameter.opts, key=len), url)
         call(capfd, name, *base, url)
-        call(capfd, name, *base, f"--{url}", "--engine-arg", f"model={url}")
+        call(capfd, name, *base, f"--{url}", "--hf-overrides", f"model={url}")
         call(capfd, url)
         (job.parent / "settings.yaml").write_text(f"{url!r}: 1\n")
         call(capfd, name, *base, "--config", str(job.parent / "settings.yaml"))

@@ -27,7 +27,9 @@ def test_show_config_says_where_each_value_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = tmp_path / "run.yaml"
-    settings.write_text("sampling: {max_tokens: 9, top_k: 3}\nengine_arg: {hf_token: hf_abc}\n")
+    settings.write_text(
+        "sampling: {max_tokens: 9, top_k: 3, stop: [x]}\nvllm: {hf_token: hf_abc}\n"
+    )
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
     monkeypatch.setenv("BATCHINFER_WORKER_MAX_TOKENS", "8")
     options = ("--config", str(settings), "--job", "s3://nowhere/job", *ECHO, "--top-k", "4")
@@ -39,9 +41,9 @@ def test_show_config_says_where_each_value_comes_from(
     assert found["options"]["top-p"] == {"value": 0.5, "from": "environment"}
     assert found["options"]["max-tokens"] == {"value": 8, "from": "environment"}
     assert found["options"]["temperature"] == {"value": None, "from": "default"}
-    assert found["options"]["engine-arg"]["from"] == "settings file"
-    assert found["resolved"]["sampling"]["max_tokens"] == 8
-    assert found["resolved"]["engine"]["engine_args"] == {"hf_token": "(secret)"}
+    assert found["options"]["stop"]["from"] == "settings file"
+    assert found["resolved"]["prompt"]["body"]["max_tokens"] == 8
+    assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
     assert "hf_abc" not in captured.out + captured.err
 
 
@@ -101,7 +103,9 @@ def test_guide_s_generation_settings_mean_the_same_here(
 ) -> None:
     path = REPOSITORY / "examples" / "axolotl-guide.yaml"
     _, result, _ = call(capsys, "--config", str(path), "--show-config")
-    sampling = {name: value for name, value in result["resolved"]["prompt"]["body"].items() if value}
+    sampling = {
+        name: value for name, value in result["resolved"]["prompt"]["body"].items() if value
+    }
     assert (
         sampling.items()
         >= {

@@ -127,6 +127,8 @@ def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
         folder = Path(server.process.launch.socket).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     found = pids(engine)
+    assert {os.getsid(pid) for pid in found} == {os.getsid(0)}
+    assert os.getpgrp() not in {os.getpgid(pid) for pid in found}
     engine.close()
     assert are_gone(found)
     assert not folder.exists()

@@ -234,6 +234,22 @@ def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, tmp_path):
         open_and_close(config)
 
 
+def test_another_server_from_pypi_runs_in_vllms_place():
+    pytest.importorskip("accelerate")
+    place = Path(sys.executable).with_name("transformers")
+    listen = "--host 127.0.0.1 --port {port} --device cpu"
+    command = f"{place} serve {{model}} {listen}"
+    engine = create_engine(
+        EngineConfig(model=str(DEMO_MODEL), server_command=command, max_concurrency=2)
+    )
+    engine.open(Flag())
+    family = descendants(engine.targets[0].process._guard.pid)
+    found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
+    assert all(is_right(key[1], reply) for key, reply in found.items())
+    engine.close()
+    assert are_gone(family, 1.0)
+
+
 # --------------------------------------------------------------------------- several processes and machines
 
 

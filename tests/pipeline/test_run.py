@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,23 @@ class TestFromAFileToAnswers:
         assert run(rows, "-o", tmp_path / "a.jsonl", "--system-prompt", "Be brief") == 0
         assert "sent as a user's message: --system-prompt" in last(capsys)[1]
 
+    def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.chdir(tmp_path)
+        assert run(rows, "-o", "a.jsonl") == 0
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        first, second = shown.err.splitlines()[-2:]
+        assert re.fullmatch(r"60 answers in a.jsonl, 0 failed; [\d.k]+ tokens/s", first)
+        assert second.endswith("batchinfer report a.jsonl.batchinfer/run")
+        assert run(rows, "-o", "a.jsonl", "--json") == 0
+        assert last(capsys)[0]["status"] == "UNCHANGED"
+        assert run(rows, "-o", "b.jsonl", "--limit", "2", "--max-error-rate", "x") == 2
+        assert capsys.readouterr().out == ""
+
     def test_a_text_file_has_a_prompt_a_line(self, tmp_path: Path) -> None:
         (tmp_path / "prompts.txt").write_text("one\n\n  \ntwo\r\nthree {x}")
         assert run(tmp_path / "prompts.txt", "-o", tmp_path / "a.jsonl") == 0
@@ -132,7 +150,7 @@ class TestWithTheDemoModel:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f"{url}: fetched 1.82 MiB of 1.82 MiB (1 of 1 files)" in done.stderr
-        assert "the model has a chat template" in done.stderr
+        assert "the model has a template for chats" in done.stderr
         texts = [
             json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()
         ]

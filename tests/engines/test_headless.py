@@ -1,0 +1,106 @@
+"""The connection between the machines of one model. A program that sleeps stands for vLLM's share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
+from batchinfer.engines import headless
+from batchinfer.engines.config import EngineConfig
+from engine_contract import Flag
+from tiny_model import write_model_stub
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setattr(headless, "POLL_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return EngineConfig(
+        model=str(write_model_stub(tmp_path / "model")),
+        nnodes=2,
+        master_addr="127.0.0.1",
+        master_port=port - 1,
+        server_command=f"sh -c 'echo $$ > {tmp_path}/pid; sleep 600' {{port}}",
+        load_timeout_seconds=5.0,
+    )
+
+
+def following(config, stop=None):
+    node = msgspec.structs.replace(config, node_rank=1)
+    return ThreadPoolExecutor(1).submit(
+        headless.follow, node, loading=Flag(), stop=stop or threading.Event()
+    )
+
+
+def loaded(nodes, tmp_path) -> int:
+    """Let the node in and wait until its share loads. Returns the process id of the share."""
+    path = Path(tmp_path / "pid")
+    while not (path.exists() and path.read_text()):
+        nodes.check(EngineLoadError, "abc")
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(0, None), (2, ConfigError), (75, Interrupted), (33, EngineDied)]
+)
+def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
+    found = following(config)
+    time.sleep(0.2)  # a node may come before node 0
+    nodes = headless.Nodes(config)
+    share = loaded(nodes, tmp_path)
+    nodes.close(status)
+    if error is None:
+        assert found.result(15)["status"] == "SUCCESS"
+    else:
+        with pytest.raises(error, match=str(status)):
+            found.result(15)
+    with pytest.raises(ProcessLookupError):
+        os.kill(share, 0)
+
+
+def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
+    nodes, found = headless.Nodes(config), following(config)
+    os.kill(loaded(nodes, tmp_path), signal.SIGKILL)
+    with pytest.raises(EngineDied, match="node 1: killed by SIGKILL"):
+        found.result(15)
+    with pytest.raises(EngineDied, match="has gone"):
+        nodes.check(EngineDied, "")
+    nodes.close(33)
+    (tmp_path / "pid").unlink()
+    nodes, found = headless.Nodes(config), following(config)
+    loaded(nodes, tmp_path)
+    nodes._links[0].close()
+    with pytest.raises(EngineDied, match="node 0 has gone"):
+        found.result(15)
+    nodes.close(33)
+
+
+def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_path):
+    stop = Flag()
+    nodes, found = headless.Nodes(config), following(config, stop)
+    loaded(nodes, tmp_path)
+    stop.set()
+    with pytest.raises(Interrupted):
+        found.result(15)
+    nodes.close(75)
+    late = msgspec.structs.replace(config, load_timeout_seconds=0.1)
+    with pytest.raises(EngineLoadError, match="node 0 does not answer"):
+        following(late).result(15)
+
+
+def test_an_address_of_another_machine_is_refused(config):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        headless.Nodes(msgspec.structs.replace(config, master_addr="192.0.2.1"))
+    with pytest.raises(ConfigError, match="--node-rank"):
+        headless.follow(config, loading=Flag(), stop=Flag())
