@@ -47,8 +47,6 @@ from batchinfer.storage.opening import READ_ONLY_SCHEMES, local_path, open_store
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = "_UNFINISHED"
-"""Key of the object that `batchinfer convert` keeps beside a model's files while it uploads them."""
 FILES_AT_ONCE = 8
 """Number of files that are fetched at the same time."""
 PROGRESS_SECONDS = 10.0
@@ -136,7 +134,7 @@ def list_model(url: str, option: str) -> BucketModel:
         option: The option that names it, for messages.
 
     Raises:
-        ConfigError: the URL is not of a bucket, no model's files are there, or their upload has not ended.
+        ConfigError: the URL is not of a bucket, or no model's files are there.
         InputError: there is no such bucket.
         AccessDenied: the store refuses access.
         StorageError: the store failed after its retries.
@@ -156,11 +154,6 @@ def list_model(url: str, option: str) -> BucketModel:
             f"{subject} has no model: there is no such folder, or none of its files is a model's",
             hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
         )
-    if any(info.key == UNFINISHED for info in there):
-        raise ConfigError(
-            f"{subject} is not there whole: `batchinfer convert` was uploading it",
-            hint="wait until `batchinfer convert` has ended; if it was stopped, start it again",
-        )
     weights = [info for info in there if info.key.endswith(WEIGHT_SUFFIXES)]
     small = [info for info in there if info not in weights]
     return BucketModel(url.rstrip("/"), tuple(small), tuple(weights))
@@ -169,7 +162,7 @@ def list_model(url: str, option: str) -> BucketModel:
 def _is_needed(key: str) -> bool:
     if "/" in key and not _MODULE_FOLDER.fullmatch(key):
         return False
-    return key.endswith((*_SMALL, *WEIGHT_SUFFIXES)) or key == UNFINISHED
+    return key.endswith((*_SMALL, *WEIGHT_SUFFIXES))
 
 
 def with_local_files(

@@ -112,7 +112,6 @@ def test_a_tokenizer_in_a_bucket_is_a_part_of_the_identity(url, tmp_path):
             },
             "lacks the weights file model-00002-of-00002.safetensors",
         ),
-        ({"config.json": b"{}", "_UNFINISHED": b"x"}, "was uploading it"),
     ],
 )
 def test_a_folder_that_is_no_whole_model_is_refused(files, message, tmp_path):
