@@ -27,8 +27,8 @@ _TOKENIZER_FILE = re.compile(
     r"(?!(adapter_)?config\.json|.*index\.json)\w[\w.-]{0,99}\.(json|txt|model|jinja|bpe|spm|vocab|tiktoken|py)"
 )
 """Names of files that a tokenizer may have. Others could replace a file of the model, or name a path."""
-_HUGE_COUNT = re.compile(r'"(num_labels|\w*(?:layers?|experts))": -?\d{7,}')
-"""A number in config.json to which transformers would count."""
+_HUGE_COUNT = re.compile(r'"(\w*(?:labels|layers?|experts|_dim))": -?\d{7,}')
+"""A number in config.json to which transformers would count for hours."""
 _PARAMETER_COST = 1000
 _HINT = (
     "give a whole checkpoint of a HuggingFaceModel that Composer's Trainer saved; merge a sharded one first: "
