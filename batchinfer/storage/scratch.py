@@ -37,11 +37,11 @@ def scratch_errors(folder: Path) -> Iterator[None]:
             named = f"{error.filename} " if error.filename else ""
             raise StorageError(
                 f"scratch folder {folder}: {named}cannot be used ({error.strerror or error})",
-                hint="see to the disk, or name another folder with --scratch-dir",
+                hint="see to the disk, or name another folder with --scratch-dir (convert: TMPDIR)",
             ) from error
         raise ScratchFull(
             f"scratch folder {folder}: {what} ({error.strerror})",
-            hint="free space there, or name another folder with --scratch-dir",
+            hint="free space there, or name another folder with --scratch-dir (convert: TMPDIR)",
         ) from error
 
 
@@ -94,12 +94,12 @@ def _making(base: Path) -> Iterator[None]:
         if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
             raise ConfigError(
                 f"scratch folder {base}: cannot be made ({error.strerror}), expected a place for a local folder",
-                hint="name another folder with --scratch-dir",
+                hint="name another folder with --scratch-dir (convert: TMPDIR)",
             ) from error
         if error.errno in _REFUSED:
             raise ConfigError(
                 f"scratch folder {base}: cannot be written ({error.strerror}), expected a folder of yours",
-                hint="check its owner and mount, or name another folder with --scratch-dir",
+                hint="check its owner and mount, or name another folder with --scratch-dir (convert: TMPDIR)",
             ) from error
         raise
 

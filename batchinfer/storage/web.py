@@ -29,6 +29,13 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAY_PASS = frozenset({408, 425, 429})
 _BLOCK_BYTES = 256 << 10
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NOT_PUBLIC = [
+    ipaddress.ip_network("168.63.129.16/32"),  # Azure: the host's own services
+    ipaddress.ip_network("192.0.0.0/24"),  # of protocols; Oracle's metadata are there
+    ipaddress.ip_network("3fff::/20"),  # of documentation, since RFC 9637
+    ipaddress.ip_network("64:ff9b:1::/48"),  # local translators to IPv4
+]
+"""What `ipaddress` calls global in some versions of Python, and is not."""
 _RETRIES = RetryPolicy(
     attempts=4, total_seconds=60.0, first_pause_seconds=0.5, longest_pause_seconds=8.0
 )
@@ -82,7 +89,8 @@ def is_private(address: str) -> bool:
             return is_private(str(inner))
         if ip.is_site_local:
             return True
-    return not ip.is_global or ip.is_multicast or ip.is_reserved
+    is_listed = any(ip in network for network in _NOT_PUBLIC)
+    return is_listed or not ip.is_global or ip.is_multicast or ip.is_reserved
 
 
 def _fetch_once(url: str, rules: WebRules) -> bytes:

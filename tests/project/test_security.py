@@ -94,11 +94,9 @@ def test_a_marker_that_names_an_output_elsewhere_is_not_followed(
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    """convert/checkpoint.py reads pickles with an unpickler that calls nothing that a file names."""
+    """convert/checkpoint.py lets torch read pickles, by its reader for weights."""
     forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE) == Path("convert/checkpoint.py"):
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):

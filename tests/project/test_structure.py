@@ -86,12 +86,15 @@ def test_output_formats_are_told_apart_in_their_room_only():
 
 
 def test_only_the_command_line_prints():
-    """Texts for a terminal are cleaned of control characters in one place."""
+    """Texts for a terminal are cleaned of control characters in one place.
+
+    onnx_verify.py is a program of its own: `convert` reads what it prints.
+    """
     printing = {"click.echo", "click.secho", "print", "sys.stdout.write", "sys.stderr.write"}
     found = [
         f"{path}:{node.lineno}"
         for path in MODULES
-        if path.parts[0] != "cli"
+        if path.parts[0] != "cli" and path.name != "onnx_verify.py"
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     ]

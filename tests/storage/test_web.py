@@ -42,6 +42,39 @@ def test_without_permission_no_connection_is_made_to_a_private_address(server: W
     assert server.seen == []
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "168.63.129.16",  # Azure's host
+        "192.0.0.192",  # Oracle's metadata
+        "192.0.0.9",
+        "3fff::1",  # documentation
+        "3fff:fff:ffff::1",
+        "::ffff:168.63.129.16",
+        "64:ff9b::a83f:8110",
+        "64:ff9b:1::808:808",  # a local translator to IPv4
+        "169.254.169.254",
+        "100.100.100.200",
+        "fd00:ec2::254",
+        "255.255.255.255",
+        "224.0.0.1",
+        "ff0e::1",
+        "fec0::1",
+        "5f00::1",
+        "::7f00:1",
+        "2002:7f00:1::",
+        "fe80::1%eth0",
+    ],
+)
+def test_what_only_looks_public_is_private(address: str) -> None:
+    assert web.is_private(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "168.63.129.17", "2606:4700::1111"])
+def test_what_is_public_is_not_private(address: str) -> None:
+    assert not web.is_private(address)
+
+
 def test_a_redirect_into_the_private_network_is_refused(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
