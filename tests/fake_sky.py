@@ -66,7 +66,7 @@ class jobs:  # noqa: N801
         fate = os.environ.get("FAKE_FATE")
         if fate == "refused":
             raise ValueError("no such GPU")
-        _write(jobs={str(number + 4): "RUNNING" for number in range(num_jobs)})
+        _write(jobs={str(number + 4): "RUNNING" for number in range(num_jobs)}, name=name)
         if fate == "lost":
             raise OSError("timed out")
         return [number + 4 for number in range(num_jobs)], None
@@ -75,7 +75,10 @@ class jobs:  # noqa: N801
     def queue_v2(refresh: bool, name_match: str = "", job_ids: list[int] | None = None) -> Any:
         records = [
             SimpleNamespace(
-                job_id=int(job), status=SimpleNamespace(value=status), failure_reason=""
+                job_id=int(job),
+                job_name=_read()["name"],
+                status=SimpleNamespace(value=status),
+                failure_reason="",
             )
             for job, status in _read()["jobs"].items()
         ]

@@ -134,6 +134,14 @@ class Cluster(Protocol):
         """
         ...
 
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
+        """Refuse a handle that `submit` cannot have returned for this plan: it was read from a bucket, as the plan was.
+
+        Raises:
+            ConfigError: It names anything but the jobs of this launch.
+        """
+        ...
+
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """Return a command line with which a user cancels the workers without `cancel`."""
         ...
@@ -219,6 +227,11 @@ def run_client(
         is_doubtful = _DOUBT.search(said.splitlines()[-1])
         raise (OutcomeUnknown if is_doubtful else ConfigError)(f"{name}: {said}")
     return done.stdout
+
+
+def strange_handle(plan: Plan) -> ConfigError:
+    """Return the error for a handle that is not one of this launch."""
+    return ConfigError(f"launch {plan.id}: its record names jobs that it cannot have submitted")
 
 
 def check_length(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from batchinfer.clusters import (
     check_length,
     command_words,
     run_client,
+    strange_handle,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -103,6 +104,13 @@ class Kubernetes:
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
         run_client(_deletion(handle))
+
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
+        """See `Cluster`."""
+        namespace = handle.get("namespace", "")
+        is_namespace = re.fullmatch(r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?", str(namespace))
+        if handle.get("job") != job_name(plan) or is_namespace is None:
+            raise strange_handle(plan)
 
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """See `Cluster`."""
@@ -222,8 +230,8 @@ def _seen(status: dict[str, Any]) -> ClusterState:
 
 
 def _deletion(handle: dict[str, Any]) -> list[str]:
-    words = ["kubectl", "delete", "job", str(handle["job"]), "--ignore-not-found", "--wait=false"]
-    return [*words, *_in_namespace(handle)]
+    words = ["kubectl", "delete", "job", "--ignore-not-found", "--wait=false"]
+    return [*words, *_in_namespace(handle), "--", str(handle["job"])]
 
 
 def _in_namespace(options: dict[str, Any]) -> list[str]:

@@ -6,16 +6,20 @@ with only the first is being submitted or was killed meanwhile; what it submitte
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from typing import Any, NamedTuple
 
-from batchinfer.clusters import Plan
+from batchinfer.clusters import Plan, find_cluster
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import iso_utc
-from batchinfer.core.errors import BatchinferError, ObjectNotFound
+from batchinfer.core.errors import BatchinferError, ConfigError, ObjectNotFound
 from batchinfer.core.records import FORMAT_VERSION, Record
 from batchinfer.storage import Store
+
+_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
+"""Ids of launches, as `new_id` makes them."""
 
 
 class LaunchRecord(Record, frozen=True, kw_only=True):
@@ -76,7 +80,11 @@ def forget_launch(store: Store, plan: Plan) -> None:
 
 
 def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
-    """Return a run's launches, the oldest first, and notes about records that cannot be read."""
+    """Return a run's launches, the oldest first, and notes about records that cannot be read.
+
+    Whoever can write to the bucket can write a record. One that names anything but the jobs of its own launch is left
+    out, so that its words reach no command line.
+    """
     infos = {info.key: info for info in store.list(layout.LAUNCHES)}
     found, notes = [], []
     for key, info in infos.items():
@@ -89,6 +97,7 @@ def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
             if submitted in infos:
                 data = store.get(submitted).data
                 handle = codec.decode(data, SubmissionRecord, name=submitted).handle
+            _refuse_strange(key, record, handle)
         except ObjectNotFound:
             continue  # removed since it was listed
         except BatchinferError as error:
@@ -98,3 +107,12 @@ def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
     # The ids of launches of one second differ only in random digits; `at` has milliseconds.
     found.sort(key=lambda launch: (launch.record.at, launch.record.plan.id))
     return found, notes
+
+
+def _refuse_strange(key: str, record: LaunchRecord, handle: dict[str, Any] | None) -> None:
+    plan = record.plan
+    if not _ID.fullmatch(plan.id) or key != layout.launch_key(plan.id):
+        raise ConfigError(f"{key}: is not the record of a launch {plan.id!r}")
+    cluster = find_cluster(record.cluster)
+    if handle is not None:
+        cluster.check_handle(plan, handle)

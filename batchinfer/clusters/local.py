@@ -35,6 +35,7 @@ from batchinfer.clusters import (
     check_secrets_here,
     command_words,
     make_log_folder,
+    strange_handle,
 )
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
@@ -133,6 +134,11 @@ class Local:
                 continue  # it has ended meanwhile
             except PermissionError as error:
                 raise ConfigError(f"its process {pid} belongs to another user") from error
+
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
+        """See `Cluster`. Processes are found by the folder, which is named after the launch."""
+        if Path(str(handle.get("folder"))).name != plan.id:
+            raise strange_handle(plan)
 
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """See `Cluster`. It runs `cancel`: a pattern for `pkill` would also match an editor of the launch's logs."""

@@ -18,6 +18,7 @@ from batchinfer.clusters import (
     OutcomeUnknown,
     Plan,
     check_length,
+    strange_handle,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -93,6 +94,12 @@ class Ray:
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"ray: {error}") from error
 
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
+        """See `Cluster`. Only the cluster of this environment is asked, whatever the record says."""
+        address = _address({})
+        if handle.get("job") != _job_name(plan) or handle.get("address") != address:
+            raise strange_handle(plan)
+
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """See `Cluster`."""
         return shlex.join(["ray", "job", "stop", "--address", handle["address"], handle["job"]])
@@ -109,9 +116,13 @@ def _job(plan: Plan) -> dict[str, Any]:
     return {
         "entrypoint": _DRIVER,
         # The id is a part of the dashboard's URLs.
-        "submission_id": f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.name)}-{plan.id}",
+        "submission_id": _job_name(plan),
         "runtime_env": {"env_vars": {"BATCHINFER_PLAN": text, **plan.environment}},
     }
+
+
+def _job_name(plan: Plan) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.name)}-{plan.id}"
 
 
 def _address(options: dict[str, str]) -> str:

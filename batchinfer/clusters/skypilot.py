@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batchinfer.cli.shell import quote
 from batchinfer.clusters import (
     CANCELLED,
     DONE,
@@ -31,6 +32,7 @@ from batchinfer.clusters import (
     check_secrets_here,
     command_words,
     run_client,
+    strange_handle,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -60,7 +62,7 @@ class SkyPilot:
     options = {
         "template": "task file of the workers (default: worker.yaml; with a pool, examples/skypilot/pool-job.yaml)",
         "pool": "run on the machines of this pool",
-        "pool-workers": "make the pool first, of so many machines; `stop --cancel` takes it down again",
+        "pool-workers": "make the pool first, of so many machines; it stays up until you take it down",
         "pool-template": "task file of a pool that is made (default: examples/skypilot/pool.yaml)",
         "infra": "where, as in aws/us-east-1 or k8s/context",
         "extra": "what to install on the machines: vllm (default), cpu, or vllm,gcs for a bucket on Google",
@@ -116,8 +118,21 @@ class SkyPilot:
         return found
 
     def cancel(self, handle: dict[str, Any]) -> None:
+        """See `Cluster`. Jobs of another name stay, and so does a pool: its name is only what the record says."""
+        _call("cancel", {"jobs": handle["jobs"], "name": handle["name"]})
+        if pool := handle.get("made_pool"):
+            raise ConfigError(
+                f"its jobs are cancelled; a pool that was made for them stays up: "
+                f"sky jobs pool down -y -- {quote(pool)}"
+            )
+
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        _call("cancel", {"jobs": handle["jobs"], "made_pool": handle.get("made_pool", "")})
+        jobs = handle.get("jobs")
+        are_ids = isinstance(jobs, list) and jobs and all(type(job) is int for job in jobs)
+        is_pool = isinstance(handle.get("made_pool", ""), str)
+        if not are_ids or not is_pool or handle.get("name") != f"{plan.name}-{plan.id}":
+            raise strange_handle(plan)
 
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """See `Cluster`. A pool can only be taken down when its jobs have ended."""

@@ -111,13 +111,13 @@ def queue(asked: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def cancel(asked: dict[str, Any]) -> list[int]:
-    """Cancel the jobs, and take the pool down that was made for them. Jobs that have ended are left as they are."""
+    """Cancel those of the jobs that have the name of the launch. Jobs that have ended are left as they are."""
     import sky
 
-    sky.get(sky.jobs.cancel(job_ids=asked["jobs"]))
-    if asked["made_pool"]:
-        _take_down(asked["made_pool"])
-    jobs: list[int] = asked["jobs"]
+    records = sky.get(sky.jobs.queue_v2(refresh=False, job_ids=asked["jobs"]))[0]
+    jobs = [one.job_id for one in records if one.job_name == asked["name"]]
+    if jobs:
+        sky.get(sky.jobs.cancel(job_ids=jobs))
     return jobs
 
 

@@ -27,6 +27,7 @@ from batchinfer.clusters import (
     log_folder,
     make_log_folder,
     run_client,
+    strange_handle,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -146,7 +147,12 @@ class Slurm:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        run_client(["scancel", str(handle["job"])])
+        run_client(["scancel", "--", str(handle["job"])])
+
+    def check_handle(self, plan: Plan, handle: dict[str, Any]) -> None:
+        """See `Cluster`."""
+        if re.fullmatch(r"[0-9]{1,18}", str(handle.get("job"))) is None:
+            raise strange_handle(plan)
 
     def cancel_command(self, handle: dict[str, Any]) -> str:
         """See `Cluster`."""

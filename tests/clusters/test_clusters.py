@@ -30,7 +30,10 @@ from batchinfer.clusters import (
     find_cluster,
 )
 from batchinfer.clusters.kubernetes import job_name
+from batchinfer.clusters.launches import find_launches, record_launch, record_submission
 from batchinfer.core.errors import ConfigError
+from batchinfer.runs.launched import cancel_launches
+from batchinfer.storage.opening import open_store
 
 ROOT = Path(__file__).parents[2]
 HARD = (
@@ -125,7 +128,7 @@ def test_options_that_are_too_long_to_start_a_worker_are_refused(
         (
             "kubernetes",
             {"job": "a", "namespace": "b"},
-            "kubectl delete job a --ignore-not-found --wait=false --namespace b",
+            "kubectl delete job --ignore-not-found --wait=false --namespace b -- a",
         ),
         ("skypilot", {"jobs": [4, 5]}, "sky jobs cancel -y 4 5"),
         (
@@ -153,6 +156,55 @@ def test_an_unknown_cluster_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError) as raised:
         find_cluster("slrum")
     assert "did you mean 'slurm'?" in raised.value.message
+
+
+STRANGE = [
+    ("slurm", {"job": "--me"}),
+    ("slurm", {"job": ""}),
+    ("slurm", {}),
+    ("kubernetes", {"job": "--all", "namespace": "production"}),
+    ("kubernetes", {"job": job_name(PLAN), "namespace": "--all-namespaces"}),
+    ("kubernetes", {"job": ["--all"]}),
+    ("skypilot", {"jobs": ["--all"], "name": f"label-{PLAN.id}"}),
+    ("skypilot", {"jobs": 4, "name": f"label-{PLAN.id}"}),
+    ("skypilot", {"jobs": [4], "name": "payroll"}),
+    ("ray", {"job": "payroll", "address": "http://127.0.0.1:8265"}),
+    ("ray", {"job": f"label-{PLAN.id}", "address": "http://elsewhere"}),
+    ("local", {"folder": "/"}),
+]
+
+
+@pytest.mark.parametrize(("name", "handle"), STRANGE)
+def test_a_record_names_nothing_but_the_jobs_of_its_own_launch(
+    name: str, handle: dict[str, Any], tmp_path: Path
+) -> None:
+    """A record is data of whoever can write to the bucket; it was `kubectl delete job --all` once."""
+    store = open_store(str(tmp_path))
+    record_launch(store, name, PLAN, 0.0)
+    record_submission(store, PLAN, handle, 0.0)
+    found, (note,) = find_launches(store)
+    assert found == []
+    assert "jobs that it cannot have submitted" in note
+    assert cancel_launches(store) == [note]
+
+
+@pytest.mark.parametrize("launch", ["--all", "20261122-101112-AB12", "20261122-101112-ab12 x"])
+def test_a_record_whose_id_no_launch_would_have_is_left_out(launch: str, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    record_launch(store, "slurm", plan(id=launch), 0.0)
+    found, (note,) = find_launches(store)
+    assert found == []
+    assert "is not the record of a launch" in note
+
+
+def test_jobs_of_skypilot_with_another_name_are_not_cancelled(
+    fake_sky: Callable[[], list[list[Any]]],
+) -> None:
+    cluster = find_cluster("skypilot")
+    cluster.submit(plan(name="payroll"))
+    fake_sky()
+    cluster.cancel({"jobs": [4, 5, 6], "name": f"label-{PLAN.id}"})
+    assert fake_sky() == []
 
 
 RANKS = plan(words="--output s3://bucket/job -- 's3://raw/a b.jsonl'", what="split", gpu="none")
@@ -247,7 +299,7 @@ def test_slurm_is_asked_and_cancelled_by_the_jobs_id(clients: Path, tmp_path: Pa
         2: "waiting",
     }
     cluster.cancel(handle)
-    assert (clients / "scancel.calls").read_text() == "4711\n"
+    assert (clients / "scancel.calls").read_text() == "-- 4711\n"
 
 
 def test_directives_of_slurm_may_hold_blanks_and_quotes(clients: Path, tmp_path: Path) -> None:
@@ -510,7 +562,7 @@ def test_jobs_of_skypilot_are_submitted_seen_and_cancelled(
     assert {seen.state for seen in cluster.look(handle, 3).values()} == {"cancelled"}
 
 
-def test_a_pool_of_skypilot_is_made_if_asked_and_taken_down_with_the_jobs(
+def test_a_pool_of_skypilot_is_made_if_asked(
     fake_sky: Callable[[], list[list[Any]]],
 ) -> None:
     cluster = find_cluster("skypilot")
@@ -529,8 +581,9 @@ def test_a_pool_of_skypilot_is_made_if_asked_and_taken_down_with_the_jobs(
     assert [call[0] for call in fake_sky()] == ["launch"]
     cluster.cancel(second)
     assert [call[0] for call in fake_sky()] == ["cancel"]
-    cluster.cancel(handle)
-    assert [call[0] for call in fake_sky()] == ["cancel", "pool_down"]
+    with pytest.raises(ConfigError, match="stays up: sky jobs pool down -y -- warm"):
+        cluster.cancel(handle)
+    assert [call[0] for call in fake_sky()] == ["cancel"]
 
 
 def test_a_pool_is_taken_down_again_if_its_jobs_are_refused(

@@ -503,12 +503,14 @@ def test_a_second_launch_waits_for_the_first_to_be_recorded(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
     run = str(job / "runs/a")
-    plan = Plan(id="first", name="x", workers=1, job=str(job), run=run, model="", words="")
+    plan = Plan(
+        id="20261122-101112-ab12", name="x", workers=1, job=str(job), run=run, model="", words=""
+    )
     store = open_store(run)
     record_launch(store, "local", plan, SystemClock().now())
     done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
     assert done.status == 2
-    assert "the launch first has been under way for" in done.err
+    assert "the launch 20261122-101112-ab12 has been under way for" in done.err
     (found,), _ = find_launches(store)
     assert found.handle is None
 
@@ -534,20 +536,25 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
     """The other one is recorded when this one has checked everything; it may even be submitted by then."""
     run = str(job / "runs/a")
     store, now = open_store(run), SystemClock().now()
-    other = Plan(id="other", name="x", workers=1, job=str(job), run=run, model="", words="")
+    other = Plan(
+        id="20261122-101112-ab12", name="x", workers=1, job=str(job), run=run, model="", words=""
+    )
 
     def after_the_other(*arguments: Any) -> None:
         record_launch(store, "local", other, now)
         if is_submitted:
-            record_submission(store, other, {"folder": "x"}, now)
+            record_submission(store, other, {"folder": "x/20261122-101112-ab12"}, now)
         record_launch(*arguments)
 
     monkeypatch.setattr(launching, "record_launch", after_the_other)
     done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
     assert done.status == 2
-    assert "another launch was made meanwhile (other), so this one submitted nothing" in done.err
+    assert (
+        "another launch was made meanwhile (20261122-101112-ab12), so this one submitted nothing"
+        in done.err
+    )
     (found,), _ = find_launches(store)
-    assert found.record.plan.id == "other"
+    assert found.record.plan.id == "20261122-101112-ab12"
     assert not Path("batchinfer-launches").exists()
 
 
