@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
-from batchinfer.check.task_file import ERROR, Problem
+from batchinfer.check.steps import ERROR, CheckConfig, CheckWorld, Examination, Problem
 from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.origins import origins_in
 from batchinfer.cli.run_options import fields_of, run_options, value_of
@@ -24,7 +22,7 @@ from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.core.prices import Prices, listed_accelerators
+from batchinfer.core.prices import Prices
 from batchinfer.split.command import parse_delimiter
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
@@ -75,7 +73,6 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
         sampling=attempt(sampling_config),
         run_seed=attempt(partial(value_of, "seed")),
         checkpoint_seconds=options["checkpoint_seconds"],
-        task_files=list(options["task_files"]),
         gpu=options["gpu"] or "",
         rate=options["rate"],
         rate_from=options["rate_from"] or "",
@@ -136,14 +133,9 @@ def tell(result: dict[str, Any]) -> None:
     help="As in split: the character between the fields of SOURCE's CSV.",
 )
 @click.option(
-    "--yaml",
-    "task_files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Task file for SkyPilot, e.g. worker.yaml; may be repeated.",
-)
-@click.option(
-    "--gpu", metavar="NAME[:N]", help="GPUs of one worker, for the memory sums: L4, H100:8."
+    "--gpu",
+    metavar="NAME[:N]",
+    help="GPUs of one worker, for the memory sums: L4, H100:8; or alternatives, as in L4,A100.",
 )
 @click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
 @click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
@@ -170,7 +162,7 @@ def tell(result: dict[str, Any]) -> None:
 def command(**options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.
 
-    Looks at the configuration, task files, credentials (a probe object is written to --output and removed), the
+    Looks at the configuration, credentials (a probe object is written to --output and removed), the
     model's files, prompts of some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
     """
     from batchinfer.engines.models import describe_model
@@ -184,7 +176,6 @@ def command(**options: Any) -> dict[str, Any]:
         describe_model=describe_model,
         load_tokenizer=tokenizer_for,
         prices=Prices(options["price_per_hour"]),
-        accelerators=listed_accelerators(),
         clock=SystemClock(),
     )
     result = run_check(config, world)

@@ -1,11 +1,10 @@
-"""The steps of `check`: task files, options, model, data, storage, prompts, memory, and time and cost."""
+"""The steps of `check`: options, model, data, storage, prompts, memory, and time and cost."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import msgspec
 from batchinfer.check.data import Data, from_assignment, from_sources, synthetic
 from batchinfer.check.estimate import Asked, Measured, give_advice, measure_run
 from batchinfer.check.memory import ask_for_memory, parse_gpu
-from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, ObjectNotFound
@@ -41,6 +39,21 @@ from batchinfer.worker.joining import parsers_in
 from batchinfer.worker.media import MediaFetcher, check_media
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
 
+ERROR, WARNING = "error", "warning"
+
+
+class Problem(Record, frozen=True, kw_only=True):
+    """One problem that `check` has found.
+
+    A problem of level "error" makes `check` fail, and one of level "warning" does not.
+    """
+
+    level: str
+    area: str
+    """What the problem is about: config, storage, model, data, memory or estimate."""
+    message: str
+    hint: str = ""
+
 
 class CheckConfig(Record, frozen=True, kw_only=True):
     """What to check. `engine`, `prompt` or `sampling` is None if its options were wrong and could not be read."""
@@ -57,8 +70,8 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     run_seed: int | None = 0
     checkpoint_seconds: float = 30.0
-    task_files: list[Path] = []
     gpu: str = ""
+    """GPUs of one worker, as in "L4:2"; several with commas between are alternatives, and the model must fit each."""
     rate: float | None = None
     rate_from: str = ""
     workers: int | None = None
@@ -83,7 +96,6 @@ class CheckWorld(Record, frozen=True, kw_only=True):
     describe_model: Callable[[EngineConfig], Any]
     load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
     prices: Prices
-    accelerators: list[str]
     clock: Clock
 
 
@@ -147,8 +159,6 @@ class Examination:
     def run(self) -> dict[str, Any]:
         """Run every step and return the result."""
         config = self.config
-        for path in config.task_files:
-            self.problems += check_task_file(path, self.world.accelerators)
         with self._step("config"):
             self._check_options()
         if config.engine is not None and has_model(config.engine):
@@ -174,17 +184,23 @@ class Examination:
         lengths = None
         with self._step("data"):
             lengths = self._check_prompts()
-        if config.gpu and self.model is not None and config.engine is not None:
+        for gpu in self._gpus:
+            if self.model is None or config.engine is None:
+                break
             with self._step("memory"):
                 answer = config.sampling.max_tokens if config.sampling else None
                 answer = 0 if is_pooling(config.engine.task) else answer
                 memory = ask_for_memory(
-                    config.gpu, self.model, config.engine, lengths.mean if lengths else None, answer
+                    gpu, self.model, config.engine, lengths.mean if lengths else None, answer
                 )
                 self.result["memory"] = msgspec.to_builtins(memory)
         with self._step("estimate"):
             self._estimate()
         return self._sum_up()
+
+    @property
+    def _gpus(self) -> list[str]:
+        return self.config.gpu.split(",") if self.config.gpu else []
 
     @contextlib.contextmanager
     def _step(self, area: str) -> Iterator[None]:
@@ -216,9 +232,9 @@ class Examination:
         from batchinfer.formats import encoder_for
 
         config = self.config
-        if config.gpu:
+        for gpu in self._gpus:
             with self._step("config"):
-                parse_gpu(config.gpu)
+                parse_gpu(gpu)
         if config.engine is not None:
             with self._step("config"):
                 check_engine(config.engine)
@@ -326,6 +342,13 @@ class Examination:
             self._problem(ERROR, "config", error.message, error.hint)
             # The columns and prompts can still be checked if only the sampling options are wrong.
             builder = self._make_builder(config.prompt, Sampling(), tokenizer, room, name)
+        if data.job is not None and (config.workers or 0) > data.job.num_workers:
+            self._problem(
+                ERROR,
+                "data",
+                f"--workers {config.workers}: the job has {units.many(data.job.num_workers, 'worker manifest')}",
+                f"start fewer, or split again with --num-workers {config.workers}",
+            )
         if data.job is not None:
             with self._step("data"):
                 check_columns(
@@ -406,7 +429,7 @@ class Examination:
             return
         name, count = (measured.accelerator, measured.gpus) if measured else ("", 1)
         if config.gpu:
-            name, gpus = parse_gpu(config.gpu)
+            name, gpus = parse_gpu(self._gpus[0])
             count = len(gpus)
         machine = Machine(
             cloud="", region="", accelerator=name, gpus=count, is_spot=bool(config.is_spot)

@@ -51,7 +51,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "launch": CommandEntry(
         "batchinfer.pipeline.launch",
-        "Start workers on machines, through SkyPilot, Slurm, Kubernetes, Ray or here.",
+        "Start workers on machines, through SkyPilot, Slurm or Kubernetes.",
     ),
     "status": CommandEntry(
         "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
@@ -222,15 +222,13 @@ def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue
     Raises:
         ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
     """
-    import yaml
-
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(path.read_text(encoding="utf-8"), f"--config {path}")
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
     if loaded is None:
         return {}
@@ -255,6 +253,28 @@ def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue
         else:
             _put(values, options, path, str(key), value, str(key))
     return values
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parse YAML whose values are all texts, numbers, truth values, lists and mappings.
+
+    Raises:
+        ConfigError: It is no YAML, or has other values, such as a date, `!!set` or `!!binary`. The message begins with
+            `name`.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
+        json.dumps(loaded)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name}: not readable as YAML ({error})") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: has a value that is no text, number, list or mapping ({error})",
+            hint="write dates in quotes, and no tags such as !!set",
+        ) from error
+    return loaded
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:

@@ -170,7 +170,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.check.steps import CheckWorld
     from batchinfer.core.clock import SystemClock
-    from batchinfer.core.prices import Prices, listed_accelerators
+    from batchinfer.core.prices import Prices
     from batchinfer.engines.models import describe_model
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.pipeline.steps import WorkFolder
@@ -186,7 +186,6 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
         describe_model=describe_model,
         load_tokenizer=tokenizer_for,
         prices=Prices(None),
-        accelerators=listed_accelerators(),
         clock=clock,
     )
     work = WorkFolder(config, open_store, clock)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from batchinfer.check.command import run_check
-from batchinfer.check.steps import CheckConfig, CheckWorld, differences
-from batchinfer.check.task_file import ERROR
+from batchinfer.check.steps import ERROR, CheckConfig, CheckWorld, differences
 from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of

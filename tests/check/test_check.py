@@ -79,6 +79,25 @@ def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Checker, job
     assert "prompt tokens" in shown
 
 
+def test_a_model_must_fit_each_of_several_gpus(check: Checker, job: str) -> None:
+    options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt", "--gpu")
+    assert check(*options, "T4,L4")[0] == 0
+    status, result, _ = check(*options, "L4,L44,L55")
+    assert status == 2
+    assert [message.partition(" is")[0] for message in messages(result)] == [
+        "--gpu: 'L44'",
+        "--gpu: 'L55'",
+    ]
+
+
+def test_more_workers_than_manifests_are_an_error(check: Checker, job: str) -> None:
+    options = ("--job", job, "--engine", "echo", "--prompt-column", "prompt", "--workers")
+    assert check(*options, "1")[0] == 0
+    status, result, _ = check(*options, "9")
+    assert status == 2
+    assert "--workers 9: the job has" in messages(result)[0]
+
+
 def test_a_length_beyond_the_models_is_an_error(check: Checker, job: str) -> None:
     options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt")
     status, result, _ = check(*options, "--max-model-len", "100000")
@@ -89,18 +108,16 @@ def test_a_length_beyond_the_models_is_an_error(check: Checker, job: str) -> Non
 
 
 def test_all_problems_come_at_once(check: Checker, tmp_path: Path) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text("run: x\nenvs: {HF_TOKEN: null}\n")
     (tmp_path / "file").write_text("in the way")
     status, result, shown = check(
         *("--job", str(tmp_path / "nothing"), "--output", str(tmp_path / "file" / "run")),
         *("--model", "./nowhere", "--gpu", "L44", "--seed", "x"),
-        *("--chat-template-kwargs", "[", "--sampling", "temperature=cold", "--yaml", str(task)),
+        *("--chat-template-kwargs", "[", "--sampling", "temperature=cold"),
     )
     assert (status, result["status"]) == (2, "PROBLEMS")
     found = messages(result)
     for part in (
-        *("HF_TOKEN", "./nowhere", "L44", "--seed", "--chat-template-kwargs"),
+        *("./nowhere", "L44", "--seed", "--chat-template-kwargs"),
         *("temperature", "nothing", str(tmp_path / "file")),
     ):
         assert any(part in message for message in found), (part, found)

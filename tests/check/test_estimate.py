@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from batchinfer.check.estimate import (
     Asked,
@@ -18,9 +15,8 @@ from batchinfer.check.estimate import (
     workers_for,
 )
 from batchinfer.check.memory import ask_for_memory, parse_gpu
-from batchinfer.check.task_file import Problem, check_task_file
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.prices import Price, listed_accelerators
+from batchinfer.core.prices import Price
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 
@@ -121,120 +117,3 @@ def test_memory_that_is_not_enough_is_said_with_its_sums() -> None:
 def test_unknown_gpu_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpu"):
         parse_gpu(text)
-
-
-# --------------------------------------------------------------------------- task files
-
-GOOD: dict[str, Any] = {
-    "name": "x",
-    "envs": {"DATA": "./here.txt", "NEEDED": None},
-    "secrets": {"HF_TOKEN": ""},
-    "file_mounts": {"/a.txt": "${DATA}", "/b": {"source": "s3://b/c", "mode": "MOUNT"}},
-    "resources": {
-        "accelerators": {"L4:1": None, "A100-80GB": 2},
-        "any_of": [{"use_spot": True}, {"use_spot": False}],
-        "job_recovery": {
-            "strategy": "EAGER_NEXT_REGION",
-            "max_restarts_on_errors": 3,
-            "recover_on_exit_codes": [33, 34, 75],
-        },
-    },
-    "run": "batchinfer worker",
-}
-
-
-@pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here.txt").write_text("")
-
-    def check(change: dict[str, Any], *without: str) -> list[Problem]:
-        task = {name: value for name, value in {**GOOD, **change}.items() if name not in without}
-        path = tmp_path / "task.yaml"
-        path.write_text(yaml.safe_dump(task))
-        return check_task_file(path, listed_accelerators())
-
-    return check
-
-
-def test_good_task_has_no_problems(check: Any) -> None:
-    assert check({}) == []
-
-
-@pytest.mark.parametrize("name", ["worker.yaml", "dev.yaml", "pool.yaml", "pool-job.yaml"])
-def test_the_repository_s_own_files_have_no_problems(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    path = next(path for path in REPOSITORY.glob(f"**/{name}") if ".venv" not in str(path))
-    assert check_task_file(path, listed_accelerators()) == []
-
-
-def with_resources(**change: Any) -> dict[str, Any]:
-    return {"resources": {**GOOD["resources"], **change}}
-
-
-def with_recovery(**change: Any) -> dict[str, Any]:
-    return with_resources(job_recovery={**GOOD["resources"]["job_recovery"], **change})
-
-
-OTHER_RECOVERY = {**GOOD["resources"]["job_recovery"], "strategy": "FAILOVER"}
-CACHED = {"source": "s3://b/o", "mode": "MOUNT_CACHED"}
-TRANSFERS = {**CACHED, "config": {"mount_cached": {"transfers": 4}}}
-
-
-@pytest.mark.parametrize(
-    ("change", "level", "message"),
-    [
-        ({"filemounts": {}}, "error", "'filemounts'.*did you mean file_mounts"),
-        (with_recovery(max_restart_on_errors=1), "error", "'max_restart_on_errors'.*did you mean"),
-        (with_recovery(recover_on_exit_codes=[33, 34, 75, 137]), "error", "137.*for ever"),
-        (with_recovery(recover_on_exit_codes=[2, 33, 34, 75]), "error", "exit code 2"),
-        (with_recovery(recover_on_exit_codes=33), "warning", "lacks 34, 75"),
-        (with_recovery(strategy="EAGER_REGION"), "error", "unknown strategy"),
-        (
-            with_resources(any_of=[{"job_recovery": OTHER_RECOVERY}, {}]),
-            "error",
-            "differs between",
-        ),
-        (with_resources(ordered=[]), "error", "exclude each other"),
-        (with_resources(accelerators="H1000:1"), "warning", "'H1000'.*did you mean"),
-        (with_resources(accelerators="$GPU"), "error", r"\$GPU is not substituted"),
-        (
-            {"file_mounts": {"/m.txt": "$DATA_METADATA"}},
-            "error",
-            r"\$DATA_METADATA is not declared",
-        ),
-        ({"file_mounts": {"/m.txt": "./gone.txt"}}, "error", "gone.txt does not exist"),
-        ({"file_mounts": {"/m.txt": "$NEEDED/x"}}, "", ""),
-        ({"envs": {"DATA": ""}}, "error", "empty"),
-        ({"workdir": "./gone"}, "error", "workdir: ./gone"),
-        ({"envs": {**GOOD["envs"], "HF_TOKEN": None}}, "error", "envs.HF_TOKEN"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, "error", "stands in the file"),
-        ({"secrets": {"HF_TOKEN": None}}, "warning", "--secret HF_TOKEN"),
-        ({"file_mounts": {"/o": TRANSFERS}}, "error", "before its output"),
-        ({"file_mounts": {"/o": CACHED}}, "warning", "is lost"),
-        ({"pool": {"workers": 2}}, "error", "`run` in a pool"),
-        ({"num_nodes": 0}, "error", "num_nodes: 0, expected"),
-        ({"num_nodes": 2}, "warning", "num_nodes: 2, but.*--headless"),
-        ({"num_nodes": 2, "run": "bash scripts/skypilot_worker.sh"}, "", ""),
-    ],
-)
-def test_what_skypilot_lets_through_is_found(
-    check: Any, change: dict[str, Any], level: str, message: str
-) -> None:
-    found = check(change)
-    if not level:
-        assert found == []
-        return
-    shown = [f"{one.level} {one.message} {one.hint}" for one in found]
-    assert any(re.search(f"^{level} .*{message}", text) for text in shown), shown
-    assert len(found) == 1, shown
-
-
-def test_unreadable_task_file_is_one_problem(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("a: [")
-    (tmp_path / "list.yaml").write_text("- a")
-    for name in ("bad.yaml", "list.yaml", "gone.yaml"):
-        [problem] = check_task_file(tmp_path / name)
-        assert problem.level == "error"

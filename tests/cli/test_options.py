@@ -165,7 +165,7 @@ def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> N
 def test_help_of_check_begins_with_its_own_options() -> None:
     text = help_of("check")
     own = text.partition("\nOptions:")[2].partition("What a first run needs:")[0]
-    assert {"--yaml", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
+    assert {"--gpu", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
     assert "--show-config" not in text
 
 

@@ -114,6 +114,27 @@ def test_a_wrong_value_is_said_to_be_from_the_file_or_the_variable(
     assert "hint: the value is from the environment variable BATCHINFER_WORKER_MAX_TOKENS" in error
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens: !!set {a}",
+        "stop: !!binary aGk=",
+        "stop: 2026-11-22",
+        "stop: &a [*a]",
+        "? !!binary aGk=\n: 3",
+    ],
+)
+def test_values_that_only_yaml_has_are_refused_without_a_traceback(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert main(["worker", "--job", "j", "--config", str(path), "--show-config"]) == 2
+    error = capsys.readouterr().err
+    assert f"--config {path}: " in error
+    assert "Traceback" not in error
+
+
 WRONG = [
     (["check", "a.jsonl"], "engine: {load-timeout-seconds: 0}", "--load-timeout-seconds"),
     (["worker", "--job", "job"], "engine: {replicas: many}", "--replicas"),
@@ -123,7 +144,7 @@ WRONG = [
     (["check", "a.jsonl", "--prompt-column", "text"], "sampling: {top-p: 3}", "--top-p"),
     (["run", "a.jsonl", "-o", "b.jsonl"], "sampling: {sampling: {min_tokens: -1}}", "--sampling"),
     (["run", "a.jsonl", "-o", "b.jsonl"], "sampling: {sampling: {min_p: low}}", "--sampling"),
-    (["launch", "job", "--run", "r", "--on", "local"], "launch: {gpu: 'L4:x'}", "--gpu"),
+    (["launch", "job", "--run", "r", "--on", "slurm"], "launch: {gpu: 'L4:x'}", "--gpu"),
     (["split", "a.jsonl", "--output", "job"], "split: {columns: ','}", "--columns"),
 ]
 
