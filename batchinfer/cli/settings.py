@@ -51,7 +51,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "launch": CommandEntry(
         "batchinfer.pipeline.launch",
-        "Start workers on machines, through SkyPilot, Slurm, Kubernetes, Ray or here.",
+        "Start workers on machines, through SkyPilot, Slurm or Kubernetes.",
     ),
     "status": CommandEntry(
         "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
@@ -285,15 +285,13 @@ def _load(path: Path) -> dict[Any, Any]:
     Raises:
         ConfigError: the file cannot be read as one.
     """
-    import yaml
-
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(path.read_text(encoding="utf-8"), f"--config {path}")
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
     if loaded is None:
         return {}
@@ -301,6 +299,28 @@ def _load(path: Path) -> dict[Any, Any]:
         raise ConfigError(
             f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
         )
+    return loaded
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parse YAML whose values are all texts, numbers, truth values, lists and mappings.
+
+    Raises:
+        ConfigError: It is no YAML, or has other values, such as a date, `!!set` or `!!binary`. The message begins with
+            `name`.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
+        json.dumps(loaded)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name}: not readable as YAML ({error})") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: has a value that is no text, number, list or mapping ({error})",
+            hint="write dates in quotes, and no tags such as !!set",
+        ) from error
     return loaded
 
 

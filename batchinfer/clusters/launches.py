@@ -1,54 +1,45 @@
-"""Records of launches below a run: what was to be submitted, and what was submitted.
+"""Records of launches below a run, launches/<id>.json: who is to be started where, written before it is submitted.
 
-`launches/<id>.json` is created before anything is submitted, and `launches/<id>.submitted.json` afterwards. A launch
-with only the first is being submitted or was killed meanwhile; what it submitted is not known.
+Whoever can write to the bucket can write such a record, so it is read as data: see `LaunchRecord`.
 """
 
 from __future__ import annotations
 
 import secrets
+import socket
 import time
-from typing import Any, NamedTuple
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from batchinfer.clusters import Plan
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import iso_utc
-from batchinfer.core.errors import BatchinferError, ObjectNotFound
+from batchinfer.core.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.core.records import FORMAT_VERSION, Record
 from batchinfer.storage import Store
 
 
 class LaunchRecord(Record, frozen=True, kw_only=True):
-    """Content of launches/<id>.json."""
+    """Content of launches/<id>.json. Only `id` reaches a command line, and decoding checks how it is spelled."""
 
-    format_version: int
+    format_version: int = FORMAT_VERSION
+    id: Annotated[str, Meta(pattern=r"\A[0-9]{8}-[0-9]{6}-[0-9a-f]{4}\Z")]
     at: str
-    cluster: str
-    plan: Plan
-
-
-class SubmissionRecord(Record, frozen=True, kw_only=True):
-    """Content of launches/<id>.submitted.json."""
-
-    format_version: int
-    at: str
-    handle: dict[str, Any]
-    """What names the workers in the cluster."""
-
-
-class FoundLaunch(NamedTuple):
-    """A launch of a run. `handle` is None if it is not known what was submitted."""
-
-    record: LaunchRecord
-    handle: dict[str, Any] | None
-    created: float
-    """Unix seconds by storage's clock."""
+    host: str
+    """Machine on which `launch` ran."""
+    on: Literal["skypilot", "slurm", "kubernetes"]
+    namespace: str
+    """Namespace of Kubernetes, for people: where to look, the options of those who look say."""
+    workers: Annotated[int, Meta(ge=1, le=100_000)]
+    gpu: str
+    replaces: list[str]
+    """Ids of lost workers of earlier launches in whose place some of these are started."""
 
     @property
     def worker_ids(self) -> list[str]:
         """Ids of the launch's workers, by rank."""
-        plan = self.record.plan
-        return [layout.launched_worker(plan.id, rank) for rank in range(plan.workers)]
+        return [layout.launched_worker(self.id, rank) for rank in range(self.workers)]
 
 
 def new_id(now: float) -> str:
@@ -56,18 +47,11 @@ def new_id(now: float) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
 
 
-def record_launch(store: Store, cluster: str, plan: Plan, now: float) -> None:
+def record_launch(store: Store, plan: Plan, replaces: list[str], now: float) -> None:
     """Create the record of a launch, before anything is submitted."""
-    record = LaunchRecord(
-        format_version=FORMAT_VERSION, at=iso_utc(now), cluster=cluster, plan=plan
-    )
+    shared = {name: getattr(plan, name) for name in ("id", "on", "namespace", "workers", "gpu")}
+    record = LaunchRecord(**shared, at=iso_utc(now), host=socket.gethostname(), replaces=replaces)
     store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
-
-
-def record_submission(store: Store, plan: Plan, handle: dict[str, Any], now: float) -> None:
-    """Create the record of what was submitted."""
-    record = SubmissionRecord(format_version=FORMAT_VERSION, at=iso_utc(now), handle=handle)
-    store.create(layout.submission_key(plan.id), codec.encode_pretty(record))
 
 
 def forget_launch(store: Store, plan: Plan) -> None:
@@ -75,26 +59,21 @@ def forget_launch(store: Store, plan: Plan) -> None:
     store.delete([layout.launch_key(plan.id)])
 
 
-def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
-    """Return a run's launches, the oldest first, and notes about records that cannot be read."""
-    infos = {info.key: info for info in store.list(layout.LAUNCHES)}
-    found, notes = [], []
-    for key, info in infos.items():
-        if key.endswith(".submitted.json"):
-            continue
+def find_launches(store: Store) -> tuple[dict[str, tuple[LaunchRecord, float]], list[str]]:
+    """Return a run's launches by id, the oldest first, and notes about records that cannot be read.
+
+    Each launch comes with the time at which it was recorded, in Unix seconds by storage's clock.
+    """
+    found: dict[str, tuple[LaunchRecord, float]] = {}
+    notes = []
+    for info in sorted(store.list(layout.LAUNCHES), key=lambda one: one.key):
         try:
-            record = codec.decode(store.get(key).data, LaunchRecord, name=key)
-            submitted = layout.submission_key(record.plan.id)
-            handle = None
-            if submitted in infos:
-                data = store.get(submitted).data
-                handle = codec.decode(data, SubmissionRecord, name=submitted).handle
+            record = codec.decode(store.get(info.key).data, LaunchRecord, name=info.key)
+            if info.key != layout.launch_key(record.id):
+                raise InputError(f"is not the record of {record.id}")
+            found[record.id] = (record, info.modified)
         except ObjectNotFound:
             continue  # removed since it was listed
         except BatchinferError as error:
-            notes.append(f"{key}: cannot be read, left out ({error.message})")
-            continue
-        found.append(FoundLaunch(record, handle, info.modified))
-    # The ids of launches of one second differ only in random digits; `at` has milliseconds.
-    found.sort(key=lambda launch: (launch.record.at, launch.record.plan.id))
+            notes.append(f"{info.key}: cannot be read, left out ({error.message})")
     return found, notes

@@ -235,11 +235,6 @@ def launch_key(launch_id: str) -> str:
     return f"{LAUNCHES}{launch_id}.json"
 
 
-def submission_key(launch_id: str) -> str:
-    """Key of the record of what was submitted for a launch, written afterwards."""
-    return f"{LAUNCHES}{launch_id}.submitted.json"
-
-
 def launched_worker(launch_id: str, rank: int) -> str:
     """Id of the worker of one rank, counted from 0, of a launch.
 

@@ -136,8 +136,3 @@ def _table() -> dict[str, Any]:
     text = importlib.resources.files("batchinfer.core").joinpath("prices.yaml").read_text()
     table: dict[str, Any] = yaml.safe_load(text)
     return table
-
-
-def listed_accelerators() -> list[str]:
-    """SkyPilot's names of the accelerators in the package's price table."""
-    return list(_table()["gpus"])

@@ -1,452 +1,301 @@
-"""The steps of `launch`: check everything, record the launch in the run, submit the workers."""
+"""The steps of `launch`: check everything, record the launch in the run, submit the workers, watch them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
-from batchinfer.check.command import make_config, run_check, tell
-from batchinfer.check.steps import CheckWorld
+from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.settings import without_secrets
 from batchinfer.cli.shell import in_bash, quote
-from batchinfer.clusters import (
-    WORKER,
-    Cluster,
-    OutcomeUnknown,
-    Plan,
-    check_cluster_options,
-    find_cluster,
-    jobs_command,
-)
-from batchinfer.clusters.launches import (
-    FoundLaunch,
-    find_launches,
-    forget_launch,
-    new_id,
-    record_launch,
-    record_submission,
-)
+from batchinfer.cli.terminal import say
+from batchinfer.clusters import Plan, find_cluster, name_of
+from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
+from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
-from batchinfer.core.clock import Clock
-from batchinfer.core.errors import BatchinferError, ConfigError, InputError
-from batchinfer.core.prices import accelerator_count
-from batchinfer.core.records import Job, Record
-from batchinfer.core.redaction import redact
-from batchinfer.ledger.jobs import OpenStore, load_job
-from batchinfer.ledger.spending import describe_machine
-from batchinfer.pipeline.splitting import DataSet
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
+from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
-from batchinfer.storage.opening import join_url, local_path, split_url
+from batchinfer.storage.opening import check_writable, open_store, split_url
 
 logger = logging.getLogger(__name__)
 
-LAUNCHING_SECONDS = 900.0
-"""Seconds for which a launch without a record of what it submitted counts as under way, not as killed."""
+WATCH_SECONDS = 30.0
+MOST_RESTARTS = 5
+"""Restarts in a row without a finished row after which `watch` gives up. Each waits twice as long as the one before."""
+MOST_LOOKS = 60
+"""Attempts at a look of `watch`."""
+_FOLDERS = ("model", "lora", "media_root", "server_args")
+"""Parameters of the worker that may name a folder of this machine, which a machine elsewhere does not see."""
+_STOPPED = "is stopped, so workers would end at once; `batchinfer stop RUN --resume` lets it go on"
+_ENDED = {
+    "done": "is done, so workers have nothing to do",
+    "stopping": _STOPPED,
+    "stopped": _STOPPED,
+}
 
 
-_SHOWN = 5
-_UNITS = {"job": "worker manifest", "data set": "row"}
+def worker_words(options: dict[str, Any]) -> str:
+    """Return the worker's options as words of bash. The contents of files that options name become part of the words.
 
-
-class LaunchConfig(Record, frozen=True, kw_only=True):
-    """Options of `launch` that are not the worker's.
-
-    `workers` is the number of new workers. If it is None, the estimate says how many to start.
-    """
-
-    sources: list[str]
-    """The job; or a data set, whose job is made at `job`."""
-    run: str
-    job: str = ""
-    """Place for the job of a data set. If it is empty, the job goes above the run, if that is at JOB/runs/NAME."""
-    cluster: str
-    workers: int | None = None
-    hours: float | None = None
-    gpu: str = ""
-    is_spot: bool | None = None
-    name: str = "batchinfer"
-    environment: dict[str, str] = {}
-    secrets: list[str] = []
-    options: dict[str, str] = {}
-    is_checked: bool = True
-
-
-def worker_options(options: Mapping[str, Any]) -> str:
-    """Return a worker's options as words of bash. The contents of files that options name become part of the words.
-
-    Options with their default value are left out, and so are those of `OWN`.
+    How the worker's options are declared, only this function knows.
 
     Raises:
         ConfigError: A value cannot be read.
     """
     words = []
     for option in OPTIONS:
-        if option.parameter in options and option.parameter not in OWN:
+        if option.parameter in options and option.parameter not in ("job", "model"):
             for flag, word in option.spell(option.read(options[option.parameter])):
                 words.append(flag if word is None else f"{flag} {in_bash(word)}")
-    return " ".join(words)
+    return " ".join([*words, *map(quote, options.get("server_args", ()))])
 
 
-def outcome_unknown(
-    error: OutcomeUnknown, cluster: Cluster, plan: Plan, then: str
-) -> OutcomeUnknown:
-    """Return the error for workers that may have been submitted. `then` is what to do when those there are ended."""
-    look = jobs_command(cluster, plan)
-    started = "workers" if plan.what == WORKER else "ranks"
-    return OutcomeUnknown(
-        f"{error.message}; the {started} may have been submitted or not",
-        hint=f"look for them: {look}; end those that are there, {then}",
-    )
-
-
-def _absolute(url: str) -> str:
-    """Return a path of this machine as an absolute path, and any other URL without a slash at its end."""
-    if split_url(url)[0] == "file":
-        return str(local_path(url).resolve())
-    return layout.without_slash(url)
-
-
-OWN = ("manifests", "job", "output", "worker_id", "model", "show_config", "preview")
-"""Parameters of the worker that `worker_options` leaves out: `launch` gives them, or they are no use there."""
+def _gib(gpu: str) -> float:
+    """Return the memory of some GPUs, as in H100:8: of several alternatives the model must fit the smallest."""
+    name, _, count = gpu.partition(":")
+    return GPU_GIB.get(name, 0.0) * int(count or 1)
 
 
 class Launch:
-    """One launch: `plan` checks everything, then `submit` hands the workers to the cluster."""
+    """One `batchinfer launch`: `start` checks everything and submits, `watch` starts lost workers again.
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        options: dict[str, Any],
-        *,
-        open_store: OpenStore,
-        world: CheckWorld,
-        clock: Clock,
-    ) -> None:
-        self.config = config
-        self.cluster: Cluster = find_cluster(config.cluster)
+    Args:
+        plan: The launch, as far as its options say it.
+        options: All options of the command.
+        clock: Tells the time.
+    """
+
+    def __init__(self, plan: Plan, options: dict[str, Any], clock: Clock | None = None) -> None:
+        self._asked = plan
         self._options = options
-        self._open_store = open_store
-        self._world = world
-        self._clock = clock
-        self._job_url = ""
-        self._job: Job | None = None
-        self._data: DataSet | None = None
+        self._clock = clock or SystemClock()
+        self._cluster = find_cluster(plan.on)
+        self._store: Store
+        """The run's store; `start` opens it, since a page needs none."""
+        self._began = 0.0
+        """Time of the first plan, in Unix seconds."""
+        self._shares: dict[str, float] = {}
+        """Dollars that each worker of a launch of this process may cost, by the id of the launch."""
         self._known: set[str] = set()
-        """Ids of the run's launches when `plan` looked."""
-        self._asked: dict[str, Any] = options
-        """Options of the workers, with the price that `plan` has found."""
+        """Ids of the run's launches at the last look."""
 
-    def plan(self) -> Plan:
-        """Check everything, and return what to submit. Only a probe object is written, and removed again.
+    def page(self) -> str:
+        """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
+        if not self._asked.workers:
+            raise ConfigError("--workers: is missing", hint="--dry-run looks at no job")
+        return self._cluster.page(self._plan(self._asked.workers, self._options["max_cost"]))
+
+    def start(self) -> dict[str, Any]:
+        """Check everything, and submit new workers and those that were lost. Return the command's result.
 
         Raises:
-            ConfigError: It would not work. What `batchinfer check` finds is printed before.
-            InputError: There is neither a job nor a data set, or another data set's job is at its place.
+            ConfigError: It would not work, or the run needs no worker. What `batchinfer check` finds is printed before.
         """
-        config = self.config
-        check_cluster_options(config.cluster, config.options)
-        self._refuse_nodes()
-        self._find_job()
-        self._asked = self._options | self._price()
-        words = worker_options(self._asked)
-        failed = self._failed(self._launches())
-        workers = self._number(failed)
-        plan = Plan(
-            id=new_id(self._clock.now()),
-            name=config.name,
-            workers=workers,
-            job=_absolute(self._job_url),
-            run=_absolute(config.run),
-            model=self._options["model"] or "",
-            words=words,
-            environment=self._spot() | config.environment,
-            secrets=config.secrets,
-            gpu=config.gpu,
-            is_spot=config.is_spot,
-            options=config.options,
-            replaces=failed[:workers],
-        )
-        self.cluster.check(plan)
+        self._refuse_places()
+        self._cluster.page(self._asked)  # refuses a template that is wrong
+        self._store = open_store(self._asked.run)
+        seen = self._look()
+        state = seen.state if seen else ""
+        if state in _ENDED and not (state == "done" and self._options.get("retry_errors")):
+            raise ConfigError(f"{self._asked.run}: {_ENDED[state]}")
+        lost = [name for launch in seen.launches for name in launch.lost] if seen else []
+        workers = self._check(len(lost)) if self._options["check"] else self._asked.workers
+        result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
+        if workers + len(lost):
+            plan = self._plan(workers + len(lost), self._options["max_cost"])
+            self._submit(plan, lost)
+            result |= {"on": plan.on, "launch": plan.id, "replaces": lost}
+        elif seen is None or not self._options["watch"]:
+            raise ConfigError(
+                "--workers: is missing, and no worker was lost", hint="say --workers N"
+            )
+        return result
+
+    def watch(self) -> dict[str, Any]:
+        """Say how the run goes, and start lost workers again, until the run is done, stopped or has no worker left.
+
+        Raises:
+            PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
+                again and again.
+        """
+        restarts, due, best, said = 0, 0.0, -1, ""
+        while (seen := self._look_until_seen()).state != "done":
+            lost = self._restartable(seen)
+            alive = sum(view.state in ALIVE_STATES for view in seen.workers)
+            coming = sum(launch.coming for launch in seen.launches)
+            finished = seen.rows.done + seen.rows.in_progress
+            text = (
+                f"{seen.state}: {units.count(finished)} of {units.count(seen.rows.total)} rows, "
+                f"{alive} workers at work, {coming} to come, {len(lost)} lost, {units.money(seen.cost.so_far)}"
+            )
+            if text != said:
+                say(text)
+            if seen.state == "stopped" or not (alive or coming or lost):
+                why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
+                raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
+            if finished > best:
+                restarts, best = 0, finished
+            if lost and self._clock.monotonic() >= due:
+                if restarts >= MOST_RESTARTS:
+                    raise NoProgress(
+                        f"{seen.run}: workers were started {restarts} times again, and no row was finished since",
+                        hint=f"see why: batchinfer status {quote(seen.run)}",
+                    )
+                restarts, said = restarts + 1, text
+                due = self._clock.monotonic() + 2**restarts * WATCH_SECONDS
+                self._restart(lost)
+        return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
+
+    # -- what is refused
+
+    def _refuse_places(self) -> None:
+        """Refuse places that cannot be written to, or that workers on machines elsewhere cannot see."""
+        asked = self._asked
+        check_writable(asked.run, option="--run")
+        here = [url for url in (asked.job, asked.run) if split_url(url)[0] in ("file", "memory")]
+        for name in _FOLDERS if self._options["check"] else ():
+            given = self._options.get(name) or ""
+            for value in [given] if isinstance(given, str) else given:
+                path = value.partition("=")[2] if name == "lora" else value
+                here += [path] if path and Path(path).expanduser().is_dir() else []
+        if here and self._cluster.IS_REMOTE:
+            raise ConfigError(
+                f"{here[0]}: workers on {asked.on} cannot reach a folder of this machine",
+                hint="copy it to a bucket; for a model at the same path in their image: --no-check",
+            )
+
+    def _check(self, num_lost: int) -> int:
+        """Run `batchinfer check` on all options. Return the number of new workers: as asked, or as it advises.
+
+        Raises:
+            ConfigError: It finds errors, or advises no number.
+        """
+        from batchinfer.check.command import command as check
+
+        asked, names = self._asked, {parameter.name for parameter in check.params}
+        gpus = [asked.gpu] if asked.gpu else []
+        if asked.on == "skypilot" and not gpus:
+            gpus = [
+                one
+                for one in accelerators(asked.template)
+                if one.partition(":")[0] in GPU_GIB
+            ]
+        names.add("server_args")
+        given = {name: value for name, value in self._options.items() if name in names}
+        given |= {"output": asked.run, "job": asked.job, "sample_rows": 50, "show": 0}
+        given |= {
+            "gpu": min(gpus, key=_gib, default="").replace("none", ""),
+            "workers": (asked.workers + num_lost) or None,
+        }
+        result = click.get_current_context().invoke(check, **given)
+        advised = result.get("workers_advised") or 0
+        if self._options["hours"] and not (asked.workers or advised):
+            raise ConfigError(
+                f"--hours {self._options['hours']:g}: the rate of a worker is not known",
+                hint="give --rate or --rate-from RUN",
+            )
+        return asked.workers or advised
+
+    # -- what is started
+
+    def _plan(self, workers: int, max_cost: float | None) -> Plan:
+        """Return the plan of so many workers. They share the dollars; each gets the hours that are left."""
+        options, now = dict(self._options), self._clock.now()
+        self._began = self._began or now
+        if max_cost is not None:
+            options["max_cost"] = max_cost / workers
+        if options["max_hours"] is not None:
+            options["max_hours"] -= (now - self._began) / 3600
+        words = worker_words(options)
+        plan = msgspec.structs.replace(self._asked, id=new_id(now), workers=workers, words=words)
+        self._shares |= {} if max_cost is None else {plan.id: options["max_cost"]}
         return plan
 
-    def splits(self) -> str:
-        """Return a sentence that says what `submit` will split before anything else; empty if that is nothing."""
-        if self._data is None or (self._job and not self._data.has_new_rows(self._job)):
-            return ""
-        rows = units.many(self._data.counted.rows, "row")
-        names = " ".join(self._data.sources)
-        if self._job is not None:
-            return f"{names}: new files are appended to the job {self._job_url} first"
-        return f"{names}: {rows}, split into the job {self._job_url} first"
+    def _submit(self, plan: Plan, replaced: list[str]) -> None:
+        """Record the launch, then submit it.
 
-    def submit(self, plan: Plan) -> dict[str, Any]:
-        """Split the data set, if there is one. Record the launch, submit it, and record what was submitted.
+        Of two launches at once, which may both start the same lost workers again, at most one submits anything.
 
         Raises:
-            InputError: The data set has changed since `plan`.
-            OutcomeUnknown: The cluster may have got the workers or not. The record of the launch stays.
-            ConfigError: The cluster refuses, or there is another launch since `plan`. The record is removed again.
-            StorageError: What was submitted cannot be recorded.
+            ConfigError: The cluster refuses, another launch was made since the last look, or the run was stopped. The
+                record is removed again, unless the cluster has got workers, or cannot say.
         """
-        if self._data is not None:
-            self._data.split(plan.workers)
-        store = self._open_store(plan.run)
-        record_launch(store, self.config.cluster, self._recorded(plan), self._clock.now())
-        try:
-            self._refuse_other(store, plan)
-            handle = self.cluster.submit(plan)
-        except OutcomeUnknown as error:
-            record = join_url(plan.run, layout.launch_key(plan.id))
-            then = f"remove {record}, and launch again"
-            raise outcome_unknown(error, self.cluster, plan, then) from error
-        except BatchinferError:
-            forget_launch(store, plan)
-            raise
-        try:
-            record_submission(store, plan, handle, self._clock.now())
-        except BatchinferError as error:
-            error.hint = (
-                f"the workers were submitted, but `stop --cancel` will not know them; to cancel them: "
-                f"{self.cluster.cancel_command(handle)}"
-            )
-            raise
-        return handle
-
-    def _recorded(self, plan: Plan) -> Plan:
-        """Return the plan as its record shows it to all who can read the run: without the values of secrets."""
-        shown = {"engine_args": without_secrets(self._asked["engine_args"])}
-        return msgspec.structs.replace(
-            plan,
-            words=redact(worker_options(self._asked | shown)),
-            environment=without_secrets(plan.environment),
-        )
-
-    # -- how many
-
-    def _failed(self, launches: list[FoundLaunch]) -> list[str]:
-        """Return the ids of the run's workers that failed and were not launched again."""
-        if not launches:
-            return []
-        status = Status(
-            StatusConfig(run=self.config.run, job=self._job_url),
-            open_store=self._open_store,
-            clock=self._clock,
-        )
-        seen = status.look()
-        for note in seen.notes:
-            logger.warning("%s", note)
-        return [name for launch in seen.launches for name in launch.failed]
-
-    def _number(self, failed: list[str]) -> int:
-        """Check everything, and return the number of workers: new ones, and one for each that failed.
-
-        Raises:
-            ConfigError: There are more than the job can use, or none, or the check found errors.
-        """
-        config = self.config
-        asked = config.workers + len(failed) if config.workers is not None else None
-        if asked is None and config.hours is None:
-            asked = len(failed) or None
-        workers = self._check(asked) or asked
-        if workers is None:
-            raise ConfigError(
-                "--workers: is missing, and the estimate lacks a rate",
-                hint="say --workers N, or --hours H with --rate or --rate-from RUN",
-            )
-        most, what = self._most()
-        again = f", and {len(failed)} that failed are started again" if failed else ""
-        if workers > most:
-            raise ConfigError(
-                f"--workers {workers - len(failed)}: the {what} has {units.many(most, _UNITS[what])}{again}",
-                hint="leave --workers out to start only those again"
-                if failed
-                else f"launch at most {most}"
-                + (f", or split again with --num-workers {workers}" if what == "job" else ""),
-            )
-        if failed:
-            shown = ", ".join(failed[:_SHOWN]) + (", …" if len(failed) > _SHOWN else "")
-            logger.info(
-                "%s, of them %d in place of workers that failed: %s",
-                *(units.many(workers, "worker"), min(workers, len(failed)), shown),
-            )
-        return workers
-
-    def _most(self) -> tuple[int, str]:
-        """Return the largest number of workers, and whether the job or the data set has it."""
-        if self._job is not None:
-            return self._job.num_workers, "job"
-        assert self._data is not None
-        return self._data.counted.rows, "data set"
-
-    # -- money
-
-    def _price(self) -> dict[str, float]:
-        """Return the option --price-per-hour for the workers, if --max-cost needs it and the user did not give it.
-
-        The price is looked up here, because SkyPilot's catalog may be on this machine and not on those of the workers.
-
-        Raises:
-            ConfigError: The price is not known.
-        """
-        config, options = self.config, self._options
-        if options["max_cost"] is None or options["price_per_hour"] is not None:
-            return {}
-        if not self.cluster.is_remote and not config.gpu:
-            return {}  # the workers look it up themselves
-        cloud, _, place = config.options.get("infra", "").partition("/")
-        region = place.partition("/")[0]
-        machine = describe_machine(
-            {"cloud": cloud, "region": "" if region == "*" else region},
-            device=config.gpu,
-            num_gpus=accelerator_count(config.gpu) or 1,
-            is_spot=config.is_spot,
-        )
-        price = self._world.prices.price(machine)
-        if price is None:
-            raise ConfigError(
-                f"--max-cost: no price of a worker's machine is known ({config.gpu or 'no --gpu'})",
-                hint="say what it costs: --price-per-hour DOLLARS (0.35, for example)",
-            )
-        logger.info("a worker's machine costs $%g an hour (%s)", price.per_hour, price.source)
-        return {"price_per_hour": price.per_hour}
-
-    def _spot(self) -> dict[str, str]:
-        """Return the variable that tells workers whether they run on spot machines, if the user has said so."""
-        is_spot = self.config.is_spot
-        return {} if is_spot is None else {"BATCHINFER_SPOT": "1" if is_spot else "0"}
-
-    # -- checks
-
-    def _refuse_nodes(self) -> None:
-        """Refuse options that say which machine of a model's one is: all workers of a launch have the same options."""
-        options = self._options
-        given = {
-            "--nnodes": options["nnodes"] > 1,
-            "--node-rank": options["node_rank"] > 0,
-            "--headless": options["headless"],
-        }
-        for option, is_given in given.items():
-            if is_given:
-                raise ConfigError(
-                    f"{option}: a worker that is launched runs on one machine",
-                    hint="a model over several machines: `sky jobs launch --num-nodes 2 worker.yaml`, "
-                    "or start its nodes by hand; docs/features.md has both",
-                )
-
-    def _find_job(self) -> None:
-        """Find the job, or the data set and the place of its job. Nothing is written."""
-        config = self.config
-        source = config.sources[0]
-        if len(config.sources) == 1 and (found := self._load(source)):
-            if config.job and _absolute(config.job) != _absolute(source):
-                raise ConfigError(
-                    f"--job: {source} is a job already", hint="leave --job out, or name a data set"
-                )
-            self._job_url, self._job = source, found
-            self._refuse_local_places()
-            return
-        self._job_url = config.job or layout.job_above(config.run)
-        if not self._job_url:
-            raise InputError(
-                f"{source}: no job.json there",
-                hint=f"make the job first: batchinfer split SOURCE --output {source}; "
-                "or, if this is a data set, say where its job goes: --job URL",
-            )
-        self._refuse_local_places()
-        try:
-            self._data = DataSet(config.sources, self._job_url, self._open_store)
-        except InputError as error:
-            raise InputError(
-                f"{source}: no job.json there, and no data set either: {error.message}",
-                hint=error.hint,
-            ) from error
-        self._job = self._load(self._job_url)
-        if self._job is not None:
-            self._data.refuse_other_job(self._job)
-
-    def _load(self, url: str) -> Job | None:
-        """Return the job at a URL, or None if there is none, because it is a file or a data set on the Hub, say."""
-        scheme = split_url(url)[0]
-        if scheme == "hf" or (scheme == "file" and not local_path(url).is_dir()):
-            return None
-        found = load_job(url, self._open_store)
-        return found[0] if found else None
-
-    def _refuse_local_places(self) -> None:
-        if not self.cluster.is_remote:
-            return
-        for what, url in (("the job", self._job_url), ("--run", self.config.run)):
-            if split_url(url)[0] in ("file", "memory"):
-                raise ConfigError(
-                    f"{what} {url}: workers on {self.config.cluster} cannot reach a folder of this machine",
-                    hint="split to a bucket, as in s3://bucket/job",
-                )
-
-    def _check(self, workers: int | None) -> int | None:
-        """Run `check` on all options and print what it finds.
-
-        Returns how many workers it advises, if `workers` is None and it can.
-        """
-        if not self.config.is_checked:
-            return None
-        config = self.config
-        options = {
-            **self._options,
-            "sources": () if self._job else tuple(config.sources),
-            "manifests": (),
-            "job": self._job_url if self._job else None,
-            "output": config.run,
-            "task_files": (),
-            "gpu": "" if config.gpu.lower() in ("none", "cpu") else config.gpu,
-            "workers": workers,
-            "hours": config.hours,
-            "is_spot": config.is_spot,
-            "sample_rows": 50,
-            "show": 0,
-            "synthetic": None,
-            "delimiter": "",
-        }
-        result = run_check(make_config(options), self._world)
-        tell(result)
-        if result["errors"]:
-            raise ConfigError(
-                f"would not work: {units.many(result['errors'], 'error')}, listed above",
-                hint="nothing was submitted; --no-check leaves the check out",
-            )
-        advised: int | None = result.get("workers_advised")
-        return advised if workers is None else None
-
-    def _refuse_other(self, store: Store, plan: Plan) -> None:
-        """Refuse to submit if another launch was recorded since `plan` looked, as both may start workers that failed.
-
-        Of two launches that are made at once, each finds the record of the other, or the second that of the first.
-        """
-        launches, _ = find_launches(store)
-        others = {launch.record.plan.id for launch in launches} - self._known - {plan.id}
+        record_launch(self._store, plan, replaced, self._clock.now())
+        others = set(find_launches(self._store)[0]) - self._known - {plan.id}
         if others:
-            raise ConfigError(
-                f"{store.url}: another launch was made meanwhile ({min(others)}), so this one submitted nothing",
-                hint=f"see what it started: batchinfer status {quote(store.url)}; then launch what is still lacking",
-            )
+            forget_launch(self._store, plan)
+            raise ConfigError(f"{plan.run}: another launch was made meanwhile ({min(others)})")
+        try:
+            self._cluster.submit(plan)
+        except ConfigError as error:
+            error.hint = error.hint or f"if workers are there: batchinfer status {quote(plan.run)}"
+            if self._is_unknown(plan):
+                forget_launch(self._store, plan)
+            raise
+        self._known.add(plan.id)
+        # `stop --cancel` may have looked for the workers before they were there.
+        if any(info.key == layout.STOP_KEY for info in self._store.list(layout.STOP_KEY)):
+            self._cluster.cancel(plan.id, plan.namespace)
+            raise ConfigError(f"{plan.run}: was stopped meanwhile, so the workers were cancelled")
+        say(f"{units.many(plan.workers, 'worker')} submitted on {plan.on} as {name_of(plan.id)}")
 
-    def _launches(self) -> list[FoundLaunch]:
-        """Return the launches of the run. Refuse a launch while another one of the run is being submitted."""
-        store: Store = self._open_store(self.config.run)
-        launches, notes = find_launches(store)
-        for note in notes:
-            logger.warning("%s", note)
-        self._known = {launch.record.plan.id for launch in launches}
-        for launch in launches:
-            age = max(0.0, self._clock.now() - launch.created)
-            if launch.handle is None and age < LAUNCHING_SECONDS:
-                raise ConfigError(
-                    f"{store.url}: the launch {launch.record.plan.id} has been under way for {units.duration(age)}",
-                    hint="wait for it; if it was killed, remove "
-                    + join_url(store.url, layout.launch_key(launch.record.plan.id)),
-                )
-        return launches
+    def _is_unknown(self, plan: Plan) -> bool:
+        """Whether the cluster says that it has no worker of a launch."""
+        try:
+            return not self._cluster.look(plan.id, plan.workers, plan.namespace)
+        except ConfigError:
+            return False
+
+    def _restart(self, lost: dict[str, float]) -> None:
+        """Start new workers in the place of lost ones, with the dollars that are left to these."""
+        budget = sum(lost.values())
+        try:
+            self._submit(self._plan(len(lost), budget if self._shares else None), list(lost))
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+
+    # -- how it goes
+
+    def _look(self) -> Overview | None:
+        """Return the run as it is now; None if nothing is there yet."""
+        if next(iter(self._store.list()), None) is None:
+            return None
+        self._known = set(find_launches(self._store)[0])
+        asked = self._asked
+        config = StatusConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
+        return Status(config, open_store=open_store, clock=self._clock).look()
+
+    def _look_until_seen(self) -> Overview:
+        """Wait a while and look. After an error of storage do it again, for half an hour."""
+        for looks_left in reversed(range(MOST_LOOKS)):
+            self._clock.sleep(WATCH_SECONDS)
+            try:
+                if seen := self._look():
+                    return seen
+            except BatchinferError as error:
+                if not looks_left:
+                    raise
+                logger.warning("%s; looking again", error.message)
+        raise ConfigError(f"{self._asked.run}: nothing is there any more")
+
+    def _restartable(self, seen: Overview) -> dict[str, float]:
+        """Return the lost workers that may be started again, with the dollars that are left to each."""
+        costs = {view.id: view.cost or 0.0 for view in seen.workers}
+        hours = self._options["max_hours"]
+        if hours is not None and self._clock.now() - self._began >= hours * 3600:
+            return {}
+        share = next(iter(self._shares.values()), math.inf)
+        lost = {
+            name: self._shares.get(launch.id, share) - costs.get(name, 0.0)
+            for launch in seen.launches
+            for name in launch.lost
+        }
+        return {name: left for name, left in lost.items() if left > 0}

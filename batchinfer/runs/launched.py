@@ -1,125 +1,161 @@
-"""The launches of a run: how many of their workers were seen, and what their clusters say of the others."""
+"""The launches of a run: which of their workers never came or did not come back, and what clusters say of these."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
-from batchinfer.clusters import FAILED, ClusterState, find_cluster, jobs_command
-from batchinfer.clusters.launches import FoundLaunch, find_launches
-from batchinfer.core import units
-from batchinfer.core.errors import BatchinferError
-from batchinfer.runs.overview import LaunchView, Overview
+from batchinfer.clusters import COMING, FINAL_STATUSES, LOST, Fate, find_cluster
+from batchinfer.clusters.launches import LaunchRecord, find_launches
+from batchinfer.core import errors, units
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import BatchinferError, Interrupted
+from batchinfer.runs.overview import LaunchView, Overview, WorkerView
 from batchinfer.storage import Store
 
-_OVER = ("done", "cancelled", "failed")
+LAUNCHING_SECONDS = 900.0
+"""Seconds after its record for which a launch's workers may still be unknown to the cluster."""
+ENDING_SECONDS, _POLL_SECONDS = 120.0, 5.0
+"""Most seconds to wait until workers that were cancelled have ended, and seconds between two looks."""
+_SHOWN = 8
 
 
-def with_launches(seen: Overview, store: Store) -> Overview:
+def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview:
     """Return the overview with the run's launches.
 
-    Unless the run is done, the clusters are asked about workers that are gone or were never seen. Of a cluster that
-    cannot be asked from this machine, the overview gets a note.
+    Unless the run is done, clusters are asked about workers that never came, or are gone, failed or were stopped by a
+    signal. Of a cluster that cannot be asked from this machine, the overview gets a note.
+
+    Args:
+        seen: The overview without launches.
+        store: Store of the run.
+        namespace: Namespace of Kubernetes in which to look.
     """
     launches, notes = find_launches(store)
-    known = {view.id: view.state for view in seen.workers}
-    replaced = {name for launch in launches for name in launch.record.plan.replaces}
+    workers = {view.id: view for view in seen.workers}
+    replaced = {name for launch, _ in launches.values() for name in launch.replaces}
     views = []
-    for launch in launches:
-        view, note = _view(launch, known, replaced, is_done=seen.state == "done")
-        views.append(view)
-        notes += [note] if note else []
+    for launch, recorded in launches.values():
+        away = {
+            name: workers.get(name)
+            for name in launch.worker_ids
+            if name not in replaced and _is_away(workers.get(name))
+        }
+        states: dict[int, Fate] | None = None
+        if away and seen.state != "done":
+            states, note = _ask(launch, namespace)
+            notes += [note] if note else []
+        view = LaunchView(
+            id=launch.id,
+            cluster=launch.on,
+            expected=launch.workers,
+            seen=sum(name in workers for name in launch.worker_ids),
+            relaunched=sum(name in replaced for name in launch.worker_ids),
+        )
+        is_new = seen.time - recorded < LAUNCHING_SECONDS
+        views.append(_with_away(view, away, states, is_new=is_new))
     return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
 
 
 def launch_text(view: LaunchView) -> str:
-    """Say in words how many workers of a launch were seen, and what became of those that are gone or were not.
+    """Say in words how many workers of a launch were seen, and which are away.
 
-    >>> failed = {"failed (NODE_FAIL)": 1}
-    >>> launch_text(
-    ...     LaunchView(id="a", cluster="ray", expected=4, seen=3, not_seen=failed, gone={"": 1})
-    ... )
-    '4 workers on ray (a), 3 seen, 1 of them gone, 1 never seen: failed (NODE_FAIL)'
+    >>> away = {"stopped; slurm: PENDING": [2], "never seen; slurm: NODE_FAIL": [0, 1]}
+    >>> print(launch_text(LaunchView(id="a", cluster="slurm", expected=4, seen=2, away=away)))
+    4 workers on slurm (a), 2 seen; away: 2 (stopped; slurm: PENDING); away: 0, 1 (never seen; slurm: NODE_FAIL)
     """
     parts = [
-        f"{units.many(view.expected, 'worker')} on {view.cluster} ({view.id})",
-        f"{view.seen} seen",
+        f"{units.many(view.expected, 'worker')} on {view.cluster} ({view.id}), {view.seen} seen"
     ]
-    parts += [_counted(number, "of them gone", said) for said, number in view.gone.items()]
-    parts += [_counted(number, "never seen", said) for said, number in view.not_seen.items()]
+    for said, ranks in view.away.items():
+        more = f", … {len(ranks)} in all" if len(ranks) > _SHOWN else ""
+        parts.append(f"away: {', '.join(map(str, ranks[:_SHOWN]))}{more} ({said})")
     parts += [f"{view.relaunched} launched again"] if view.relaunched else []
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
-def _counted(number: int, what: str, said: str) -> str:
-    return f"{number} {what}" + (f": {said}" if said else "")
+def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str]:
+    """Cancel all launches of a run, and wait until their workers have ended. Return a sentence for each that has not.
 
-
-def cancel_launches(store: Store) -> list[str]:
-    """Cancel all launches of a run. Return a sentence for each that may have left something."""
+    Args:
+        store: Store of the run.
+        clock: Tells the time.
+        namespace: Namespace of Kubernetes in which to cancel.
+    """
     launches, left = find_launches(store)
-    for launch in launches:
-        name = f"launch {launch.record.plan.id} on {launch.record.cluster}"
+    asked = {}
+    for launch, _ in launches.values():
         try:
-            cluster = find_cluster(launch.record.cluster)
-            if launch.handle is None:
-                look = jobs_command(cluster, launch.record.plan)
-                left.append(f"{name}: what it submitted is not known; look for its jobs: {look}")
-                continue
-            cluster.cancel(launch.handle)
-            states = cluster.look(launch.handle, launch.record.plan.workers)
+            find_cluster(launch.on).cancel(launch.id, namespace)
+            asked[launch.id] = launch
         except BatchinferError as error:
-            left.append(f"{name}: not cancelled: {error.message}")
-            continue
-        alive = [one for one in states.values() if one.state not in _OVER]
-        if alive:
-            left.append(f"{name}: still ending: {units.many(len(alive), 'worker')}")
+            left.append(f"launch {launch.id} on {launch.on}: not cancelled: {error.message}")
+    until = clock.monotonic() + ENDING_SECONDS
+    while asked:
+        for name, launch in list(asked.items()):
+            states, note = _ask(launch, namespace)
+            alive = sum(one.kind == COMING for one in (states or {}).values())
+            if alive and clock.monotonic() >= until:
+                note = f"launch {name}: still ending: {units.many(alive, 'worker')}"
+            if note or not alive:
+                left += [note] if note else []
+                del asked[name]
+        if asked:
+            clock.sleep(_POLL_SECONDS)
     return left
 
 
-def _view(
-    launch: FoundLaunch, known: dict[str, str], replaced: set[str], *, is_done: bool
-) -> tuple[LaunchView, str]:
-    """Return the figures of one launch, and a note if its cluster could not be asked.
+def _exit_status(view: WorkerView | None) -> int | None:
+    """Return a worker's last exit status by the reason in its record, which begins with the class of an error."""
+    kind = getattr(errors, view.reason.partition(":")[0], None) if view else None
+    return getattr(kind, "exit_status", None)
 
-    `known` maps the id of each worker that was seen to its state. `replaced` are the workers that were launched again.
+
+def _is_away(view: WorkerView | None) -> bool:
+    """Whether a worker should be at work and is not; a worker that is done, or that a rule stopped, should not be."""
+    if view is None or view.state in ("gone", "failed"):
+        return True
+    return view.state == "stopped" and _exit_status(view) == Interrupted.exit_status
+
+
+def _with_away(
+    view: LaunchView,
+    away: dict[str, WorkerView | None],
+    states: dict[int, Fate] | None,
+    *,
+    is_new: bool,
+) -> LaunchView:
+    """Return the view with the workers that are away: their own last word, and what their cluster says of them.
+
+    A worker is lost if the cluster gave it up, or does not know it a while after the launch. A worker that somebody
+    cancelled is not lost, nor is one that ended with a status after which no start can help.
     """
-    ids = launch.worker_ids
-    missing = [rank for rank, name in enumerate(ids) if name not in known]
-    gone = [rank for rank, name in enumerate(ids) if known.get(name) == "gone"]
-    ended = [rank for rank, name in enumerate(ids) if known.get(name) == FAILED]
-    states: dict[int, ClusterState] = {}
-    note = ""
-    if (missing or gone or ended) and not is_done:
-        try:
-            states = _ask(launch)
-        except BatchinferError as error:
-            note = f"launch {launch.record.plan.id}: {launch.record.cluster} cannot be asked here: {error.message}"
-    view = LaunchView(
-        id=launch.record.plan.id,
-        cluster=launch.record.cluster,
-        expected=len(ids),
-        seen=len(ids) - len(missing),
-        not_seen=Counter(_said(states.get(rank)) for rank in missing),
-        gone=Counter(_said(states.get(rank)) for rank in gone),
-        failed=[
-            ids[rank]
-            for rank in sorted((*missing, *gone, *ended))
-            if rank in states and states[rank].state == FAILED and ids[rank] not in replaced
-        ],
-        relaunched=len(replaced.intersection(ids)),
-    )
-    return view, note
+    said: dict[str, list[int]] = {}
+    lost, coming = [], 0
+    for name, worker in away.items():
+        rank = int(name.rpartition("-")[2])
+        one = states.get(rank) if states is not None else None
+        text = worker.state if worker else "never seen"
+        if states is not None:
+            text += (
+                f"; {view.cluster}: {one.text or one.kind}"
+                if one
+                else f"; {view.cluster} does not know it"
+            )
+        said.setdefault(text, []).append(rank)
+        unknown = COMING if states is None or is_new else LOST
+        kind = one.kind if one else unknown
+        coming += kind == COMING
+        if kind == LOST and _exit_status(worker) not in FINAL_STATUSES:
+            lost.append(name)
+    return msgspec.structs.replace(view, away=said, lost=lost, coming=coming)
 
 
-def _ask(launch: FoundLaunch) -> dict[int, ClusterState]:
-    if launch.handle is None:
-        return {}
-    return find_cluster(launch.record.cluster).look(launch.handle, launch.record.plan.workers)
-
-
-def _said(seen: ClusterState | None) -> str:
-    if seen is None:
-        return ""
-    return f"{seen.state} ({seen.text})" if seen.text else seen.state
+def _ask(launch: LaunchRecord, namespace: str) -> tuple[dict[int, Fate] | None, str]:
+    """Return what a launch's cluster says of its workers; None and a note if it cannot be asked."""
+    try:
+        states = find_cluster(launch.on).look(launch.id, launch.workers, namespace)
+    except BatchinferError as error:
+        return None, f"launch {launch.id}: {launch.on} cannot be asked here: {error.message}"
+    if not states and launch.on == "kubernetes" and launch.namespace != namespace:
+        return None, f"launch {launch.id}: was made in --namespace {launch.namespace!r}"
+    return states, ""

@@ -253,14 +253,14 @@ class LaunchView(Record, frozen=True, kw_only=True):
     cluster: str
     expected: int
     seen: int
-    not_seen: dict[str, int]
-    """Number of the workers that were not seen, by what the cluster says of them; "" if it says nothing."""
-    gone: dict[str, int]
-    """Number of the workers that were seen and are gone now, by what the cluster says of them."""
-    failed: list[str] = []
-    """Ids of the workers that failed, as the cluster says, and were not launched again."""
+    away: dict[str, list[int]] = {}
+    """Ranks of the workers that never came or did not come back, by what is known of them."""
+    lost: list[str] = []
+    """Ids of those that do not come by themselves, and were not launched again."""
+    coming: int = 0
+    """Number of those that the cluster is still to start, or of which nobody here can say."""
     relaunched: int = 0
-    """Number of the workers that failed and were launched again."""
+    """Number of lost workers in whose place others were launched."""
 
 
 class Overview(Record, frozen=True, kw_only=True):

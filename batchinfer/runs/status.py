@@ -54,6 +54,8 @@ class StatusConfig(Record, frozen=True, kw_only=True):
     job: str = ""
     price_per_hour: float | None = None
     is_spot: bool | None = None
+    namespace: str = ""
+    """Namespace of Kubernetes in which launched workers are looked for; empty: that of kubectl's context."""
 
 
 class Status:
@@ -76,7 +78,7 @@ class Status:
             InputError: there is no such run, or the run cannot be read.
         """
         seen = overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
-        return with_launches(seen, self._store)
+        return with_launches(seen, self._store, self._config.namespace)
 
     def metrics(self) -> bytes:
         """Read the run as it is now. Return its figures in the text format of Prometheus.
@@ -359,6 +361,7 @@ _WORKER_COLUMNS = (
     is_flag=True,
     help="Metrics for Prometheus as text on stdout, for a push; no table.",
 )
+@click.option("--namespace", default="", help="Namespace of launched workers (kubernetes).")
 @price_options
 @common_options
 def command(

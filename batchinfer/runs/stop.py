@@ -92,6 +92,7 @@ def _require_run(store: Store) -> None:
     is_flag=True,
     help="Cancel what `batchinfer launch` submitted, too, and say what is left.",
 )
+@click.option("--namespace", default="", help="Namespace of what is cancelled (kubernetes).")
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Stop every worker of a run, wherever it is, and keep new ones from starting.
@@ -101,14 +102,14 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    is_cancelled = options.pop("is_cancelled")
+    is_cancelled, namespace = options.pop("is_cancelled"), options.pop("namespace")
     config = StopConfig(**options)
     if config.resume and is_cancelled:
         raise ConfigError("--resume and --cancel: expected one of them")
     store = open_store(config.run)
     result = run_stop(config, store=store, clock=SystemClock())
     if is_cancelled:
-        result["left"] = cancel_launches(store)
+        result["left"] = cancel_launches(store, SystemClock(), namespace)
     if config.resume:
         text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
     else:

@@ -58,7 +58,7 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
         "generate": ["--engine", "echo", "--prompt", "a", "--json"],
         "chat": ["--engine", "echo"],
         "convert": ["composer-to-hf", str(job.parent / "x.pt"), str(job.parent / "model")],
-        "launch": [str(job), "--run", str(job / "runs/a"), "--on", "local", *ECHO, "--workers", "1", "--dry-run"],
+        "launch": [str(job), "--run", str(job / "runs/a"), "--on", "slurm", *ECHO, "--workers", "1", "--dry-run"],
         "worker": [*worker, "--show-config"],
         "check": [*worker, "--show-config"],
         **{name: [str(job / "runs/a")] for name in RUN_COMMANDS},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.prices import Machine, Prices, listed_accelerators
+from batchinfer.core.prices import Machine, Prices, _table
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
 NO_CATALOG = Path("/nonexistent")
@@ -35,7 +35,7 @@ def test_the_package_has_a_dated_table() -> None:
 
 def test_every_price_of_the_table_is_a_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
-    for name in listed_accelerators():
+    for name in _table()["gpus"]:
         machine = L4._replace(accelerator=name)
         on_demand, spot = prices.price(machine), prices.price(machine._replace(is_spot=True))
         assert on_demand is not None, name

@@ -1,12 +1,9 @@
-"""`batchinfer launch`: real workers of this machine, and what is refused before anything is started."""
+"""`batchinfer launch`: real workers on a stand-in for Slurm, and what is refused before anything is started."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,34 +11,29 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
+import yaml
 
-from batchinfer.check.steps import CheckWorld
+import fake_slurm
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, record_launch, record_submission
-from batchinfer.clusters.local import _supervisors
+from batchinfer.clusters.launches import find_launches, record_launch
 from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import StorageError
-from batchinfer.core.prices import Machine, Price
 from batchinfer.pipeline import launching
-from batchinfer.pipeline.launching import Launch, LaunchConfig
+from batchinfer.runs.launched import with_launches
+from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage.opening import open_store
 from making import ECHO, make_job
 
 SLOW = (
-    "--echo-latency-seconds",
-    "0.3",
-    "--max-num-seqs",
-    "4",
-    "--lease-seconds",
-    "3",
-    "--grace-seconds",
-    "1",
+    *("--echo-latency-seconds", "0.3", "--max-num-seqs", "4", "--lease-seconds", "3"),
+    *("--grace-seconds", "1", "--checkpoint-seconds", "1"),
 )
 WAIT_SECONDS = 120.0
+OTHER = Plan(on="slurm", id="20261122-101112-ab12", workers=1, job="", run="", model="")
 
 
 class Outcome:
@@ -64,12 +56,20 @@ def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A job of 60 rows for two workers, and a Slurm that runs them here."""
+    fake_slurm.install(tmp_path / "bin")
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.2)
     make_job(tmp_path / "job", rows=60, per_chunk=10, workers=2)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
     yield tmp_path / "job"
-    for folder in tmp_path.glob("batchinfer-launches/*"):
-        find_cluster("local").cancel({"folder": str(folder)})
-        wait_for(lambda folder=folder: not processes_of(folder.name))
+    for task in fake_slurm.tasks():
+        name = f"--name={task['name']}"
+        subprocess.run(["scancel", name], check=True)
+    wait_for(lambda: not alive())
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -80,25 +80,27 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def processes_of(launch: str) -> list[int]:
-    """Ids of the worker processes of a launch."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"BATCHINFER_LAUNCH={launch}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+def alive() -> list[int]:
+    """Ids of the processes of tasks of the fake Slurm that still run."""
+    pids = [task["pid"] for task in fake_slurm.tasks() if task["pid"]]
+    return [pid for pid in pids if _command(pid)]
 
 
-def states_of(launched: Outcome) -> list[dict[str, Any]]:
-    path = Path(launched.result["handle"]["folder"]) / "state.json"
-    return json.loads(path.read_bytes()) if path.exists() else []
+def _command(pid: int) -> bytes:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
-def is_done(launched: Outcome) -> bool:
-    return [one["state"] for one in states_of(launched)] == ["done", "done"]
+def states() -> list[str]:
+    return [task["state"] for task in fake_slurm.tasks()]
+
+
+def worker_of(task: dict[str, Any]) -> int:
+    """Id of the worker's process of a task: the child of its script."""
+    children = (Path("/proc") / f"{task['pid']}/task/{task['pid']}/children").read_text()
+    return int(children.split()[0])
 
 
 def rows_done(run: Path) -> int:
@@ -107,562 +109,521 @@ def rows_done(run: Path) -> int:
     ) + 10 * len(list(run.glob("outputs/*.succeed")))
 
 
-def test_launched_workers_do_the_job_and_one_that_is_killed_comes_back(
+def launching_of(job: Path, *options: str) -> tuple[str, ...]:
+    return ("launch", str(job), "--run", str(job / "runs/a"), "--on", "slurm", *ECHO, *options)
+
+
+def launched(call: Callable[..., Outcome], run: Path) -> list[dict[str, Any]]:
+    launches: list[dict[str, Any]] = call("status", str(run), "--json").result["launches"]
+    return launches
+
+
+# --------------------------------------------------------------------------- workers that run
+
+
+def test_launched_workers_do_the_job(job: Path, call: Callable[..., Outcome]) -> None:
+    run = job / "runs/a"
+    done = call(*launching_of(job, "--workers", "2"))
+    assert done.status == 0, done.err
+    wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
+    verified = call("verify", str(run))
+    assert (verified.status, verified.result["rows_ok"]) == (0, 60)
+    seen = call("status", str(run), "--json").result
+    (view,) = seen["launches"]
+    assert (view["expected"], view["seen"], view["away"], view["lost"]) == (2, 2, {}, [])
+    names = {worker["id"] for worker in seen["workers"]}
+    assert names == {f"{done.result['launch']}-0000{rank}" for rank in (0, 1)}
+    assert not list(Path().iterdir())
+    again = call(*launching_of(job, "--workers", "2"))
+    assert again.status == 2
+    assert "is done, so workers have nothing to do" in again.err
+    assert len(states()) == 2
+
+
+def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
     run = job / "runs/a"
-    launched = call(
-        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO, *SLOW,
-        "--checkpoint-seconds", "1",
-    )  # fmt: skip
-    assert launched.status == 0, launched.err
-    wait_for(lambda: rows_done(run))
-    victim = states_of(launched)[0]["pid"]
-    os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: is_done(launched))
-    states = states_of(launched)
-    assert states[0]["starts"] == 2
-    assert states[1]["starts"] == 1
-    verified = call("verify", str(run))
-    assert verified.status == 0, verified.err
-    assert verified.result["rows_ok"] == 60
-    seen = call("status", str(run), "--json").result
-    (view,) = seen["launches"]
-    assert (view["expected"], view["seen"], view["not_seen"]) == (2, 2, {})
-    names = {worker["id"] for worker in seen["workers"]}
-    assert names == {f"{launched.result['launch']}-0000{rank}" for rank in (0, 1)}
+    command = [
+        sys.executable,
+        "-c",
+        WATCHING,
+        *launching_of(job, "--workers", "2", *SLOW, "--watch"),
+    ]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as watcher:
+        wait_for(lambda: rows_done(run))
+        os.kill(worker_of(fake_slurm.tasks()[0]), signal.SIGKILL)
+        out, err = watcher.communicate(timeout=WAIT_SECONDS)
+    assert watcher.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["rows_done"] == 60
+    assert "1 lost" in err
+    wait_for(lambda: states() == ["FAILED", "COMPLETED", "COMPLETED"])
+    assert call("verify", str(run)).result["rows_ok"] == 60
+    assert sorted(one["relaunched"] for one in launched(call, run)) == [0, 1]
+
+
+WATCHING = """
+import sys
+from batchinfer.cli import main
+from batchinfer.pipeline import launching
+launching.WATCH_SECONDS = 0.3
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 
 def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
     run = job / "runs/a"
-    arguments = ("launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO)
-    launched = call(*arguments, *SLOW)
+    call(*launching_of(job, "--workers", "2", *SLOW))
     wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
     stopped = call("stop", str(run), "--cancel")
-    assert stopped.status == 0
-    assert stopped.result["stopped"]
-    wait_for(lambda: not processes_of(launched.result["launch"]))
-    wait_for(lambda: {one["state"] for one in states_of(launched)} == {"cancelled"})
-    assert call("stop", str(run), "--cancel").result["left"] == []
-    assert call("stop", str(run), "--resume").status == 0
-    again = call(*arguments)
-    wait_for(lambda: is_done(again))
-    assert call("verify", str(run)).status == 0
-    seen = call("status", str(run), "--json").result
-    assert [view["seen"] for view in seen["launches"]] == [2, 2]
-
-
-def test_status_shows_workers_that_failed_before_they_could_say_so(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
-    """A worker that cannot even begin leaves no record; only its cluster knows of it."""
-    run = job / "runs/a"
-    launched = call(
-        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO,
-        "--env", "BATCHINFER_WORKER_MAX_TOKENS=none-such", "--no-check",
-    )  # fmt: skip
-    wait_for(lambda: [one["state"] for one in states_of(launched)] == ["failed", "failed"])
-    seen = call("status", str(run), "--json").result
-    (view,) = seen["launches"]
-    assert (view["expected"], view["seen"]) == (2, 0)
-    assert view["not_seen"] == {"failed (ended with exit status 2)": 2}
-    shown = call("status", str(run))
-    assert "2 workers on local" in shown.err
-    assert "2 never seen: failed (ended with exit status 2)" in shown.err
-
-
-def rows_file(path: Path, first: int, count: int) -> str:
-    lines = (json.dumps({"prompt": f"row {first + number}"}) for number in range(count))
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
-def test_a_data_set_is_split_first_and_its_job_grows_with_it(
-    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = [rows_file(tmp_path / "a.jsonl", 0, 30)]
-    job, run = tmp_path / "job", tmp_path / "job/runs/a"
-
-    def launch(*options: str) -> Outcome:
-        common = ("--run", str(run), "--workers", "2", *ECHO)
-        return call("launch", *data, *common, *(options or ("--on", "local")))
-
-    shown = launch("--on", "local", "--dry-run")
-    assert "a.jsonl: 30 rows, split into the job" in shown.err
-    assert not (job / "job.json").exists()
-    # The cluster refuses, when the data set is split already. The next command takes the job that is there.
-    program = tmp_path / "bin/sbatch"
-    program.parent.mkdir()
-    program.write_text("#!/bin/bash\necho refused >&2; exit 1\n")
-    program.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-        assert launch("--on", "slurm").status == 2
-    made = (job / "job.json").read_bytes()
-    first = launch()
-    assert first.status == 0, first.err
-    wait_for(lambda: is_done(first))
-    assert (job / "job.json").read_bytes() == made
-    assert len(list(job.glob("manifests/worker-*"))) == 2
-
-    data.append(rows_file(tmp_path / "b.jsonl", 30, 20))
-    assert "new files are appended" in launch("--on", "local", "--dry-run").err
-    second = launch()
-    wait_for(lambda: is_done(second))
-    verified = call("verify", str(run))
-    assert (verified.status, verified.result["rows_ok"]) == (0, 50)
-
-    data[:] = [rows_file(tmp_path / "c.jsonl", 7, 9)]
-    other = launch("--on", "local", "--dry-run")
-    assert other.status == 2
-    assert "holds a finished job that differs in the source's files" in other.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.jsonl", "--run", "job/runs/b"], "no job.json there, and no data set either"),
-        (["missing", "--run", "answers"], "no job.json there"),
-        (["data.jsonl", "--run", "answers"], "say where its job goes: --job URL"),
-        (["job", "--job", "other", "--run", "answers"], "is a job already"),
-        (["data.jsonl", "--run", "new/runs/a", "--workers", "9"], "the data set has 3 rows"),
-        (["data.jsonl", "--run", "new/runs/a", "--on", "skypilot"], "cannot reach a folder"),
-        (["data.jsonl", "--run", "new/runs/a", "--prompt-column", "text"], "would not work"),
-    ],
-)
-def test_a_data_set_that_cannot_be_launched_is_refused_before_it_is_split(
-    arguments: list[str], message: str, job: Path, call: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    rows_file(tmp_path / "data.jsonl", 0, 3)
-    done = call("launch", "--on", "local", "--workers", "1", *ECHO, *arguments)
-    assert done.status == 2
-    assert message in done.err
-    assert not (tmp_path / "new/job.json").exists()
-
-
-def test_ranks_split_what_one_process_would(
-    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows_file(tmp_path / "a.jsonl", 0, 60)
-    shape = ("--num-chunks", "6", "--num-workers", "2")
-    assert call("split", "a.jsonl", "--output", "one", *shape).status == 0
-
-    def launch(*options: str) -> Outcome:
-        return call("launch", *options[:2], "--on", "local", "--workers", "2", *options[2:])
-
-    words = ("--", "a.jsonl", "--output", "many", *shape)
-    shown = launch("--what", "split", "--dry-run", *words)
-    assert shown.status == 0, shown.err
-    assert len(shown.result["submission"].splitlines()) == 2
-    assert not Path("many").exists()
-    split = launch("--what", "split", *words)
-    assert split.result["cancel"].endswith(f"--cancel {split.result['handle']['folder']}")
-    assert f"no record is kept of them; cancel them with: {split.result['cancel']}" in split.err
-    wait_for(lambda: is_done(split))
-    assert files_below(tmp_path / "many") == files_below(tmp_path / "one")
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-@pytest.mark.parametrize(
-    ("options", "words", "message"),
-    [
-        (["--what", "split", "--model", "x"], ["a"], "--model: is an option of workers"),
-        (["--what", "split", "--run", "x"], ["a"], "--run: is an option of workers"),
-        (["--what", "split"], ["a.jsonl"], "Missing option '--output'"),
-        (["--what", "split"], ["a.jsonl", "--output", "j", "--colums", "a"], "No such option"),
-        (["--what", "split"], ["b.jsonl", "--output", "j"], "b.jsonl: no such file"),
-        (["--what", "split"], ["a.jsonl", "--output", "j", "--rank", "0"], "launch gives them"),
-        (["--what", "split"], ["a.jsonl", "--output", "j", "--append"], "--append: not together"),
-        (["--what", "split", "--on", "ray"], ["a.jsonl", "--output", "s3://b/j"], "cannot reach"),
-        (["--workers", "2"], ["job"], "--run: is missing"),
-        (["--workers", "2", "--run", "run"], [], "no job and no data set is named"),
-    ],
-)
-def test_ranks_that_cannot_work_are_refused_before_they_start(
-    options: list[str], words: list[str], message: str, job: Path, call: Callable[..., Outcome]
-) -> None:
-    rows_file(Path("a.jsonl"), 0, 3)
-    assert call("worker", "--job", str(job), "--output", "run", *ECHO).status == 0
-    done = call("launch", "--on", "local", "--workers", "2", *options, "--", *words)
-    assert done.status == 2
-    assert message in done.err
-    assert not Path("batchinfer-launches").exists()
-
-
-def test_a_second_launch_starts_the_workers_that_failed_again(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
-    run = job / "runs/a"
-    arguments = ("launch", str(job), "--run", str(run), "--on", "local", *ECHO, "--no-check")
-    broken = call(
-        *arguments, "--workers", "1", "--env", "BATCHINFER_WORKER_MAX_TOKENS=none-such"
-    )  # fmt: skip
-    wait_for(lambda: [one["state"] for one in states_of(broken)] == ["failed"])
-    failed = f"{broken.result['launch']}-00000"
-    shown = call(*arguments, "--dry-run")
-    assert (shown.result["workers"], shown.result["replaces"]) == (1, [failed])
-    assert f"1 in place of workers that failed: {failed}" in shown.err
-    refused = call(*arguments, "--workers", "2")
+    assert (stopped.status, stopped.result["left"]) == (0, [])
+    wait_for(lambda: not alive())
+    assert set(states()) <= {"CANCELLED", "FAILED"}  # some saw stop.json first
+    refused = call(*launching_of(job, "--workers", "2"))
     assert refused.status == 2
-    assert "--workers 2: the job has 2 worker manifests, and 1 that failed" in refused.err
-    both = call(*arguments, "--workers", "1")
-    assert (both.result["workers"], both.result["replaces"]) == (2, [failed])
-    wait_for(lambda: is_done(both))
+    assert "stop RUN --resume" in refused.err
+    assert len(states()) == 2
+    assert call("stop", str(run), "--resume").status == 0
+    lacking = call(*launching_of(job))  # what somebody cancelled is not started by itself
+    assert "--workers: is missing" in lacking.err
+    assert call(*launching_of(job, "--workers", "2")).status == 0
+    wait_for(lambda: states()[2:] == ["COMPLETED", "COMPLETED"])
+    assert call("verify", str(run)).status == 0
+
+
+def test_machines_that_never_came_are_named_and_started_again(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose set-up fails leaves no record; only its cluster knows of it."""
+    run = job / "runs/a"
+    with monkeypatch.context() as patch:
+        patch.setenv("FAKE_SLURM_FATE", "broken")
+        broken = call(*launching_of(job, "--workers", "2"))
+    ids = [f"{broken.result['launch']}-0000{rank}" for rank in (0, 1)]
+    (view,) = launched(call, run)
+    assert view["away"] == {"never seen; slurm: FAILED None": [0, 1]}
+    assert (view["expected"], view["seen"], view["lost"]) == (2, 0, ids)
+    shown = call("status", str(run)).err
+    assert "away: 0, 1 (never seen; slurm: FAILED None)" in shown
+    refused = call(*launching_of(job, "--workers", "1"))
+    assert refused.status == 2
+    assert "--workers 3: the job has 2 worker manifests" in refused.err
+    again = call(*launching_of(job))
+    assert (again.result["workers"], again.result["replaces"]) == (2, ids)
+    wait_for(lambda: states()[2:] == ["COMPLETED", "COMPLETED"])
     assert call("verify", str(run)).result["rows_ok"] == 60
-    seen = call("status", str(run), "--json").result
-    figures = [(one["id"], one["failed"], one["relaunched"]) for one in seen["launches"]]
-    assert figures == [(broken.result["launch"], [], 1), (both.result["launch"], [], 0)]
-    assert "1 launched again" in call("status", str(run)).err
-    assert "--workers: is missing" in call(*arguments).err
+    first = launched(call, run)[0]
+    assert (first["lost"], first["relaunched"]) == ([], 2)
+    assert "2 launched again" in call("status", str(run)).err
 
 
-def test_workers_that_live_or_were_stopped_are_not_started_again(
+def test_a_watch_of_workers_that_never_come_gives_up(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
+    done = call(*launching_of(job, "--workers", "2", "--no-check", "--watch"))
+    assert done.status == 3
+    assert "were started 5 times again, and no row was finished since" in done.err
+    assert len(states()) == 2 * 6
+
+
+LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
+
+
+def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
-    """The supervisor is killed, so the cluster calls its workers failed; their heartbeats say that they live."""
-    run = job / "runs/a"
-    arguments = ("launch", str(job), "--run", str(run), "--on", "local", *ECHO, *SLOW)
-    launched = call(*arguments, "--workers", "2")
-    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
-    for pid in _supervisors(Path(launched.result["handle"]["folder"])):
-        os.kill(pid, signal.SIGKILL)
-    assert "--workers: is missing" in call(*arguments, "--no-check", "--dry-run").err
-    assert call("stop", str(run), "--cancel").status == 0
-    wait_for(lambda: not processes_of(launched.result["launch"]))
-    assert "--workers: is missing" in call(*arguments, "--no-check", "--dry-run").err
+    done = call(*launching_of(job, "--workers", "2", *SLOW, *LIMIT, "--watch"))
+    assert done.status == 3
+    assert "no worker is left (LimitReached" in done.err
+    assert len(states()) == 2
+    assert call("stop", str(job / "runs/a")).status == 0
+    assert call(*launching_of(job, "--watch")).status == 2
 
 
-def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outcome]) -> None:
-    """What it prints is what would run: the lines are run here, as a user might."""
-    run = job / "runs/a"
-    shown = call(
-        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO,
-        "--system-prompt", "it's \"one\"", "--as-chat", "--dry-run",
-    )  # fmt: skip
-    assert shown.status == 0, shown.err
-    assert not run.parent.exists()
-    assert not Path("batchinfer-launches").exists()
-    lines = shown.result["submission"].splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        subprocess.run(["bash", "-c", f"env {line}"], check=True, capture_output=True)
-    assert call("verify", str(run)).result["rows_ok"] == 60
+# --------------------------------------------------------------------------- workers that are away
 
 
-def test_workers_get_the_limit_with_the_price_that_is_known_here(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
-    def submission(*options: str) -> str:
-        command = ["launch", str(job), "--run", str(job / "runs/a"), "--on", "local"]
-        shown = call(*command, "--workers", "2", *ECHO, "--dry-run", "--no-check", *options)
-        assert shown.status == 0, shown.err
-        return shown.result["submission"]
-
-    spot = submission("--max-cost", "9", "--gpu", "L4:2", "--spot")
-    assert "--max-cost 9.0 --price-per-hour 0.7" in spot
-    assert "BATCHINFER_SPOT=1" in spot
-    assert "--price-per-hour 3.0" in submission("--max-cost", "9", "--price-per-hour", "3")
-    assert "--price-per-hour" not in submission("--max-hours", "9", "--gpu", "L4:2")
+def with_worker(run: Path, rank: int, **fields: Any) -> Any:
+    """Return the view of the run's only launch, `OTHER`, if one of its workers has this state and reason."""
+    store = open_store(str(run))
+    seen = Status(StatusConfig(run=str(run)), open_store=open_store, clock=SystemClock()).look()
+    worker = SimpleNamespace(id=f"{OTHER.id}-{rank:05d}", **fields)
+    (view,) = with_launches(msgspec.structs.replace(seen, workers=[worker]), store).launches
+    return view
 
 
-@pytest.mark.parametrize(
-    ("infra", "place"),
-    [("aws/us-east-1", ("aws", "us-east-1")), ("gcp", ("gcp", "")), ("aws/*/a", ("aws", ""))],
-)
-def test_the_price_of_a_machine_is_looked_up_where_skypilot_is_to_start_it(
-    infra: str, place: tuple[str, str]
-) -> None:
-    asked: list[Machine] = []
-
-    def price(machine: Machine) -> Price:
-        asked.append(machine)
-        return Price(0.5, "a test")
-
-    launch = Launch(
-        LaunchConfig(
-            sources=["s3://b/j"],
-            run="s3://b/r",
-            cluster="skypilot",
-            gpu="L4:2",
-            options={"infra": infra},
-        ),
-        {"max_cost": 9.0, "price_per_hour": None},
-        open_store=open_store,
-        world=cast("CheckWorld", SimpleNamespace(prices=SimpleNamespace(price=price))),
-        clock=SystemClock(),
-    )
-    assert launch._price() == {"price_per_hour": 0.5}
-    [machine] = asked
-    assert (machine.cloud, machine.region, machine.accelerator, machine.gpus) == (*place, "L4", 2)
-
-
-REFUSED = [
-    (["--workers", "3"], "the job has 2 worker manifests", "--num-workers 3"),
-    ([], "--workers: is missing", "--hours H"),
-    (["--workers", "2", "--prompt-column", "promt"], "would not work", "nothing was submitted"),
-    (
-        ["--workers", "2", "--max-cost", "9", "--gpu", "none"],
-        "no price of a worker's machine",
-        "--price-per-hour",
-    ),
-    (["--workers", "2", "--name", "a\nb"], "--name 'a\\nb'", ""),
-    (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
-    (["--workers", "2", "--gpu", "L4:x"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
-    (
-        ["--workers", "2", "--nnodes", "2", "--master-addr", "10.0.0.1"],
-        "--nnodes: a worker that is launched runs on one machine",
-        "--num-nodes 2 worker.yaml",
-    ),
-    (["--workers", "2", "--headless"], "--headless: a worker that is launched", ""),
-    (["--workers", "2", "--gpu", "L4\nx"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
-    (
-        ["--workers", "2", "--secret", "NO_SUCH_TOKEN"],
-        "--secret NO_SUCH_TOKEN: has no value",
-        "export NO_SUCH_TOKEN=",
-    ),
-    (["--workers", "2", "--gpu", "L4:0"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
-    (
-        [
-            "--workers",
-            "2",
-            "--gpu",
-            "none",
-            "--cluster-option",
-            "log-dir=/dev/null/logs",
-            "--no-check",
-        ],
-        "cannot be made",
-        "name a folder",
-    ),
-    (
-        ["--workers", "2", "--cluster-option", "log_dirs=x"],
-        "no such option",
-        "did you mean 'log-dir'?",
-    ),
-    (["--workers", "2", "--on", "kubernetes"], "cannot reach a folder of this machine", "bucket"),
-    (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine", "bucket"),
-    (["--workers", "2", "--on", "lokal"], "is no cluster", "did you mean 'local'?"),
+STOPPED = "Interrupted: stopped by SIGTERM"
+AWAY = [
+    # state and reason in the worker's record, what Slurm says; whether it is away, lost, and to come
+    ("stopped", STOPPED, "PENDING", (1, 0, 1)),
+    ("stopped", STOPPED, "FAILED", (1, 1, 0)),
+    ("stopped", STOPPED, "CANCELLED", (1, 0, 0)),
+    ("stopped", STOPPED, "", (1, 1, 0)),
+    ("stopped", "LimitReached: $3", "FAILED", (0, 0, 0)),
+    ("stopped", "StopRequested: x", "", (0, 0, 0)),
+    ("failed", "EngineDied: x", "REQUEUED", (1, 0, 1)),
+    ("failed", "EngineDied: x", "NODE_FAIL", (1, 1, 0)),
+    ("failed", "ConfigError: x", "FAILED", (1, 0, 0)),
+    ("gone", "", "OUT_OF_MEMORY", (1, 1, 0)),
+    ("gone", "", "RUNNING", (1, 0, 1)),
+    ("running", "", "FAILED", (0, 0, 0)),
+    ("done", "", "", (0, 0, 0)),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message", "hint"), REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(
-    arguments: list[str], message: str, hint: str, job: Path, call: Callable[..., Outcome]
+@pytest.mark.parametrize(("state", "reason", "says", "numbers"), AWAY)
+def test_a_worker_that_did_not_come_back_is_told_from_one_that_will(
+    state: str,
+    reason: str,
+    says: str,
+    numbers: tuple[int, int, int],
+    job: Path,
+    tmp_path: Path,
+) -> None:
+    """Those that a signal had stopped were not shown at all, whether they were queued again or gone for good."""
+    run = job / "runs/a"
+    record_launch(open_store(str(run)), OTHER, [], 0.0)
+    (path,) = run.glob("launches/*")
+    os.utime(path, (1, 1))
+    if says:
+        task = {"job": 1, "index": 0, "name": f"batchinfer-{OTHER.id}", "pid": 0, "state": says}
+        (tmp_path / "slurm/0001-0000.json").write_text(json.dumps(task))
+    view = with_worker(run, 0, state=state, reason=reason)
+    assert (len(view.away), len(view.lost), view.coming) == numbers
+    for said in view.away:
+        assert said.startswith(state)
+        assert says in said
+
+
+def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
+    job: Path, call: Callable[..., Outcome]
 ) -> None:
     run = job / "runs/a"
-    done = call("launch", str(job), "--run", str(run), "--on", "local", *ECHO, *arguments)
+    record_launch(open_store(str(run)), OTHER, [], 0.0)
+    (view,) = launched(call, run)
+    assert (view["lost"], view["coming"]) == ([], 1)
+    os.utime(next(run.glob("launches/*")), (1, 1))
+    (view,) = launched(call, run)
+    assert (len(view["lost"]), view["coming"]) == (1, 0)
+    assert view["away"] == {"never seen; slurm does not know it": [0]}
+
+
+def test_a_cluster_that_cannot_be_asked_is_a_note(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job / "runs/a"
+    record_launch(open_store(str(run)), OTHER, [], 0.0)
+    os.utime(next(run.glob("launches/*")), (1, 1))
+    monkeypatch.setenv("PATH", "/nowhere")
+    seen = call("status", str(run), "--json").result
+    assert "slurm cannot be asked here: squeue: is not on the PATH" in " ".join(seen["notes"])
+    assert (seen["launches"][0]["lost"], seen["launches"][0]["coming"]) == ([], 1)
+
+
+# --------------------------------------------------------------------------- what would be submitted
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
+def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
+    cluster: str, tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    options = ("--on", cluster, "--workers", "2", "--image", "i", "--secret", "NO_SUCH_TOKEN")
+    url = "s3://no-such-bucket-of-mine/job"
+    shown = call(
+        "launch", url, "--run", f"{url}/runs/a", *options, "--model", "no/such", "--dry-run"
+    )
+    assert shown.status == 0, shown.err
+    assert "no-such-bucket-of-mine/job" in shown.result["submission"]
+    assert shown.result["submission"].splitlines()[-1] in shown.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_printed_script_of_slurm_runs_by_hand(
+    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    """It named a folder for logs that only `launch` made."""
+    shown = call(
+        *launching_of(
+            job, "--workers", "2", "--system-prompt", 'it\'s "one"', "--as-chat", "--dry-run"
+        )
+    )
+    assert shown.status == 0, shown.err
+    assert not (job / "runs").exists()
+    script = shown.result["submission"]
+    assert "#SBATCH --output=%x-%a.log" in script
+    subprocess.run(["sbatch"], input=script, text=True, check=True, capture_output=True)
+    wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
+    assert call("verify", str(job / "runs/a")).result["rows_ok"] == 60
+
+
+def test_workers_share_the_dollars_and_each_has_all_the_hours(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    shown = call(
+        *launching_of(
+            job, "--workers", "2", "--max-cost", "9", "--max-hours", "5", "--spot", "--dry-run"
+        )
+    )
+    script = shown.result["submission"]
+    assert "--max-cost 4.5" in script
+    assert "--max-hours 5.0" in script or "--max-hours 4.99" in script
+    assert "export BATCHINFER_SPOT=1" in script
+
+
+def test_a_worker_that_is_started_again_gets_what_is_left_of_the_dollars() -> None:
+    options: dict[str, Any] = {"max_cost": 9.0, "max_hours": 2.0}
+    launch = launching.Launch(OTHER, options, FixedClock())
+    first = launch._plan(3, 9.0)
+    lost = [f"{first.id}-0000{rank}" for rank in (0, 1, 2)]
+    seen = SEEN(first.id, lost, {lost[0]: 1.0, lost[1]: 3.5})
+    assert launch._restartable(seen) == {lost[0]: 2.0, lost[2]: 3.0}
+    second = launch._plan(2, 5.0)
+    assert "--max-cost 2.5" in second.words
+    launch._clock.seconds = 3601.0
+    assert "--max-hours 1.0" in launch._plan(1, None).words
+    launch._clock.seconds = 7201.0
+    assert launch._restartable(seen) == {}
+
+
+class FixedClock(SystemClock):
+    seconds = 1.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def SEEN(launch: str, lost: list[str], costs: dict[str, float]) -> Any:  # noqa: N802
+    view = SimpleNamespace(id=launch, lost=lost)
+    workers = [SimpleNamespace(id=name, cost=cost) for name, cost in costs.items()]
+    return SimpleNamespace(launches=[view], workers=workers)
+
+
+def test_a_prompt_template_and_a_template_of_the_cluster_have_one_option(
+    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text("#!/bin/bash\n# mine {{ name }} {{ last }}\n{{ command }}\n")
+    options = ("--workers", "2", "--template", "alpaca", "--template", str(path), "--dry-run")
+    shown = call("launch", str(job), "--run", "r", "--on", "slurm", "--engine", "echo", *options)
+    assert shown.status == 0, shown.err
+    assert "# mine" in shown.result["submission"]
+    assert "--template alpaca" in shown.result["submission"]
+
+
+# --------------------------------------------------------------------------- what is refused
+
+REFUSED = [
+    (["--workers", "3"], "the job has 2 worker manifests"),
+    ([], "--workers: is missing"),
+    (["--workers", "2", "--prompt-column", "promt"], "would not work"),
+    (["--workers", "2", "--env", "x"], "--env 'x': expected a value, as in --env NAME=VALUE"),
+    (["--workers", "2", "--env", "a b=c"], "--env 'a b=c': expected"),
+    (["--workers", "2", "--gpu", "L4:x"], "--gpu 'L4:x': expected"),
+    (["--workers", "2", "--gpu", "L4:0"], "--gpu 'L4:0': expected"),
+    (["--workers", "2", "--gpu", "L4\nx"], "expected a value"),
+    (["--workers", "2", "--nnodes", "2"], "No such option '--nnodes'"),
+    (["--workers", "2", "--what", "split"], "No such option '--what'"),
+    (["--workers", "2", "--template", "none.sh"], "none.sh: cannot be read"),
+    (["--workers", "2", "--on", "kubernetes", "--image", "i"], "cannot reach a folder of this machine"),
+    (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine"),
+    (["--workers", "2", "--on", "lokal"], "expected one of skypilot, slurm, kubernetes"),
+    (["--workers", "2", "--on", "ray"], "expected one of skypilot, slurm, kubernetes"),
+    (["--workers", "2", "--run", ""], "--run: expected a value"),
+    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: 6 min is less than a worker takes to start"),
+    (["--hours", "3"], "--hours 3: give --rate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    arguments: list[str], message: str, job: Path, call: Callable[..., Outcome]
+) -> None:
+    done = call(*launching_of(job, *arguments))
     assert done.status == 2
     assert message in done.err
-    assert hint in done.err
-    assert not list(run.glob("launches/*"))
-    assert not Path("batchinfer-launches").exists()
+    assert not list((job / "runs/a").glob("launches/*"))
+    assert not states()
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        (("--model", "{}"), "model"),
+        (("--model", "org/m", "--tokenizer", "{}"), "model"),
+        (("--model", "org/m", "--lora", "sql={}"), "model"),
+        (("--model", "org/m", "--media-root", "{}"), "model"),
+    ],
+)
+@pytest.mark.parametrize("cluster", ["skypilot", "kubernetes"])
+def test_a_model_in_a_folder_of_this_machine_is_refused_for_a_cluster_elsewhere(
+    cluster: str, options: tuple[str, ...], path: str, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    """All machines were set up to find out that it is not there."""
+    folder = tmp_path / path
+    folder.mkdir()
+    given = [option.format(folder) for option in options]
+    places = ("s3://bucket/job", "--run", "s3://bucket/job/runs/a")
+    done = call("launch", *places, "--on", cluster, "--workers", "2", "--image", "i", *given)
+    assert done.status == 2
+    assert f"{folder}: workers on {cluster} cannot reach a folder of this machine" in done.err
+
+
+def test_the_model_must_fit_each_accelerator_of_the_template(
+    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest, which is the smallest."""
+    asked: list[dict[str, Any]] = []
+
+    def check(**given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return {}
+
+    monkeypatch.setattr("batchinfer.check.command.command.callback", check)
+    places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
+    monkeypatch.setattr(launching.Launch, "_refuse_places", lambda _self: None)
+    call("launch", *places, "--model", "org/m")
+    call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
+    call("launch", *places, "--model", "org/m", "--gpu", "none")
+    assert [one["gpu"] for one in asked] == [
+        "L4:1,A10G:1,L40S:1,A100:1,A100-80GB:1,H100:1",
+        "H100:8",
+        "",
+    ]
 
 
 def test_a_launch_with_another_configuration_is_refused(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
-    run = str(job / "runs/a")
-    assert call("worker", "--job", str(job), "--output", run, *ECHO).status == 0
-    done = call(
-        "launch",
-        str(job),
-        "--run",
-        run,
-        "--on",
-        "local",
-        "--workers",
-        "2",
-        *ECHO,
-        "--max-tokens",
-        "9",
-    )
+    assert call("worker", "--job", str(job), "--output", str(job / "runs/a"), *ECHO).status == 0
+    done = call(*launching_of(job, "--workers", "2", "--max-tokens", "9", "--retry-errors"))
     assert done.status == 2
     assert "another sampling" in done.err
 
 
-def test_a_second_launch_waits_for_the_first_to_be_recorded(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
-    run = str(job / "runs/a")
-    plan = Plan(id="first", name="x", workers=1, job=str(job), run=run, model="", words="")
-    store = open_store(run)
-    record_launch(store, "local", plan, SystemClock().now())
-    done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
-    assert done.status == 2
-    assert "the launch first has been under way for" in done.err
-    (found,), _ = find_launches(store)
-    assert found.handle is None
+# --------------------------------------------------------------------------- records, races, lost answers
 
 
-def test_launches_of_one_second_come_in_the_order_of_their_times(tmp_path: Path) -> None:
-    """Their ids differ in random digits only."""
-    store = open_store(str(tmp_path))
-    names = [f"20261122-101112-{digits}" for digits in ("ffff", "0000", "7777")]
-    for index, name in enumerate(names):
-        plan = Plan(id=name, name="x", workers=1, job="", run="", model="", words="")
-        record_launch(store, "local", plan, 1_763_806_272 + 0.1 * index)
-    found, notes = find_launches(store)
-    assert ([launch.record.plan.id for launch in found], notes) == (names, [])
-
-
-@pytest.mark.parametrize("is_submitted", [False, True])
-def test_of_two_launches_at_once_at_most_one_starts_workers(
-    is_submitted: bool,
+@pytest.mark.parametrize(
+    ("fate", "is_there"), [("refused", False), ("silent", False), ("lost", True)]
+)
+def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
+    fate: str,
+    is_there: bool,
     job: Path,
     call: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one is recorded when this one has checked everything; it may even be submitted by then."""
-    run = str(job / "runs/a")
-    store, now = open_store(run), SystemClock().now()
-    other = Plan(id="other", name="x", workers=1, job=str(job), run=run, model="", words="")
+    """An empty answer of sbatch counted as a job; a lost answer left workers that nobody could name."""
+    run = job / "runs/a"
+    monkeypatch.setenv("FAKE_SLURM_FATE", fate)
+    done = call(*launching_of(job, "--workers", "2", *SLOW))
+    assert done.status == 2
+    assert "sbatch" in done.err
+    found, _ = find_launches(open_store(str(run)))
+    assert bool(found) == is_there
+    assert bool(states()) == is_there
+    if is_there:
+        assert f"if workers are there: batchinfer status {run}" in done.err
+        wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+        assert call("stop", str(run), "--cancel").result["left"] == []
+        wait_for(lambda: not alive())
+
+
+def test_of_two_launches_at_once_at_most_one_starts_workers(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = open_store(str(job / "runs/a")), SystemClock().now()
 
     def after_the_other(*arguments: Any) -> None:
-        record_launch(store, "local", other, now)
-        if is_submitted:
-            record_submission(store, other, {"folder": "x"}, now)
+        record_launch(store, OTHER, [], now)
         record_launch(*arguments)
 
     monkeypatch.setattr(launching, "record_launch", after_the_other)
-    done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
+    done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 2
-    assert "another launch was made meanwhile (other), so this one submitted nothing" in done.err
-    (found,), _ = find_launches(store)
-    assert found.record.plan.id == "other"
-    assert not Path("batchinfer-launches").exists()
+    assert f"another launch was made meanwhile ({OTHER.id})" in done.err
+    assert set(find_launches(store)[0]) == {OTHER.id}
+    assert not states()
 
 
-def test_workers_whose_launch_cannot_be_recorded_can_be_cancelled_by_hand(
+def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
     job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = job / "runs/a"
+    """`stop --cancel` may look for them before they are there."""
+    slurm = find_cluster("slurm")
+    submit = slurm.submit
 
-    def fails(*_arguments: Any) -> None:
-        raise StorageError("bucket: gone")
+    def after_stop(plan: Plan) -> None:
+        assert main.main(["stop", plan.run, "--cancel"]) == 0
+        submit(plan)
 
-    monkeypatch.setattr(launching, "record_submission", fails)
-    arguments = ("--on", "local", "--workers", "2", *ECHO, *SLOW)
-    done = call("launch", str(job), "--run", str(run), *arguments)
-    assert done.status == 34
-    (folder,) = Path("batchinfer-launches").resolve().glob("*")
-    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
-    (command,) = re.findall(r"to cancel them: (.*)", done.err)
-    with bystander("batchinfer.clusters.local", str(folder)) as other:
-        subprocess.run(shlex.split(command), check=True)
-        wait_for(lambda: not processes_of(folder.name))
-        assert other.poll() is None
-    state = '"state":"cancelled"'
-    wait_for(lambda: (folder / "state.json").read_text().count(state) == 2)
+    monkeypatch.setattr(slurm, "submit", after_stop)
+    done = call(*launching_of(job, "--workers", "2"))
+    assert done.status == 2
+    assert "was stopped meanwhile, so the workers were cancelled" in done.err
+    assert states() == ["CANCELLED", "CANCELLED"]
 
 
-@contextlib.contextmanager
-def bystander(*words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that is none of a launch's, with these words in its command line, such as an editor or a grep."""
-    program = [sys.executable, "-c", "import time; time.sleep(600)", *words]
-    with subprocess.Popen(program, env={**os.environ, **variables}) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def test_a_killed_launch_leaves_no_client_behind(job: Path, tmp_path: Path) -> None:
+    variables = {**os.environ, "FAKE_SLURM_FATE": "hung"}
+    command = [
+        sys.executable,
+        "-m",
+        "batchinfer",
+        *launching_of(job, "--workers", "2", "--no-check"),
+    ]
+    hung = tmp_path / "slurm/hung"
+    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as launch:
+        wait_for(lambda: hung.exists() and hung.read_text())
+        launch.kill()
+    wait_for(lambda: not _command(int(hung.read_text())))
 
 
-def test_only_a_launchs_own_processes_are_ended(tmp_path: Path) -> None:
-    """The launch has ended, and its folder's path is in the command lines of others."""
-    folder = tmp_path / "20261122-101112-ab12"
-    local = find_cluster("local")
-    with (
-        bystander("-m", "batchinfer.clusters.local", str(folder)) as reader,
-        bystander("batchinfer", "worker", BATCHINFER_LAUNCH=folder.name) as searcher,
-    ):
-        local.cancel({"folder": str(folder)})
-        with pytest.raises(subprocess.TimeoutExpired):
-            reader.wait(0.5)
-        assert searcher.poll() is None
-
-
-def test_the_record_of_a_launch_holds_no_secrets(
-    job: Path, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_record_says_who_was_launched_where_and_holds_no_secrets(
+    job: Path, call: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    run = job / "runs/a"
-    program = tmp_path / "bin/sbatch"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/bash\ncat >{tmp_path}/script; echo 4711\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     done = call(
-        "launch", str(job), "--run", str(run), "--on", "slurm", "--workers", "2", "--no-check",
-        "--model", "m", "--prompt-column", "prompt", "--env", "HF_TOKEN=hush1", "--env", "REGION=eu",
-        "--env", "HTTPS_PROXY=http://me:hush2@proxy", "--engine-arg", "hf_token=hush3",
-    )  # fmt: skip
-    assert done.status == 0, done.err
-    (record, submission) = (path.read_text() for path in sorted(run.glob("launches/*")))
-    script = (tmp_path / "script").read_text()
-    assert all(f"hush{number}" in script for number in (1, 2, 3))
-    assert "hush" not in record + submission
-    assert '"REGION": "eu"' in record
-
-
-def test_a_launch_of_which_nobody_knows_whether_it_was_submitted_stays_on_record(
-    job: Path, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sbatch has queued the workers, and its answer is lost."""
-    run = job / "runs/a"
-    program = tmp_path / "bin/sbatch"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    arguments = ("launch", str(job), "--run", str(run), "--on", "slurm", "--workers", "2", *ECHO)
-
-    def sbatch_fails(message: str) -> Outcome:
-        program.write_text(f"#!/bin/bash\necho {message!r} >&2; exit 1\n")
-        program.chmod(0o755)
-        return call(*arguments, "--name", "my job")
-
-    refused = sbatch_fails("Invalid partition name specified")
-    assert refused.status == 2
-    assert not list(run.glob("launches/*"))
-    lost = sbatch_fails("Batch job submission failed: Socket timed out on send/recv operation")
-    assert lost.status == 2
-    (record,) = run.glob("launches/*")
-    assert "may have been submitted or not" in lost.err
-    assert "squeue --me --name='my job'" in lost.err
-    assert f"remove {record}" in lost.err
-    assert "has been under way" in call(*arguments).err
-    left = call("stop", str(run), "--cancel").result["left"]
-    assert (
-        "what it submitted is not known; look for its jobs: squeue --me --name='my job'" in left[0]
+        *launching_of(
+            job, "--workers", "2", "--no-check", "--gpu", "L4:2", "--env", "HF_TOKEN=hush1"
+        ),
+        *("--env", "HTTPS_PROXY=http://me:hush2@proxy", "--engine-arg", "hf_token=hush3"),
     )
-    rows_file(tmp_path / "a.jsonl", 0, 3)
-    words = ("--what", "split", "--workers", "2", "--on", "slurm", "--", "a.jsonl", "--output", "j")
-    ranks = call("launch", *words)
-    assert ranks.status == 2
-    assert "the ranks may have been submitted or not" in ranks.err
-    assert "squeue --me --name=batchinfer; end those that are there, and launch again" in ranks.err
-
-
-def test_a_damaged_record_of_a_launch_is_a_note(job: Path, call: Callable[..., Outcome]) -> None:
-    run = job / "runs/a"
-    assert call("worker", "--job", str(job), "--output", str(run), *ECHO).status == 0
-    (run / "launches").mkdir()
-    (run / "launches/x.json").write_text('{"plan": \x1b[31m')
-    seen = call("status", str(run), "--json")
-    assert seen.status == 0
-    assert seen.result["launches"] == []
-    assert any("launches/x.json: cannot be read" in note for note in seen.result["notes"])
+    assert done.status == 0, done.err
+    (path,) = (job / "runs/a").glob("launches/*")
+    record = json.loads(path.read_text())
+    script = next((tmp_path / "slurm").glob("*.sh")).read_text()
+    assert all(f"hush{number}" in script for number in (1, 2, 3))
+    assert "hush" not in path.read_text()
+    assert (record["on"], record["workers"], record["gpu"]) == ("slurm", 2, "L4:2")
+    assert record["id"] == done.result["launch"]
 
 
 def test_hours_and_a_rate_say_how_many_workers(job: Path, call: Callable[..., Outcome]) -> None:
     """60 rows at one row in 200 s take 12,000 s of one worker; two are done within 2 hours, and 1 is not."""
-    done = call(
-        "launch", str(job), "--run", str(job / "runs/a"), "--on", "local", *ECHO, "--hours", "2",
-        "--rate", "0.005", "--dry-run",
-    )  # fmt: skip
+    done = call(*launching_of(job, "--hours", "2", "--rate", "0.005"))
     assert done.status == 0, done.err
     assert done.result["workers"] == 2
+
+
+def test_a_settings_file_may_hold_all_options(
+    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    path = tmp_path / "run.yaml"
+    section = {"run": str(job / "runs/a"), "on": "slurm", "workers": 2, "sbatch_arg": ["--mem=64G"]}
+    content = {
+        "launch": section,
+        "engine": {"engine": "echo"},
+        "prompt": {"prompt_column": "prompt"},
+    }
+    path.write_text(yaml.safe_dump(content))
+    shown = call("launch", str(job), "--config", str(path), "--dry-run")
+    assert shown.status == 0, shown.err
+    assert '#SBATCH "--mem=64G"' in shown.result["submission"]
+    assert "--engine echo --prompt-column prompt" in shown.result["submission"]

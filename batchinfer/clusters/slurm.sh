@@ -1,0 +1,45 @@
+#!/bin/bash
+# One worker of a batchinfer launch on Slurm. `batchinfer launch --on slurm --template FILE` takes a file like this one
+# in its place, and fills in what stands in double braces. What --sbatch-arg says comes last, and wins.
+#SBATCH --job-name={{ name }}
+#SBATCH --array=0-{{ last }}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%a.log
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=16G
+#SBATCH --gres={{ gres }}
+# Two minutes before the end of the job's time a worker saves what it has.
+#SBATCH --signal=B:USR1@120
+{{ options }}
+
+export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
+{{ exports }}
+worker= is_ending= is_out_of_time=
+end() {
+  is_ending=yes
+  [ -z "$worker" ] || kill -TERM $worker
+}
+trap 'is_out_of_time=yes; end' USR1
+trap end TERM
+{{ command }} &
+worker=$!
+[ -z "$is_ending" ] || kill -TERM $worker
+wait $worker
+status=$?
+while kill -0 $worker 2>/dev/null; do
+  wait $worker
+  status=$?
+done
+# 33 and 34 say that a new start may help; 75 that a signal came, which calls for one only at the end of the job's time:
+# after scancel nobody wants it, and a preempted job Slurm itself queues again.
+case $status in
+  33 | 34) again=yes ;;
+  75) again=$is_out_of_time ;;
+  *) again= ;;
+esac
+if [ -n "$again" ]; then
+  echo "batchinfer: the worker ended with $status; this job is queued again" >&2
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+exit $status
