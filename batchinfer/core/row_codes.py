@@ -26,7 +26,10 @@ class Code(StrEnum):
     INVALID_COLUMN = "invalid_column", "A column's value cannot become what the option asks for."
     TEMPLATE_ERROR = "template_error", "The prompt template failed on this row."
     # Media
-    INVALID_MEDIA = "invalid_media", "An image, a video or a sound is broken, or named in no known form."
+    INVALID_MEDIA = (
+        "invalid_media",
+        "An image, a video or a sound is broken, or named in no known form.",
+    )
     MEDIA_FORBIDDEN = (
         "media_forbidden",
         "A link names a place that rows must not name: a private address, a local path, another scheme.",
@@ -38,11 +41,23 @@ class Code(StrEnum):
     UNKNOWN_URL = "unknown_url", "The request's url is none that the server has."
     UNKNOWN_PARAMETER = "unknown_parameter", "The server has no parameter of this name."
     INVALID_PARAMETER = "invalid_parameter", "A parameter's value is wrong, or contradicts another."
-    INVALID_CONSTRAINT = "invalid_constraint", "The answer's schema, expression or grammar is refused."
-    MODEL_NOT_FOUND = "model_not_found", "The row asks for a model or an adapter that the run does not have."
+    INVALID_CONSTRAINT = (
+        "invalid_constraint",
+        "The answer's schema, expression or grammar is refused.",
+    )
+    MODEL_NOT_FOUND = (
+        "model_not_found",
+        "The row asks for a model or an adapter that the run does not have.",
+    )
     PROMPT_TOO_LONG = "prompt_too_long", "The prompt leaves the model no room for a token."
     # The engine
-    ENGINE_CRASH = "engine_crash", "The engine died several times with this row in it, at least once with it alone."
-    SERVER_ERROR = "server_error", "The server failed on this row again and again, and answered others."
+    ENGINE_CRASH = (
+        "engine_crash",
+        "The engine died several times with this row in it, at least once with it alone.",
+    )
+    SERVER_ERROR = (
+        "server_error",
+        "The server failed on this row again and again, and answered others.",
+    )
     INVALID_ANSWER = "invalid_answer", "The server's answer is no answer, again and again."
     INTERNAL_ERROR = "internal_error", "batchinfer failed on this row; please report it."

@@ -183,11 +183,7 @@ class Launch:
         asked, names = self._asked, {parameter.name for parameter in check.params}
         gpus = [asked.gpu] if asked.gpu else []
         if asked.on == "skypilot" and not gpus:
-            gpus = [
-                one
-                for one in accelerators(asked.template)
-                if one.partition(":")[0] in GPU_GIB
-            ]
+            gpus = [one for one in accelerators(asked.template) if one.partition(":")[0] in GPU_GIB]
         names.add("server_args")
         given = {name: value for name, value in self._options.items() if name in names}
         given |= {"output": asked.run, "job": asked.job, "sample_rows": 50, "show": 0}

@@ -26,8 +26,8 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     (about the machine, or how often to checkpoint) are not in run.json and may differ from worker to worker. Some
     options take a file. run.json holds only the file's text, so the command passes the text as `<(printf …)`.
 
-    Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker run
-    code, such as --trust-remote-code, are left out. A comment after the command names them, and the user decides.
+    Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker
+    run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
     words = [f"--manifest {quote(manifest)}" for manifest in manifests]
     if job_url:

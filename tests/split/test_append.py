@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from batchinfer.collect.source_types import read_schema
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.collect.source_types import read_schema
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError, StorageError

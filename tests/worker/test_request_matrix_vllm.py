@@ -133,7 +133,8 @@ def test_each_bad_request_is_an_error_row_with_its_code(lines: list[dict[str, An
 def test_calls_and_reasoning_are_found_as_the_server_finds_them(
     lines: list[dict[str, Any]],
 ) -> None:
-    messages = [line["body"]["choices"][0]["message"] for line in lines[::2] if "choices" in line["body"] and "message" in line["body"]["choices"][0]]  # fmt: skip
+    choices = [line["body"]["choices"][0] for line in lines[::2] if "choices" in line["body"]]
+    messages = [choice["message"] for choice in choices if "message" in choice]
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
     assert {call["function"]["name"] for each in calls for call in each} == {"f"}
     assert len({call["id"] for each in calls for call in each}) == sum(map(len, calls))
