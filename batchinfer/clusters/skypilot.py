@@ -13,16 +13,7 @@ from typing import Any
 import batchinfer
 from batchinfer.cli.settings import parse_yaml
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    name_of,
-    read_template,
-    run_client,
-)
+from batchinfer.clusters import Fate, Plan, name_of, read_template, run_client
 from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = True
@@ -47,9 +38,9 @@ def look(launch: str, workers: int, _namespace: str) -> dict[int, Fate]:
     found = {}
     for rank, job in enumerate(_jobs(launch)[-workers:]):
         status = str(job["status"])
-        kind = ENDED if status in ("SUCCEEDED", "CANCELLED") else COMING
+        kind = "ended" if status in ("SUCCEEDED", "CANCELLED") else "coming"
         text = f"{status} {job.get('failure_reason') or ''}".strip()
-        found[rank] = Fate(LOST if status.startswith("FAILED") else kind, text)
+        found[rank] = Fate("lost" if status.startswith("FAILED") else kind, text)
     return found
 
 
@@ -94,7 +85,7 @@ def _launching(plan: Plan) -> tuple[list[str], str]:
         "launch",
         "-y",
         "-d",
-        f"--name={name_of(plan.id)}",
+        f"--name={plan.name}",
         f"--num-jobs={plan.workers}",
     ]
     words += [f"--env={variable}" for variable in variables]

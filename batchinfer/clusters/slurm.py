@@ -14,24 +14,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    fill,
-    indexes,
-    name_of,
-    run_client,
-)
+from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
 from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = False
-_KINDS = {
-    ENDED: "COMPLETED CANCELLED",
-    COMING: "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING SIGNALING COMPLETING STAGE_OUT",
-}
+_ENDED = "COMPLETED CANCELLED"
+_COMING = (
+    "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING SIGNALING COMPLETING STAGE_OUT"
+)
 _LINE = re.compile(r"\d+_\[?([0-9,-]+)[^|]*\|(\w+)(.*)")
 
 
@@ -39,7 +29,7 @@ def page(plan: Plan) -> str:
     """See `Cluster`."""
     # sbatch reads double quotes and backslashes in lines of #SBATCH as JSON has them.
     fields = {
-        "name": name_of(plan.id),
+        "name": plan.name,
         "last": plan.workers - 1,
         "gres": f"gpu:{plan.gpu.lower() or 1}" if plan.num_gpus else "none",
         "options": "\n".join(
@@ -68,9 +58,10 @@ def look(launch: str, _workers: int, _namespace: str) -> dict[int, Fate]:
     printed += run_client("squeue", "--me", "--noheader", "--states=all", name, "--format=%i|%T|%r")
     found: dict[int, Fate] = {}
     for line in filter(None, map(_LINE.match, printed.splitlines())):
-        kind = next((kind for kind, words in _KINDS.items() if line[2] in words.split()), LOST)
+        is_over = "ended" if line[2] in _ENDED.split() else "lost"
         text = f"{line[2]}{line[3].replace('|', ' ')}"
-        found |= dict.fromkeys(indexes(line[1]), Fate(kind, text))
+        fate = Fate("coming" if line[2] in _COMING.split() else is_over, text)
+        found |= dict.fromkeys(indexes(line[1]), fate)
     return found
 
 

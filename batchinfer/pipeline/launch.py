@@ -91,12 +91,14 @@ def _plan(options: dict[str, Any]) -> Plan:
     from batchinfer.prompts.templates import list_templates
     from batchinfer.storage.opening import local_path, split_url
 
-    gpu = "none" if options["gpu"].lower() == "cpu" else options["gpu"]
+    on, gpu = options["on"], "none" if options["gpu"].lower() == "cpu" else options["gpu"]
     wrong = [f"--env {pair!r}" for pair in options["env"] if not re.match(r"[A-Za-z_]\w*=", pair)]
     wrong += [] if re.fullmatch(r"([\w.-]+(:[1-9]\d*)?)?", gpu) else [f"--gpu {gpu!r}"]
     if wrong or not options["run"]:
         known = "--env NAME=VALUE, --gpu L4:2, --run s3://bucket/job/runs/first"
         raise ConfigError(f"{(wrong or ['--run'])[0]}: expected a value, as in {known}")
+    if (options["sky_arg"] and on != "skypilot") or (options["sbatch_arg"] and on != "slurm"):
+        raise ConfigError("--sky-arg is for --on skypilot, and --sbatch-arg for --on slurm")
     if options["is_spot"] is not None:  # workers tell it for their price
         options["env"] = (f"BATCHINFER_SPOT={int(options['is_spot'])}", *options["env"])
         options["sky_arg"] = (

@@ -429,7 +429,10 @@ REFUSED = [
     (["--workers", "2", "--gpu", "L4:0"], "--gpu 'L4:0': expected"),
     (["--workers", "2", "--gpu", "L4\nx"], "expected a value"),
     (["--workers", "2", "--nnodes", "2"], "No such option '--nnodes'"),
+    (["--workers", "2", "--secret", "NO_SUCH_TOKEN"], "--secret NO_SUCH_TOKEN: has no value here"),
+    (["--workers", "2", "--sky-arg=--infra=aws"], "--sky-arg is for --on skypilot"),
     (["--workers", "2", "--what", "split"], "No such option '--what'"),
+    (["--workers", "2", "--max-cost", "9", "--gpu", "none"], "--max-cost: no price of none is known"),
     (["--workers", "2", "--template", "none.sh"], "none.sh: cannot be read"),
     (["--workers", "2", "--on", "kubernetes", "--image", "i"], "cannot reach a folder of this machine"),
     (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine"),
@@ -487,7 +490,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
 
     monkeypatch.setattr("batchinfer.check.command.command.callback", check)
     places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
-    monkeypatch.setattr(launching.Launch, "_refuse_places", lambda _self: None)
+    monkeypatch.setattr(launching.Launch, "_refuse", lambda _self: None)
     call("launch", *places, "--model", "org/m")
     call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
     call("launch", *places, "--model", "org/m", "--gpu", "none")
