@@ -79,15 +79,8 @@ def _launching(plan: Plan) -> tuple[list[str], str]:
     read_template(template)
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
     variables += [f"WORKER_WORDS={plan.words}", *plan.variables]
-    words = [
-        "sky",
-        "jobs",
-        "launch",
-        "-y",
-        "-d",
-        f"--name={plan.name}",
-        f"--num-jobs={plan.workers}",
-    ]
+    names = [f"--name={plan.name}", f"--num-jobs={plan.workers}"]
+    words = ["sky", "jobs", "launch", "-y", "-d", *names]
     words += [f"--env={variable}" for variable in variables]
     words += [f"--secret={name}" for name in plan.secret]
     words += [f"--gpus={plan.gpu}"] if plan.gpu else []
@@ -101,7 +94,7 @@ def _jobs(launch: str) -> list[dict[str, Any]]:
     found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand before the list
     if found is None:
         raise ConfigError(f"sky: has not answered with a list of jobs ({printed[-200:]!r})")
-    mine = [
-        job for job in json.loads(printed[found.start() :]) if job["job_name"] == name_of(launch)
-    ]
-    return sorted(mine, key=lambda job: int(job["job_id"]))
+    jobs, name = json.loads(printed[found.start() :]), name_of(launch)
+    return sorted(
+        (job for job in jobs if job["job_name"] == name), key=lambda job: int(job["job_id"])
+    )

@@ -19,22 +19,19 @@ from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = False
 _ENDED = "COMPLETED CANCELLED"
-_COMING = (
-    "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING SIGNALING COMPLETING STAGE_OUT"
-)
+_COMING = "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING COMPLETING STAGE_OUT"
 _LINE = re.compile(r"\d+_\[?([0-9,-]+)[^|]*\|(\w+)(.*)")
 
 
 def page(plan: Plan) -> str:
     """See `Cluster`."""
-    # sbatch reads double quotes and backslashes in lines of #SBATCH as JSON has them.
+    # sbatch reads double quotes and backslashes in its lines as JSON has them.
+    options = (f"#SBATCH {json.dumps(one, ensure_ascii=False)}" for one in plan.sbatch_arg)
     fields = {
         "name": plan.name,
         "last": plan.workers - 1,
         "gres": f"gpu:{plan.gpu.lower() or 1}" if plan.num_gpus else "none",
-        "options": "\n".join(
-            f"#SBATCH {json.dumps(one, ensure_ascii=False)}" for one in plan.sbatch_arg
-        ),
+        "options": "\n".join(options),
         "exports": "\n".join(f"export {quote(variable)}" for variable in plan.variables),
         "command": f"{quote(sys.executable)} -m batchinfer {plan.command}",
     }

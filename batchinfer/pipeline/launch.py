@@ -24,9 +24,7 @@ _OWN = group(
     Option("--run", TEXT, "Place of the run, as in JOB/runs/llama.", default="", is_first=True),
     Option("--on", TEXT, f"One of {', '.join(CLUSTERS)}.", default="", is_first=True),
     Option("--workers", at_least(0, 100_000), "Number of new workers.", default=0, is_first=True),
-    Option(
-        "--gpu", TEXT, "GPUs of a worker: L4, H100:8, none. Default: the template's.", default=""
-    ),
+    Option("--gpu", TEXT, "GPUs of a worker: L4:2, or none. Default: the template's.", default=""),
     Option("--template", REPEATED, "File in place of the package's task, script or Job."),
     Option("--sky-arg", REPEATED, "Option of `sky jobs launch`, as in --infra=aws."),
     Option("--sbatch-arg", REPEATED, "Option of sbatch, as in --mem=64G."),
@@ -100,11 +98,9 @@ def _plan(options: dict[str, Any]) -> Plan:
     if (options["sky_arg"] and on != "skypilot") or (options["sbatch_arg"] and on != "slurm"):
         raise ConfigError("--sky-arg is for --on skypilot, and --sbatch-arg for --on slurm")
     if options["is_spot"] is not None:  # workers tell it for their price
+        market = "--use-spot" if options["is_spot"] else "--no-use-spot"
+        options["sky_arg"] = (market, *options["sky_arg"])
         options["env"] = (f"BATCHINFER_SPOT={int(options['is_spot'])}", *options["env"])
-        options["sky_arg"] = (
-            "--use-spot" if options["is_spot"] else "--no-use-spot",
-            *options["sky_arg"],
-        )
     # The worker's option of this name takes the name of a prompt template, and a launch may have both.
     named = {template.name for template in list_templates()}
     options["template_name"] = next((one for one in options["template"] if one in named), "")
