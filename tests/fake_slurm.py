@@ -7,6 +7,7 @@ before they begin; or hung.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -79,7 +80,7 @@ def sbatch(root: Path) -> None:
 def _run(root: Path, task: dict) -> None:
     """Run one task, again and again while it asks for it."""
     place = {"SLURM_ARRAY_JOB_ID": str(task["job"]), "SLURM_ARRAY_TASK_ID": str(task["index"])}
-    while True:
+    while _get(task)["state"] != "CANCELLED":
         task["starts"] += 1
         with (root / f"{task['job']}-{task['index']}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -112,8 +113,9 @@ def scancel(_root: Path) -> None:
     for task in tasks():
         if task["name"] == name and task["state"] in ("PENDING", "RUNNING", "REQUEUED"):
             _set(task, state="CANCELLED")
-            if task["pid"]:
-                os.kill(task["pid"], signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                if task["pid"]:
+                    os.kill(task["pid"], signal.SIGTERM)
 
 
 def scontrol(_root: Path) -> None:

@@ -51,6 +51,11 @@ class Plan(Record, frozen=True, kw_only=True):
     namespace: str = ""
 
     @property
+    def name(self) -> str:
+        """Name of the launch's jobs in the cluster."""
+        return name_of(self.id)
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs of one worker."""
         return 0 if self.gpu == "none" else int(self.gpu.partition(":")[2] or 1)
@@ -67,13 +72,10 @@ class Plan(Record, frozen=True, kw_only=True):
         return f"worker --job {quote(self.job)} --output {quote(self.run)} {model}{self.words}"
 
 
-COMING, LOST, ENDED = "coming", "lost", "ended"
-
-
 class Fate(NamedTuple):
     """What becomes of one worker, and the cluster's own words for it.
 
-    COMING: it works, or will by itself. LOST: it failed, and the cluster gave it up. ENDED: it is done, or cancelled.
+    coming: it works, or will by itself. lost: it failed, and the cluster gave it up. ended: it is done, or cancelled.
     """
 
     kind: str

@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    fill,
-    indexes,
-    name_of,
-    run_client,
-)
+from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
 from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = True
@@ -31,7 +21,7 @@ def page(plan: Plan) -> str:
         raise ConfigError("--image: is missing", hint=hint)
     command = f"export {' '.join(map(quote, plan.variables))}; exec batchinfer {plan.command}"
     fields = {
-        "name": name_of(plan.id),
+        "name": plan.name,
         "launch": plan.id,
         "workers": plan.workers,
         "gpus": _as_yaml(str(plan.num_gpus)),
@@ -55,7 +45,7 @@ def look(launch: str, workers: int, namespace: str) -> dict[int, Fate]:
     for item in sorted(items, key=lambda one: str(one["metadata"]["creationTimestamp"])):
         index = item["metadata"].get("annotations", {}).get(_INDEX, "")
         if item["kind"] == "Pod" and index.isdecimal():
-            found[int(index)] = Fate(COMING, _said(item["status"]))
+            found[int(index)] = Fate("coming", _said(item["status"]))
     for status in (item["status"] for item in items if item["kind"] == "Job"):
         ended = indexes(status.get("completedIndexes", ""))
         lost = indexes(status.get("failedIndexes", ""))
@@ -66,7 +56,7 @@ def look(launch: str, workers: int, namespace: str) -> dict[int, Fate]:
             lost = set(range(workers)) - ended
         for rank in ended | lost:
             text = found[rank].text if rank in found else ""
-            found[rank] = Fate(LOST if rank in lost else ENDED, text)
+            found[rank] = Fate("lost" if rank in lost else "ended", text)
     return found
 
 

@@ -13,16 +13,7 @@ from typing import Any
 import batchinfer
 from batchinfer.cli.settings import parse_yaml
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    name_of,
-    read_template,
-    run_client,
-)
+from batchinfer.clusters import Fate, Plan, name_of, read_template, run_client
 from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = True
@@ -47,9 +38,9 @@ def look(launch: str, workers: int, _namespace: str) -> dict[int, Fate]:
     found = {}
     for rank, job in enumerate(_jobs(launch)[-workers:]):
         status = str(job["status"])
-        kind = ENDED if status in ("SUCCEEDED", "CANCELLED") else COMING
+        kind = "ended" if status in ("SUCCEEDED", "CANCELLED") else "coming"
         text = f"{status} {job.get('failure_reason') or ''}".strip()
-        found[rank] = Fate(LOST if status.startswith("FAILED") else kind, text)
+        found[rank] = Fate("lost" if status.startswith("FAILED") else kind, text)
     return found
 
 
@@ -88,15 +79,8 @@ def _launching(plan: Plan) -> tuple[list[str], str]:
     read_template(template)
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
     variables += [f"WORKER_WORDS={plan.words}", *plan.variables]
-    words = [
-        "sky",
-        "jobs",
-        "launch",
-        "-y",
-        "-d",
-        f"--name={name_of(plan.id)}",
-        f"--num-jobs={plan.workers}",
-    ]
+    names = [f"--name={plan.name}", f"--num-jobs={plan.workers}"]
+    words = ["sky", "jobs", "launch", "-y", "-d", *names]
     words += [f"--env={variable}" for variable in variables]
     words += [f"--secret={name}" for name in plan.secret]
     words += [f"--gpus={plan.gpu}"] if plan.gpu else []
@@ -110,7 +94,7 @@ def _jobs(launch: str) -> list[dict[str, Any]]:
     found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand before the list
     if found is None:
         raise ConfigError(f"sky: has not answered with a list of jobs ({printed[-200:]!r})")
-    mine = [
-        job for job in json.loads(printed[found.start() :]) if job["job_name"] == name_of(launch)
-    ]
-    return sorted(mine, key=lambda job: int(job["job_id"]))
+    jobs, name = json.loads(printed[found.start() :]), name_of(launch)
+    return sorted(
+        (job for job in jobs if job["job_name"] == name), key=lambda job: int(job["job_id"])
+    )

@@ -14,37 +14,24 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    fill,
-    indexes,
-    name_of,
-    run_client,
-)
+from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
 from batchinfer.core.errors import ConfigError
 
 IS_REMOTE = False
-_KINDS = {
-    ENDED: "COMPLETED CANCELLED",
-    COMING: "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING SIGNALING COMPLETING STAGE_OUT",
-}
+_ENDED = "COMPLETED CANCELLED"
+_COMING = "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING COMPLETING STAGE_OUT"
 _LINE = re.compile(r"\d+_\[?([0-9,-]+)[^|]*\|(\w+)(.*)")
 
 
 def page(plan: Plan) -> str:
     """See `Cluster`."""
-    # sbatch reads double quotes and backslashes in lines of #SBATCH as JSON has them.
+    # sbatch reads double quotes and backslashes in its lines as JSON has them.
+    options = (f"#SBATCH {json.dumps(one, ensure_ascii=False)}" for one in plan.sbatch_arg)
     fields = {
-        "name": name_of(plan.id),
+        "name": plan.name,
         "last": plan.workers - 1,
         "gres": f"gpu:{plan.gpu.lower() or 1}" if plan.num_gpus else "none",
-        "options": "\n".join(
-            f"#SBATCH {json.dumps(one, ensure_ascii=False)}" for one in plan.sbatch_arg
-        ),
+        "options": "\n".join(options),
         "exports": "\n".join(f"export {quote(variable)}" for variable in plan.variables),
         "command": f"{quote(sys.executable)} -m batchinfer {plan.command}",
     }
@@ -68,9 +55,10 @@ def look(launch: str, _workers: int, _namespace: str) -> dict[int, Fate]:
     printed += run_client("squeue", "--me", "--noheader", "--states=all", name, "--format=%i|%T|%r")
     found: dict[int, Fate] = {}
     for line in filter(None, map(_LINE.match, printed.splitlines())):
-        kind = next((kind for kind, words in _KINDS.items() if line[2] in words.split()), LOST)
+        is_over = "ended" if line[2] in _ENDED.split() else "lost"
         text = f"{line[2]}{line[3].replace('|', ' ')}"
-        found |= dict.fromkeys(indexes(line[1]), Fate(kind, text))
+        fate = Fate("coming" if line[2] in _COMING.split() else is_over, text)
+        found |= dict.fromkeys(indexes(line[1]), fate)
     return found
 
 

@@ -25,9 +25,7 @@ _OWN = group(
     Option("--run", TEXT, "Place of the run, as in JOB/runs/llama.", default="", is_first=True),
     Option("--on", TEXT, f"One of {', '.join(CLUSTERS)}.", default="", is_first=True),
     Option("--workers", at_least(0, 100_000), "Number of new workers.", default=0, is_first=True),
-    Option(
-        "--gpu", TEXT, "GPUs of a worker: L4, H100:8, none. Default: the template's.", default=""
-    ),
+    Option("--gpu", TEXT, "GPUs of a worker: L4:2, or none. Default: the template's.", default=""),
     Option("--template", REPEATED, "File in place of the package's task, script or Job."),
     Option("--sky-arg", REPEATED, "Option of `sky jobs launch`, as in --infra=aws."),
     Option("--sbatch-arg", REPEATED, "Option of sbatch, as in --mem=64G."),
@@ -69,7 +67,7 @@ def command(**options: Any) -> dict[str, Any]:
           --model meta-llama/Llama-3.1-8B-Instruct --messages-column conversation --max-tokens 512
 
     Workers of earlier launches that were lost are started again, too. Options of `batchinfer worker` are options of
-    this command; --max-cost is shared among the workers. `batchinfer status RUN` shows which of them came, and
+    this command; --max-cost and --max-hours are the whole run's. `batchinfer status RUN` shows which of them came, and
     `batchinfer stop RUN --cancel` ends them all.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.pipeline.launching import Launch
@@ -92,18 +90,18 @@ def _plan(options: dict[str, Any]) -> Plan:
     from batchinfer.prompts import NAMED_TEMPLATES
     from batchinfer.storage.opening import local_path, split_url
 
-    gpu = "none" if options["gpu"].lower() == "cpu" else options["gpu"]
+    on, gpu = options["on"], "none" if options["gpu"].lower() == "cpu" else options["gpu"]
     wrong = [f"--env {pair!r}" for pair in options["env"] if not re.match(r"[A-Za-z_]\w*=", pair)]
     wrong += [] if re.fullmatch(r"([\w.-]+(:[1-9]\d*)?)?", gpu) else [f"--gpu {gpu!r}"]
     if wrong or not options["run"]:
         known = "--env NAME=VALUE, --gpu L4:2, --run s3://bucket/job/runs/first"
         raise ConfigError(f"{(wrong or ['--run'])[0]}: expected a value, as in {known}")
+    if (options["sky_arg"] and on != "skypilot") or (options["sbatch_arg"] and on != "slurm"):
+        raise ConfigError("--sky-arg is for --on skypilot, and --sbatch-arg for --on slurm")
     if options["is_spot"] is not None:  # workers tell it for their price
+        market = "--use-spot" if options["is_spot"] else "--no-use-spot"
+        options["sky_arg"] = (market, *options["sky_arg"])
         options["env"] = (f"BATCHINFER_SPOT={int(options['is_spot'])}", *options["env"])
-        options["sky_arg"] = (
-            "--use-spot" if options["is_spot"] else "--no-use-spot",
-            *options["sky_arg"],
-        )
     # The worker's option of this name takes the name of a prompt template, and a launch may have both.
     named = [one for one in options["template"] if one in NAMED_TEMPLATES]
     options["template_name"] = (named or [""])[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.run_options import OPTIONS
 from batchinfer.cli.shell import in_bash, quote
 from batchinfer.cli.terminal import say
-from batchinfer.clusters import Plan, find_cluster, name_of
+from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
+from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -80,10 +81,7 @@ class Launch:
         self._cluster = find_cluster(plan.on)
         self._store: Store
         """The run's store; `start` opens it, since a page needs none."""
-        self._began = 0.0
-        """Time of the first plan, in Unix seconds."""
-        self._shares: dict[str, float] = {}
-        """Dollars that each worker of a launch of this process may cost, by the id of the launch."""
+        self._began = self._clock.now()
         self._known: set[str] = set()
         """Ids of the run's launches at the last look."""
 
@@ -91,7 +89,7 @@ class Launch:
         """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
         if not self._asked.workers:
             raise ConfigError("--workers: is missing", hint="--dry-run looks at no job")
-        return self._cluster.page(self._plan(self._asked.workers, self._options["max_cost"]))
+        return self._cluster.page(self._plan(self._asked.workers))
 
     def start(self) -> dict[str, Any]:
         """Check everything, and submit new workers and those that were lost. Return the command's result.
@@ -99,7 +97,7 @@ class Launch:
         Raises:
             ConfigError: It would not work, or the run needs no worker. What `batchinfer check` finds is printed before.
         """
-        self._refuse_places()
+        self._refuse()
         self._cluster.page(self._asked)  # refuses a template that is wrong
         self._store = open_store(self._asked.run)
         seen = self._look()
@@ -110,13 +108,11 @@ class Launch:
         workers = self._check(len(lost)) if self._options["check"] else self._asked.workers
         result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
         if workers + len(lost):
-            plan = self._plan(workers + len(lost), self._options["max_cost"])
+            plan = self._plan(workers + len(lost))
             self._submit(plan, lost)
             result |= {"on": plan.on, "launch": plan.id, "replaces": lost}
         elif seen is None or not self._options["watch"]:
-            raise ConfigError(
-                "--workers: is missing, and no worker was lost", hint="say --workers N"
-            )
+            raise ConfigError("--workers: is missing, and no worker was lost")
         return result
 
     def watch(self) -> dict[str, Any]:
@@ -137,27 +133,32 @@ class Launch:
                 f"{alive} workers at work, {coming} to come, {len(lost)} lost, {units.money(seen.cost.so_far)}"
             )
             if text != said:
+                said = text
                 say(text)
             if seen.state == "stopped" or not (alive or coming or lost):
                 why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
             if finished > best:
                 restarts, best = 0, finished
-            if lost and self._clock.monotonic() >= due:
-                if restarts >= MOST_RESTARTS:
-                    raise NoProgress(
-                        f"{seen.run}: workers were started {restarts} times again, and no row was finished since",
-                        hint=f"see why: batchinfer status {quote(seen.run)}",
-                    )
-                restarts, said = restarts + 1, text
-                due = self._clock.monotonic() + 2**restarts * WATCH_SECONDS
-                self._restart(lost)
+            if not lost or seen.state == "stopping" or self._clock.monotonic() < due:
+                continue
+            if restarts >= MOST_RESTARTS:
+                raise NoProgress(
+                    f"{seen.run}: workers were started {restarts} times again, and no row was finished since",
+                    hint=f"see why: batchinfer status {quote(seen.run)}",
+                )
+            restarts += 1
+            due = self._clock.monotonic() + 2**restarts * WATCH_SECONDS
+            try:
+                self._submit(self._plan(len(lost)), lost)
+            except BatchinferError as error:
+                logger.warning("%s", error.message)
         return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
 
     # -- what is refused
 
-    def _refuse_places(self) -> None:
-        """Refuse places that cannot be written to, or that workers on machines elsewhere cannot see."""
+    def _refuse(self) -> None:
+        """Refuse what workers would find out only on their machines: places that they cannot see, an unknown price."""
         asked = self._asked
         check_writable(asked.run, option="--run")
         here = [url for url in (asked.job, asked.run) if split_url(url)[0] in ("file", "memory")]
@@ -172,6 +173,19 @@ class Launch:
                 hint="copy it to a bucket; for a model at the same path in their image: --no-check",
             )
 
+        absent = [name for name in asked.secret if not os.environ.get(name)]
+        if absent and asked.on != "kubernetes":
+            raise ConfigError(
+                f"--secret {absent[0]}: has no value here", hint=f"export {absent[0]}=…"
+            )
+        options, num_gpus = self._options, asked.num_gpus
+        machine = Machine("", "", accelerator_name(asked.gpu), num_gpus, bool(options["is_spot"]))
+        is_known = options["price_per_hour"] is not None or Prices().price(machine) is not None
+        if asked.gpu and options["max_cost"] is not None and not is_known:
+            raise ConfigError(
+                f"--max-cost: no price of {asked.gpu} is known", hint="say --price-per-hour"
+            )
+
     def _check(self, num_lost: int) -> int:
         """Run `batchinfer check` on all options. Return the number of new workers: as asked, or as it advises.
 
@@ -181,17 +195,16 @@ class Launch:
         from batchinfer.check.command import command as check
 
         asked, names = self._asked, {parameter.name for parameter in check.params}
-        gpus = [asked.gpu] if asked.gpu else []
-        if asked.on == "skypilot" and not gpus:
-            gpus = [one for one in accelerators(asked.template) if one.partition(":")[0] in GPU_GIB]
-        names.add("server_args")
+        gpu = asked.gpu.replace("none", "")
+        if asked.on == "skypilot" and not asked.gpu:
+            found = accelerators(asked.template)
+            known = [one for one in found if one.partition(":")[0] in GPU_GIB]
+            gpu = min(known, key=_gib, default="")
+        workers = (asked.workers + num_lost) or None
         given = {name: value for name, value in self._options.items() if name in names}
-        given |= {"output": asked.run, "job": asked.job, "sample_rows": 50, "show": 0}
-        given |= {
-            "gpu": min(gpus, key=_gib, default="").replace("none", ""),
-            "workers": (asked.workers + num_lost) or None,
-        }
-        result = click.get_current_context().invoke(check, **given)
+        given |= {"output": asked.run, "job": asked.job, "gpu": gpu, "workers": workers}
+        given["server_args"] = self._options.get("server_args", ())
+        result = click.get_current_context().invoke(check, **given, sample_rows=50, show=0)
         advised = result.get("workers_advised") or 0
         if self._options["hours"] and not (asked.workers or advised):
             raise ConfigError(
@@ -202,18 +215,11 @@ class Launch:
 
     # -- what is started
 
-    def _plan(self, workers: int, max_cost: float | None) -> Plan:
-        """Return the plan of so many workers. They share the dollars; each gets the hours that are left."""
-        options, now = dict(self._options), self._clock.now()
-        self._began = self._began or now
-        if max_cost is not None:
-            options["max_cost"] = max_cost / workers
-        if options["max_hours"] is not None:
-            options["max_hours"] -= (now - self._began) / 3600
-        words = worker_words(options)
-        plan = msgspec.structs.replace(self._asked, id=new_id(now), workers=workers, words=words)
-        self._shares |= {} if max_cost is None else {plan.id: options["max_cost"]}
-        return plan
+    def _plan(self, workers: int) -> Plan:
+        """Return the plan of so many workers. Each of them adds up what the whole run costs and how long it lasts."""
+        words = worker_words(self._options)
+        identity = new_id(self._clock.now())
+        return msgspec.structs.replace(self._asked, id=identity, workers=workers, words=words)
 
     def _submit(self, plan: Plan, replaced: list[str]) -> None:
         """Record the launch, then submit it.
@@ -241,7 +247,7 @@ class Launch:
         if any(info.key == layout.STOP_KEY for info in self._store.list(layout.STOP_KEY)):
             self._cluster.cancel(plan.id, plan.namespace)
             raise ConfigError(f"{plan.run}: was stopped meanwhile, so the workers were cancelled")
-        say(f"{units.many(plan.workers, 'worker')} submitted on {plan.on} as {name_of(plan.id)}")
+        say(f"{units.many(plan.workers, 'worker')} submitted on {plan.on} as {plan.name}")
 
     def _is_unknown(self, plan: Plan) -> bool:
         """Whether the cluster says that it has no worker of a launch."""
@@ -249,14 +255,6 @@ class Launch:
             return not self._cluster.look(plan.id, plan.workers, plan.namespace)
         except ConfigError:
             return False
-
-    def _restart(self, lost: dict[str, float]) -> None:
-        """Start new workers in the place of lost ones, with the dollars that are left to these."""
-        budget = sum(lost.values())
-        try:
-            self._submit(self._plan(len(lost), budget if self._shares else None), list(lost))
-        except ConfigError as error:
-            logger.warning("%s", error.message)
 
     # -- how it goes
 
@@ -282,16 +280,11 @@ class Launch:
                 logger.warning("%s; looking again", error.message)
         raise ConfigError(f"{self._asked.run}: nothing is there any more")
 
-    def _restartable(self, seen: Overview) -> dict[str, float]:
-        """Return the lost workers that may be started again, with the dollars that are left to each."""
-        costs = {view.id: view.cost or 0.0 for view in seen.workers}
-        hours = self._options["max_hours"]
-        if hours is not None and self._clock.now() - self._began >= hours * 3600:
-            return {}
-        share = next(iter(self._shares.values()), math.inf)
-        lost = {
-            name: self._shares.get(launch.id, share) - costs.get(name, 0.0)
-            for launch in seen.launches
-            for name in launch.lost
-        }
-        return {name: left for name, left in lost.items() if left > 0}
+    def _restartable(self, seen: Overview) -> list[str]:
+        """Return the lost workers that may be started again: none, once the run has cost or lasted what it may."""
+        most_cost, most_hours = self._options["max_cost"], self._options["max_hours"]
+        if most_cost is not None and (seen.cost.so_far or 0.0) >= most_cost:
+            return []
+        if most_hours is not None and self._clock.now() - self._began >= most_hours * 3600:
+            return []
+        return [name for launch in seen.launches for name in launch.lost]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from batchinfer.clusters import COMING, FINAL_STATUSES, LOST, Fate, find_cluster
+from batchinfer.clusters import FINAL_STATUSES, Fate, find_cluster
 from batchinfer.clusters.launches import LaunchRecord, find_launches
 from batchinfer.core import errors, units
 from batchinfer.core.clock import Clock
@@ -93,7 +93,7 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
     while asked:
         for name, launch in list(asked.items()):
             states, note = _ask(launch, namespace)
-            alive = sum(one.kind == COMING for one in (states or {}).values())
+            alive = sum(one.kind == "coming" for one in (states or {}).values())
             if alive and clock.monotonic() >= until:
                 note = f"launch {name}: still ending: {units.many(alive, 'worker')}"
             if note or not alive:
@@ -142,10 +142,10 @@ def _with_away(
                 else f"; {view.cluster} does not know it"
             )
         said.setdefault(text, []).append(rank)
-        unknown = COMING if states is None or is_new else LOST
+        unknown = "coming" if states is None or is_new else "lost"
         kind = one.kind if one else unknown
-        coming += kind == COMING
-        if kind == LOST and _exit_status(worker) not in FINAL_STATUSES:
+        coming += kind == "coming"
+        if kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
             lost.append(name)
     return msgspec.structs.replace(view, away=said, lost=lost, coming=coming)
 

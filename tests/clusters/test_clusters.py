@@ -21,16 +21,7 @@ import yaml
 
 from batchinfer import clusters
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import (
-    CLUSTERS,
-    COMING,
-    ENDED,
-    LOST,
-    Fate,
-    Plan,
-    find_cluster,
-    skypilot,
-)
+from batchinfer.clusters import CLUSTERS, Fate, Plan, find_cluster, skypilot
 from batchinfer.clusters.launches import find_launches, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
@@ -210,8 +201,8 @@ def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(
     fake_client(clients, "sbatch", "exec sleep 60")
     with pytest.raises(ConfigError, match="timed out"):
         clusters.run_client("sbatch", seconds=0.3)
-    with pytest.raises(ConfigError, match="squeue: is not on the PATH"):
-        clusters.run_client("squeue")
+    with pytest.raises(ConfigError, match="squelch: is not on the PATH"):
+        clusters.run_client("squelch")
     with pytest.raises(ConfigError, match="Argument list too long"):
         clusters.run_client("sbatch", "x" * 140_000)
 
@@ -329,14 +320,14 @@ def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
     )
     cluster = find_cluster("slurm")
     states = cluster.look(ID, 7, "")
-    pending = Fate(COMING, "PENDING Resources")
+    pending = Fate("coming", "PENDING Resources")
     assert states == {
-        0: Fate(ENDED, "COMPLETED 0:0"),
-        1: Fate(ENDED, "CANCELLED by 5 0:15"),
+        0: Fate("ended", "COMPLETED 0:0"),
+        1: Fate("ended", "CANCELLED by 5 0:15"),
         2: pending,
         4: pending,
         5: pending,
-        6: Fate(LOST, "NODE_FAIL None"),
+        6: Fate("lost", "NODE_FAIL None"),
     }
     assert f"--name={NAME}" in calls(clients, "squeue")[0]
     assert f"--starttime=2026-11-21 --name={NAME}" in calls(clients, "sacct")[0]
@@ -461,14 +452,14 @@ def test_kubernetes_says_which_workers_come_back(clients: Path) -> None:
         return find_cluster("kubernetes").look(ID, 6, "batch")
 
     assert look() == {
-        0: Fate(COMING, "Running"),
-        1: Fate(COMING, "Pending ImagePullBackOff"),
-        2: Fate(COMING, "Failed OOMKilled exit status 137"),
-        3: Fate(LOST, "Failed OOMKilled exit status 137"),
-        4: Fate(ENDED, "Succeeded"),
+        0: Fate("coming", "Running"),
+        1: Fate("coming", "Pending ImagePullBackOff"),
+        2: Fate("coming", "Failed OOMKilled exit status 137"),
+        3: Fate("lost", "Failed OOMKilled exit status 137"),
+        4: Fate("ended", "Succeeded"),
     }
     status["conditions"] = [{"type": "Failed", "status": "True"}]
-    assert {rank for rank, one in look().items() if one.kind == LOST} == {0, 1, 2, 3, 5}
+    assert {rank for rank, one in look().items() if one.kind == "lost"} == {0, 1, 2, 3, 5}
     assert calls(clients, "kubectl")[0] == (
         f"get jobs,pods --selector=batchinfer/launch={ID} --output=json --namespace=batch"
     )
@@ -537,9 +528,9 @@ def test_jobs_of_skypilot_are_found_by_name_and_the_last_of_that_name_count(clie
     ]
     fake_client(clients, "sky", f"echo '[hint]'; echo {shlex.quote(json.dumps(jobs, indent=2))}")
     assert find_cluster("skypilot").look(ID, 3, "") == {
-        0: Fate(ENDED, "CANCELLED"),
-        1: Fate(COMING, "RECOVERING"),
-        2: Fate(LOST, "FAILED_SETUP no disk"),
+        0: Fate("ended", "CANCELLED"),
+        1: Fate("coming", "RECOVERING"),
+        2: Fate("lost", "FAILED_SETUP no disk"),
     }
     fake_client(clients, "sky", "echo '[]'")
     assert find_cluster("skypilot").look(ID, 3, "") == {}

@@ -363,33 +363,27 @@ def test_the_printed_script_of_slurm_runs_by_hand(
     assert call("verify", str(job / "runs/a")).result["rows_ok"] == 60
 
 
-def test_workers_share_the_dollars_and_each_has_all_the_hours(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
+def test_every_worker_gets_the_limits_of_the_run(job: Path, call: Callable[..., Outcome]) -> None:
     shown = call(
         *launching_of(
             job, "--workers", "2", "--max-cost", "9", "--max-hours", "5", "--spot", "--dry-run"
         )
     )
     script = shown.result["submission"]
-    assert "--max-cost 4.5" in script
-    assert "--max-hours 5.0" in script or "--max-hours 4.99" in script
+    assert "--max-cost 9" in script
+    assert "--max-hours 5" in script
     assert "export BATCHINFER_SPOT=1" in script
 
 
-def test_a_worker_that_is_started_again_gets_what_is_left_of_the_dollars() -> None:
+def test_lost_workers_are_not_started_again_above_the_limits_of_the_run() -> None:
     options: dict[str, Any] = {"max_cost": 9.0, "max_hours": 2.0}
     launch = launching.Launch(OTHER, options, FixedClock())
-    first = launch._plan(3, 9.0)
-    lost = [f"{first.id}-0000{rank}" for rank in (0, 1, 2)]
-    seen = SEEN(first.id, lost, {lost[0]: 1.0, lost[1]: 3.5})
-    assert launch._restartable(seen) == {lost[0]: 2.0, lost[2]: 3.0}
-    second = launch._plan(2, 5.0)
-    assert "--max-cost 2.5" in second.words
-    launch._clock.seconds = 3601.0
-    assert "--max-hours 1.0" in launch._plan(1, None).words
-    launch._clock.seconds = 7201.0
-    assert launch._restartable(seen) == {}
+    lost = ["a-00000", "a-00001"]
+    cheap, dear = SEEN("a", lost, 4.5), SEEN("a", lost, 9.0)
+    assert launch._restartable(cheap) == lost
+    assert launch._restartable(dear) == []
+    launch._clock.seconds = 7202.0
+    assert launch._restartable(cheap) == []
 
 
 class FixedClock(SystemClock):
@@ -399,10 +393,9 @@ class FixedClock(SystemClock):
         return self.seconds
 
 
-def SEEN(launch: str, lost: list[str], costs: dict[str, float]) -> Any:  # noqa: N802
+def SEEN(launch: str, lost: list[str], cost: float) -> Any:  # noqa: N802
     view = SimpleNamespace(id=launch, lost=lost)
-    workers = [SimpleNamespace(id=name, cost=cost) for name, cost in costs.items()]
-    return SimpleNamespace(launches=[view], workers=workers)
+    return SimpleNamespace(launches=[view], workers=[], cost=SimpleNamespace(so_far=cost))
 
 
 def test_a_prompt_template_and_a_template_of_the_cluster_have_one_option(
@@ -429,7 +422,10 @@ REFUSED = [
     (["--workers", "2", "--gpu", "L4:0"], "--gpu 'L4:0': expected"),
     (["--workers", "2", "--gpu", "L4\nx"], "expected a value"),
     (["--workers", "2", "--nnodes", "2"], "No such option '--nnodes'"),
+    (["--workers", "2", "--secret", "NO_SUCH_TOKEN"], "--secret NO_SUCH_TOKEN: has no value here"),
+    (["--workers", "2", "--sky-arg=--infra=aws"], "--sky-arg is for --on skypilot"),
     (["--workers", "2", "--what", "split"], "No such option '--what'"),
+    (["--workers", "2", "--max-cost", "9", "--gpu", "none"], "--max-cost: no price of none is known"),
     (["--workers", "2", "--template", "none.sh"], "none.sh: cannot be read"),
     (["--workers", "2", "--on", "kubernetes", "--image", "i"], "cannot reach a folder of this machine"),
     (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine"),
@@ -487,7 +483,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
 
     monkeypatch.setattr("batchinfer.check.command.command.callback", check)
     places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
-    monkeypatch.setattr(launching.Launch, "_refuse_places", lambda _self: None)
+    monkeypatch.setattr(launching.Launch, "_refuse", lambda _self: None)
     call("launch", *places, "--model", "org/m")
     call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
     call("launch", *places, "--model", "org/m", "--gpu", "none")
