@@ -30,7 +30,7 @@ _SEVERAL = {
 """Columns of which a row may have several values, each with the column's name where one has."""
 _COUNTS = ("prompt_tokens", "completion_tokens")
 _ERROR = ("error_code", "error_message")
-_OPTIONAL = ("results", "model", *_COUNTS, "cached_tokens", "reasoning_tokens")
+_OPTIONAL = ("results", "model", *_COUNTS, "reasoning_tokens")
 
 
 class Answers:
@@ -45,7 +45,9 @@ class Answers:
     def __init__(self, sql: Any, name: str = "answers", *, with_lines: bool = False) -> None:
         self.sql, self._name = sql, name
         text = (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
-        self._query = text.replace("KEEPS_LINES", str(with_lines))
+        macro, query = text.split(";\n", 1)
+        self._query = query.replace("KEEPS_LINES", str(with_lines))
+        self.sql.execute(macro)
         nothing = self._query.replace("FILES", "(SELECT NULL::JSON AS json WHERE false)")
         self.sql.execute(f"CREATE TABLE {name} AS {nothing}")
 
@@ -123,7 +125,7 @@ def files(paths: Sequence[Path]) -> str:
     """Return the SQL that reads JSON Lines files in order, each line as `json`. Blank lines are passed over."""
     listed = ", ".join(quoted(str(path), "'") for path in paths)
     longest = max(_LEAST_LINE_BYTES, *(_longest_line(path) for path in paths))
-    return f"read_ndjson_objects([{listed}], maximum_object_size = {longest}, compression = 'none')"
+    return f"read_ndjson_objects([{listed}], maximum_object_size = {longest})"
 
 
 def _longest_line(path: Path) -> int:

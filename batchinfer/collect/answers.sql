@@ -1,3 +1,9 @@
+-- The text of the items of one type of an answer of the Responses API.
+CREATE OR REPLACE MACRO text_of(items, kind) AS array_to_string(list_transform(
+    list_filter(items, lambda i: i.type = kind),
+    lambda i: array_to_string(list_transform(i.content, lambda p: p.text), '')
+), '');
+
 -- The columns of the output lines, which the file functions put in the place of FILES. Columns that end with _list hold
 -- one item for each answer or input of a row. What a body has in another type than here counts as missing.
 WITH lines AS (
@@ -8,10 +14,8 @@ WITH lines AS (
             "model": "VARCHAR",
             "usage": {
                 "prompt_tokens": "BIGINT", "completion_tokens": "BIGINT",
-                "prompt_tokens_details": {"cached_tokens": "BIGINT"},
                 "completion_tokens_details": {"reasoning_tokens": "BIGINT"},
                 "input_tokens": "BIGINT", "output_tokens": "BIGINT",
-                "input_tokens_details": {"cached_tokens": "BIGINT"},
                 "output_tokens_details": {"reasoning_tokens": "BIGINT"}
             },
             "choices": [{
@@ -31,14 +35,7 @@ WITH lines AS (
     }') AS l
     FROM FILES
 ), bodies AS (
-    SELECT line, l, l.body AS b, l.body.usage AS u, line->'$.body.output[*]' AS items FROM lines
-), responses AS (  -- the Responses API: a list of items, each with parts
-    SELECT *,
-        list_transform(list_filter(b.output, lambda o: o.type = 'message'),
-            lambda o: array_to_string(list_transform(o.content, lambda p: p.text), '')) AS messages,
-        list_transform(list_filter(b.output, lambda o: o.type = 'reasoning'),
-            lambda o: array_to_string(list_transform(o.content, lambda p: p.text), '')) AS thoughts
-    FROM bodies
+    SELECT line, l, l.body AS b, l.body.usage AS u FROM lines
 )
 SELECT
     l._row AS _row,
@@ -46,18 +43,19 @@ SELECT
     l.status AS status,
     CASE
         WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: coalesce(c.message.content, c.text))
-        WHEN b.output IS NOT NULL THEN [array_to_string(messages, '')]
+        WHEN b.output IS NOT NULL THEN [text_of(b.output, 'message')]
         WHEN b.text IS NOT NULL THEN [b.text]
     END AS text_list,
     CASE
         WHEN b.choices IS NOT NULL
             THEN list_transform(b.choices, lambda c: coalesce(c.message.reasoning, c.message.reasoning_content))
-        WHEN b.output IS NOT NULL THEN [nullif(array_to_string(thoughts, ''), '')]
+        WHEN b.output IS NOT NULL THEN [nullif(text_of(b.output, 'reasoning'), '')]
     END AS reasoning_list,
     CASE
         WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: c.message.tool_calls::VARCHAR)
         WHEN b.output IS NOT NULL
-            THEN [to_json(nullif(list_filter(items, lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR]
+            THEN [to_json(nullif(list_filter(
+                json_extract(line, '$.body.output[*]'), lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR]
     END AS tool_calls_list,
     CASE
         WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: c.finish_reason)
@@ -73,9 +71,8 @@ SELECT
     b.model AS model,
     coalesce(u.prompt_tokens, u.input_tokens) AS prompt_tokens,
     coalesce(u.completion_tokens, u.output_tokens) AS completion_tokens,
-    coalesce(u.prompt_tokens_details.cached_tokens, u.input_tokens_details.cached_tokens) AS cached_tokens,
     coalesce(u.completion_tokens_details.reasoning_tokens, u.output_tokens_details.reasoning_tokens) AS reasoning_tokens,
     l.error.code AS error_code,
     l.error.message AS error_message,
     if(KEEPS_LINES, line::VARCHAR, NULL) AS line
-FROM responses
+FROM bodies

@@ -67,11 +67,11 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     finally:
         scratch.close()
     seconds = clock.monotonic() - started
-    return {
+    result = {
         "status": status,
         "run": config.run,
         "dest": config.dest,
-        **msgspec.to_builtins(msgspec.structs.replace(record, key="", missing=[], files=[])),
+        **msgspec.to_builtins(record),
         "files": len(record.files),
         "file_rows": sum(file.rows for file in record.files),
         "bytes": sum(file.bytes for file in record.files),
@@ -82,6 +82,8 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         "run_time_sec": round(seconds, 3),
         "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,
     }
+    del result["key"]
+    return result
 
 
 def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:

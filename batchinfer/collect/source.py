@@ -16,7 +16,7 @@ from batchinfer.collect.structures import Structure, find_structure, merged, set
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Job, SourceFile
-from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.chunk_files import LocalChunk, fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.storage.opening import fsspec_options, local_path, split_url
 from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
@@ -130,7 +130,7 @@ def _from_parquet(job: Job | None, columns: Sequence[str] | None) -> Source | No
     if job is None or job.group_by or any(each.format != "parquet" for each in job.sources):
         return None
     found = [file for source in job.sources for file in source.files]
-    if isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows:
+    if not found or isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows:
         return None  # --limit has left out rows in the midst
     schema = pa.unify_schemas(map(_schema_of, found), promote_options="permissive")
     names = _chosen(columns, [name for name in job.columns if name in schema.names])
@@ -189,6 +189,7 @@ class _Chunks:
         self._open_store = functools.cache(open_store)
         self._scratch = scratch
         self._sql = connect(scratch.folder)
+        self._is_odd: dict[str, bool] = {}
 
     def read(self, columns: str) -> Iterator[Any]:
         """Yield the rows that are to be done of all chunks: SQL expressions over `json`, a line."""
@@ -201,16 +202,22 @@ class _Chunks:
         """Yield each chunk with the SQL that reads its lines, as many as its rows."""
         for ref in self._refs:
             local = fetch(self._open_store(ref.root), ref, self._scratch)
-            try:
-                with sql_errors(ref.name):
-                    query = f"SELECT count(*) FROM {files([local.path])}"
-                    ((count,),) = self._sql.execute(query).fetchall()
-            except InputError:
-                count = -1
-            if count != local.num_lines or _is_deep(local.path):
+            if ref.name not in self._is_odd:
+                self._is_odd[ref.name] = self._has_odd_lines(local)
+            if self._is_odd[ref.name]:
                 _mend(local.path)
             yield ref, files([local.path])
             remove_quietly(local.path)
+
+    def _has_odd_lines(self, local: LocalChunk) -> bool:
+        """Whether a chunk has lines that DuckDB refuses or passes over, or at which it fails."""
+        try:
+            with sql_errors(local.path.name):
+                query = f"SELECT count(*) FROM {files([local.path])}"
+                ((count,),) = self._sql.execute(query).fetchall()
+        except InputError:
+            return True
+        return bool(count != local.num_lines) or _is_deep(local.path)
 
     def source(self, wanted: Sequence[str] | None) -> Source:
         """Return columns whose types are found from all values, which reads every chunk once."""

@@ -26,15 +26,18 @@ _OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boo
 
 def find_structure(sql: Any, rows: str) -> Structure:
     """Return the structure of all JSON values in the column `json` of `rows`, a query; "NULL" if there are none."""
-    is_long = f"regexp_matches(json::VARCHAR, '{_LONG_NUMBER}')"
-    ((first,),) = sql.execute(
-        f"SELECT json_group_structure(json) FROM {rows} WHERE NOT {is_long}"
+    found_long = (
+        f"(SELECT json, regexp_matches(json::VARCHAR, '{_LONG_NUMBER}') AS is_long FROM {rows})"
+    )
+    shared = "json_group_structure(CASE WHEN NOT is_long THEN json END)"
+    ((first, num_long),) = sql.execute(
+        f"SELECT {shared}, count_if(is_long) FROM {found_long}"
     ).fetchall()
     found = json.loads(first or '"NULL"')
-    # DuckDB would call integers of more than 64 bits floats, and round them.
-    for batch in arrow_reader(sql, f"SELECT json::VARCHAR FROM {rows} WHERE {is_long}"):
-        for text in batch.column(0).to_pylist():
-            found = merged(found, _structure_of(json.loads(text)))
+    if num_long:  # DuckDB would call integers of more than 64 bits floats, and round them
+        for batch in arrow_reader(sql, f"SELECT json::VARCHAR FROM {found_long} WHERE is_long"):
+            for text in batch.column(0).to_pylist():
+                found = merged(found, _structure_of(json.loads(text)))
     return found
 
 

@@ -83,8 +83,8 @@ def test_what_servers_answer_becomes_columns(job: Path, tmp_path: Path) -> None:
     }
     thought = {"type": "reasoning", "id": "rs_1", "content": [{"text": "hm"}]}
     said = {"type": "message", "id": "msg_1", "content": [{"text": "he"}, {"text": "llo"}]}
-    details = {"cached_tokens": 4}
-    usage = {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": details}
+    details = {"reasoning_tokens": 1}
+    usage = {"input_tokens": 7, "output_tokens": 2, "output_tokens_details": details}
     answers: list[Any] = [
         chat(None, reasoning="thinking", tool_calls=[call]),
         {"choices": [{"text": "plain", "finish_reason": "length", "logprobs": {"tokens": ["a"]}}]},
@@ -110,7 +110,7 @@ def test_what_servers_answer_becomes_columns(job: Path, tmp_path: Path) -> None:
         "hm",
         "stop",
     )
-    assert (rows[2]["prompt_tokens"], rows[2]["cached_tokens"]) == (7, 4)
+    assert (rows[2]["prompt_tokens"], rows[2]["reasoning_tokens"]) == (7, 1)
     assert json.loads(rows[3]["tool_calls"]) == [{"type": "function_call", "name": "f"}]
     assert (rows[3]["text"], rows[3]["finish_reason"]) == ("", "length")
     assert rows[4]["text"] == "spoken"
