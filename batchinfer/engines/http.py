@@ -130,8 +130,12 @@ class HttpEngine:
                 self.targets = self._servers = self._start_servers(stop)
             while waiting := [each for each in self.targets if not each.is_ready]:
                 for target in waiting:
-                    if reason := self._run(target.look(self.config)):
+                    reason = self._run(target.look(self.config))
+                    if reason and not (self._is_remote and len(waiting) < len(self.targets)):
                         raise target.load_error(reason)
+                    if reason:
+                        logger.warning("%s: %s; the others go on", target.name, reason)
+                        target.is_ready = True
                 if self._nodes is not None:
                     self._nodes.check(EngineLoadError, self._servers[0].process.launch.revision)
                 if stop.is_set():
@@ -374,13 +378,13 @@ class HttpEngine:
         num_failed = num_faults = 0
         timeout = self.config.request_timeout_seconds if self._is_remote else None
         while True:
-            if self._is_remote:
-                target = min(self.targets, key=lambda each: (each.paused_until, each is not target))
-            if (pause := target.paused_until - time.monotonic()) > 0:
+            if self._is_remote and (num_failed or target.pause_seconds):
+                target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
+            if pause := target.pause_seconds:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
                 continue
             await self._pace.wait(call)
-            answered_before = self._num_answered
+            answered_before = target.num_answered
             found = await target.post(call, timeout)
             reply = Reply(key=call.key, status=found.status or 503, body=found.body)
             if isinstance(target, Endpoint) and (found.status in DENIED or is_used_up(reply)):
@@ -392,24 +396,27 @@ class HttpEngine:
                 return reply
             self._outage_since = self._outage_since or time.monotonic()
             if found.status in OVERLOADED or found.wait_seconds is not None:
-                target.refuse(found.wait_seconds)
+                _pause(target, found.wait_seconds)
                 continue
             num_failed += 1
-            if isinstance(target, OwnServer):
-                num_faults += await target.is_healthy()
-            else:
-                num_faults += self._num_answered > answered_before
-            if num_faults >= MOST_ATTEMPTS:
-                return reply
             if found.status and num_failed >= MOST_ATTEMPTS:
                 self._last_replies[call.key] = reply
+            if isinstance(target, OwnServer):
+                is_fault = await target.is_healthy()
+            else:
+                is_fault = target.num_answered > answered_before
+                if not is_fault and len(self.targets) > 1:
+                    _pause(target, None)  # another endpoint may be well
+            num_faults += is_fault
+            if num_faults >= MOST_ATTEMPTS:
+                return reply
             await asyncio.sleep(pause_seconds(num_failed))
 
     def _note_answer(self, target: Target) -> None:
         self._num_answered += 1
         self._outage_since = None
         target.num_answered += 1
-        target.num_refused = 0
+        target.num_pauses = 0
 
     async def _drop(self) -> None:
         """Cancel all calls in flight. Servers end the work on them, since their connections close."""
@@ -522,6 +529,13 @@ class HttpEngine:
         if all(each.is_lost for each in self._servers):
             self._failure = EngineDied(message)
         return False
+
+
+def _pause(target: Target, wait_seconds: float | None) -> None:
+    """Give a server no call for as long as it asks for, or for a growing pause."""
+    target.num_pauses += not target.pause_seconds  # calls that fail together make one pause
+    pause = pause_seconds(target.num_pauses) if wait_seconds is None else wait_seconds
+    target.paused_until = max(target.paused_until, time.monotonic() + pause)
 
 
 def pause_seconds(num_failed: int) -> float:

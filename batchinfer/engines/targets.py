@@ -72,25 +72,20 @@ class Target:
         self.in_flight: dict[RowKey, asyncio.Task[None]] = {}
         self.num_answered = 0
         self.paused_until = 0.0
-        self.num_refused = 0
-        """Refusals for load since the last answer."""
+        self.num_pauses = 0
+        """Pauses since the last answer."""
         self._socket, self._key = socket, key
         self._http: aiohttp.ClientSession | None = None
 
     @property
     def free_slots(self) -> int:
         """Number of calls that it can take now."""
-        is_open = self.is_ready and self.paused_until <= time.monotonic()
-        return max(0, self.slots - self.held) if is_open else 0
+        return max(0, self.slots - self.held) if self.is_ready and not self.pause_seconds else 0
 
-    def refuse(self, wait_seconds: float | None) -> None:
-        """Note that the server has too much to do. It gets no call until it asks for one, or for a growing pause."""
-        now = time.monotonic()
-        self.num_refused += (
-            self.paused_until <= now
-        )  # calls that are refused together are one refusal
-        pause = min(60.0, 2.0 ** (self.num_refused - 2)) if wait_seconds is None else wait_seconds
-        self.paused_until = max(self.paused_until, now + pause)
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds in which it gets no call."""
+        return max(0.0, self.paused_until - time.monotonic())
 
     def session(self) -> aiohttp.ClientSession:
         """Return the client, which is made on first use."""
@@ -219,15 +214,17 @@ class Endpoint(Target):
             AccessDenied: the endpoint refuses the key.
             ConfigError: there is no endpoint at this URL, or it does not have the model.
         """
-        found = await self.get("/v1/models")
+        left = min(OPEN_SECONDS, config.stall_seconds) + self._opened - time.monotonic()
+        found = await self.get("/v1/models", max(1.0, left))
         names = _model_names(found.body) if found.status == 200 else None
         if names is None and 0 < found.status < 500 and found.status not in DENIED:
             # An endpoint need not list its models, but it has something at the path.
-            found = await self.post(Call(key=("", 0), path=self._path, body=b"{}"), _ASK_SECONDS)
+            call = Call(key=("", 0), path=self._path, body=b"{}")
+            found = await self.post(call, max(1.0, left))
         if found.status in DENIED:
             raise self.denied(found)
         if found.status == 0 or found.status >= 500 or found.status == 429:
-            if time.monotonic() - self._opened < min(OPEN_SECONDS, config.stall_seconds):
+            if left > 0:
                 return ""
             said = printable(found.body[:200].decode("utf-8", "replace"))
             return f"is not reached ({found.status or 'no answer'}: {said})"

@@ -21,6 +21,7 @@ from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.prices import Machine, Prices, accelerator_name
+from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -106,6 +107,12 @@ class Launch:
             raise ConfigError(f"{self._asked.run}: {_ENDED[state]}")
         lost = [name for launch in seen.launches for name in launch.lost] if seen else []
         workers = self._check(len(lost)) if self._options["check"] else self._asked.workers
+        found = load_job(self._asked.job, open_store) if self._options["check"] else None
+        if found is not None and workers + len(lost) > found[0].num_workers:
+            raise ConfigError(
+                f"--workers {workers + len(lost)}: the job has {found[0].num_workers} worker manifests",
+                hint="make it anew with `batchinfer split --num-workers N`, or start fewer workers",
+            )
         result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
         if workers + len(lost):
             plan = self._plan(workers + len(lost))
@@ -161,6 +168,10 @@ class Launch:
         """Refuse what workers would find out only on their machines: places that they cannot see, an unknown price."""
         asked = self._asked
         check_writable(asked.run, option="--run")
+        ours = {option.flag for option in OPTIONS}
+        for word in self._options.get("server_args", ()):
+            if word.partition("=")[0] in ours:
+                raise ConfigError(f"{word.partition('=')[0]}: is no option of launch")
         here = [url for url in (asked.job, asked.run) if split_url(url)[0] in ("file", "memory")]
         for name in _FOLDERS if self._options["check"] else ():
             given = self._options.get(name) or ""

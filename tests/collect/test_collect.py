@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -19,6 +20,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import chat, finish_run
 from making import change_marker, make_job, overwrite
+from samples import SCHEMAS
 
 ROWS = 25
 TOO_LONG = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
@@ -394,7 +396,8 @@ def test_batch_results_are_those_that_openai_clients_read(job: Path, tmp_path: P
     assert found[1]["response"]["body"]["error"]["code"] == "prompt_too_long"
     assert found[2]["response"] is None
     assert found[2]["error"] == {"code": "engine_crash", "message": "died"}
-    assert set(found[0]["response"]) == {"status_code", "request_id", "body"}
+    for line in found:
+        jsonschema.validate(line, SCHEMAS["openai-batch"])
 
 
 def test_completions_hold_the_request_beside_its_result(job: Path, tmp_path: Path) -> None:
@@ -406,6 +409,8 @@ def test_completions_hold_the_request_beside_its_result(job: Path, tmp_path: Pat
     assert found[1] == {"request": {"prompt": "hello row 1 x "}, "result": answer}
     assert found[10]["request"]["prompt"].startswith("hello row 20")
     assert (found[0]["result"], found[0]["error"]["code"]) == (None, "prompt_too_long")
+    for line in found:
+        jsonschema.validate(line, SCHEMAS["completions"])
 
 
 # --------------------------------------------------------------------------- which outputs

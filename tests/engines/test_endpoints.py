@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 
 import pytest
@@ -231,6 +232,14 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
         drive(engine, ListSource(calls(9)))
 
 
+def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
+    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.5)
+    begin = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(EngineLoadError, match="is not reached"):
+        opened(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert time.monotonic() - begin < 4
+
+
 def test_a_stop_ends_the_opening():
     stop = Flag()
     stop.set()
@@ -273,10 +282,17 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
         assert info.num_replicas == 2
         drive(engine, ListSource(calls(100)))
         assert min(len(endpoint.bodies), len(other.bodies)) > 20
-        other.rule = lambda *_: refusal(503)
-        found = drive(engine, ListSource(calls(200)))
+        for fault in (refusal(503), refusal(500), PASSING["502 page"], raw(b"")):
+            other.rule = lambda *_, fault=fault: fault
+            found = drive(engine, ListSource(calls(100)))
+            assert {code_of(each) for each in found.values()} == {""}
+        other.close()
+        found = drive(engine, ListSource(calls(100)))
+        assert {code_of(each) for each in found.values()} == {""}
         engine.close()
-    assert {code_of(each) for each in found.values()} == {""}
+        engine, _ = opened(endpoint, other)
+        assert len(drive(engine, ListSource(calls(20)))) == 20
+        engine.close()
 
 
 def test_a_pace_is_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinfer.core.records import Failure, Reply, Usage
 from batchinfer.core.row_codes import Code
 from batchinfer.formats import EncodedRow, answer_of, encode_row, read_line
 from batchinfer.prompts import BestOf, Prepared
+from samples import SCHEMAS
 
 KEY = ("part-00000", 3)
 
@@ -203,6 +205,14 @@ class TestLine:
     def test_other_lines_are_refused(self, line: bytes) -> None:
         with pytest.raises(InputError):
             read_line(line)
+
+    def test_lines_are_as_the_documents_say(self) -> None:
+        import jsonschema
+
+        failure = Failure(code=Code.SERVER_ERROR, message="no", status=500)
+        lines = [encoded(chat()), encoded({}), encoded(b"<html>"), encode_row(row(), failure)]
+        for line in lines:
+            jsonschema.validate(json.loads(line.line), SCHEMAS["output"])
 
 
 class TestBestOf:

@@ -421,10 +421,9 @@ REFUSED = [
     (["--workers", "2", "--gpu", "L4:x"], "--gpu 'L4:x': expected"),
     (["--workers", "2", "--gpu", "L4:0"], "--gpu 'L4:0': expected"),
     (["--workers", "2", "--gpu", "L4\nx"], "expected a value"),
-    (["--workers", "2", "--nnodes", "2"], "No such option '--nnodes'"),
+    (["--workers", "2", "--nnodes", "2"], "--nnodes"),
     (["--workers", "2", "--secret", "NO_SUCH_TOKEN"], "--secret NO_SUCH_TOKEN: has no value here"),
     (["--workers", "2", "--sky-arg=--infra=aws"], "--sky-arg is for --on skypilot"),
-    (["--workers", "2", "--what", "split"], "No such option '--what'"),
     (["--workers", "2", "--max-cost", "9", "--gpu", "none"], "--max-cost: no price of none is known"),
     (["--workers", "2", "--template", "none.sh"], "none.sh: cannot be read"),
     (["--workers", "2", "--on", "kubernetes", "--image", "i"], "cannot reach a folder of this machine"),
@@ -432,8 +431,8 @@ REFUSED = [
     (["--workers", "2", "--on", "lokal"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--on", "ray"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--run", ""], "--run: expected a value"),
-    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: 6 min is less than a worker takes to start"),
-    (["--hours", "3"], "--hours 3: give --rate"),
+    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: a worker takes"),
+    (["--hours", "3"], "--hours 3: the rate of a worker is not known"),
 ]  # fmt: skip
 
 
@@ -488,7 +487,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
     call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
     call("launch", *places, "--model", "org/m", "--gpu", "none")
     assert [one["gpu"] for one in asked] == [
-        "L4:1,A10G:1,L40S:1,A100:1,A100-80GB:1,H100:1",
+        "L4:1",
         "H100:8",
         "",
     ]
@@ -500,7 +499,7 @@ def test_a_launch_with_another_configuration_is_refused(
     assert call("worker", "--job", str(job), "--output", str(job / "runs/a"), *ECHO).status == 0
     done = call(*launching_of(job, "--workers", "2", "--max-tokens", "9", "--retry-errors"))
     assert done.status == 2
-    assert "another sampling" in done.err
+    assert "max_tokens" in done.err
 
 
 # --------------------------------------------------------------------------- records, races, lost answers
