@@ -130,7 +130,9 @@ def _from_parquet(job: Job | None, columns: Sequence[str] | None) -> Source | No
     if job is None or job.group_by or any(each.format != "parquet" for each in job.sources):
         return None
     found = [file for source in job.sources for file in source.files]
-    if not found or isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows:
+    if not found or (
+        isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows
+    ):
         return None  # --limit has left out rows in the midst
     schema = pa.unify_schemas(map(_schema_of, found), promote_options="permissive")
     names = _chosen(columns, [name for name in job.columns if name in schema.names])

@@ -235,7 +235,10 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
     monkeypatch.setattr(targets, "OPEN_SECONDS", 0.5)
     begin = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(EngineLoadError, match="is not reached"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(EngineLoadError, match="is not reached"),
+    ):
         opened(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert time.monotonic() - begin < 4
 
