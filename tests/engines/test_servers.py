@@ -235,11 +235,19 @@ def test_a_death_ends_an_ask_with_its_reason(open_engine):
         list(engine.stream(call(0, prompt="KILL", stream=True)))
 
 
-def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, caplog):
+def test_what_a_server_writes_is_in_our_log_at_debug_level(model, tmp_path, caplog):
+    script = """
+        import sys
+        from aiohttp import web
+        print("a word of the server")
+        async def health(_): return web.Response()
+        app = web.Application()
+        app.add_routes([web.get("/health", health)])
+        web.run_app(app, path=sys.argv[1], print=None)
+        """
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    engine = open_engine(kill_marker="KILL")
-    drive(engine, ListSource([call(0, "/v1/" + "x" * 9000)]))
-    engine.close()
+    opening(model, command(tmp_path, script))
+    assert "replica 0: a word of the server" in caplog.text
 
 
 # --------------------------------------------------------------------------- servers that do not start
