@@ -153,6 +153,18 @@ def model_files(name: str, revision: str | None = None) -> ModelFiles:
     return _files_on_hub(name, revision)
 
 
+def end_mark(config: EngineConfig) -> str:
+    """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
+    name = str(config.server_options.get("tokenizer") or config.model)
+    try:
+        files = model_files(name, config.revision)
+        values = json.loads(files.read("tokenizer_config.json"))
+        found = values["eos_token"]
+    except (BatchinferError, OSError, LookupError, TypeError, ValueError):
+        return ""
+    return str(found.get("content", "") if isinstance(found, dict) else found or "")
+
+
 def plain_path(name: str) -> Path:
     """Return a model's name as a local path; it may be a file:// URL."""
     return local_path(name) if name.lower().startswith("file://") else Path(name).expanduser()
