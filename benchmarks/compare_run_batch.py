@@ -96,15 +96,15 @@ def bad_line(index: int) -> tuple[str, str]:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     frames: list[tuple[dict[str, Any], str]] = [
         ({"url": "/v1/chat/complete"}, "unknown_url"),
-        ({"url": "/v1/embeddings", "body": {"input": "x"}}, "wrong_task"),
+        ({"url": "/v1/embeddings", "body": {"input": "x"}}, "unknown_url"),
         ({"body": ["not", "an", "object"]}, "invalid_request"),
         ({"body": {"messages": messages, "temperature": -1}}, "invalid_parameter"),
         ({"body": {"messages": messages, "tools": [{}]}}, "invalid_parameter"),
-        ({"body": {"messages": []}}, "empty_conversation"),
+        ({"body": {"messages": []}}, "invalid_request"),
         ({"body": {"messages": [{"role": "user", "content": "word " * 9000}]}}, "prompt_too_long"),
-        ({"body": {"messages": messages, "response_format": schema}}, "invalid_parameter"),
-        ({"body": {"messages": messages, "n": 1000}}, "invalid_parameter"),
-        ({"url": COMPLETIONS, "body": {"prompt": [999999]}}, "engine_rejected"),
+        ({"body": {"messages": messages, "response_format": schema}}, "invalid_request"),
+        ({"body": {"messages": messages, "top_p": 3}}, "invalid_parameter"),
+        ({"url": COMPLETIONS, "body": {"prompt": [999999]}}, "invalid_request"),
     ]
     kind = index // BAD_ONE_IN % (len(frames) + 1)
     if kind == len(frames):
@@ -177,6 +177,7 @@ def num_lines(path: Path) -> int | None:
 ENGINE = (
     "--max-model-len", "256", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "67108864", "--block-size", "32",
     "--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048", "--enforce-eager",
+    "--structured-outputs-config", '{"backend": "xgrammar"}',
 )  # fmt: skip
 """Options of one small engine, the same for both: batchinfer hands on those of vLLM."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.check.model import parse_gpu
+from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.prices import Machine, Prices
@@ -71,13 +72,14 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     start = START_SECONDS + measured.get("load_seconds", 0.0)
     hours, wanted = options.get("hours"), None
     if hours is not None and hours * 3600 <= start:
-        raise ConfigError(f"--hours {hours:g}: a worker takes {start / 3600:.2g} h to start")
+        given = units.duration(hours * 3600)
+        raise ConfigError(f"--hours {hours:g}: {given} is less than a worker takes to start")
     if hours is not None:
         wanted = max(1, math.ceil(rows / rate / (hours * 3600 - start)))
     workers = options.get("workers") or wanted or 1
     name, count = measured.get("accelerator", ""), measured.get("gpus", 1)
     if options.get("gpu"):
-        name, count = parse_gpu(options["gpu"])
+        name, count = parse_gpu(options["gpu"].partition(",")[0])
     machine = Machine("", "", name, count, bool(options.get("is_spot")))
     price = Prices(options.get("price_per_hour")).price(machine)
     worker_hours = (rows / rate + workers * start) / 3600

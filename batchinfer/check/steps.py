@@ -236,7 +236,10 @@ class Examination:
         gpu, engine = self.options.get("gpu"), self.engine
         if gpu and self.model is not None and engine is not None:
             answer = 0 if engine.is_pooling else self.options["max_tokens"] or 512
-            self.result["memory"] = memory_on(gpu, engine, self.model, self.tokens, answer)
+            found = [
+                memory_on(one, engine, self.model, self.tokens, answer) for one in gpu.split(",")
+            ]
+            self.result["memory"] = min(found, key=lambda one: one["cache_tokens"])
 
     def _estimate(self) -> None:
         rows = self.data.rows if self.data else None

@@ -101,10 +101,8 @@ def describe_model(config: EngineConfig) -> ModelInfo:
     element = _DTYPE_BYTES.get(stored, 2)
     weights = sum(files.sizes[each] for each in weight_files(files.sizes))
     if element == 4 and not values.get("quantization_config"):
-        weights, element = (
-            weights // 2,
-            2,
-        )  # vLLM runs weights that are stored as float32 in 16 bits
+        # vLLM runs weights that are stored as float32 in 16 bits.
+        weights, element = weights // 2, 2
     heads = _number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = _number(values, "num_key_value_heads", "multi_query_group_num") or heads
     hidden = _number(values, "hidden_size", "n_embd", "d_model")

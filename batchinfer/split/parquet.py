@@ -61,9 +61,16 @@ def count(found: FoundFile) -> CountedFile:
     with source_files.reading(found.url), source_files.open_binary(found) as file:
         tail = _read_tail(found, file)
         metadata = pq.read_metadata(pa.BufferReader(tail))
-        schema = metadata.schema.to_arrow_schema()
-    if len(set(schema.names)) != len(schema.names):
-        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        try:
+            schema = metadata.schema.to_arrow_schema()
+            names = list(schema.names)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{found.url}: the name of a column is not UTF-8 ({error.object!r})",
+                hint="rename the column and write the file again",
+            ) from error
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
         raise InputError(
             f"{found.url}: column {twice!r} is there twice, expected unique names",
             hint="rename one of them and write the file again",
@@ -76,7 +83,7 @@ def count(found: FoundFile) -> CountedFile:
         found=found,
         format="parquet",
         rows=metadata.num_rows,
-        columns=list(schema.names),
+        columns=names,
         marks=marks,
         digest=hashlib.sha256(tail).hexdigest(),
         byte_columns=[field.name for field in schema if holds_bytes(field.type)],

@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+UNREACHABLE_SECONDS = 5.0
+"""Seconds after which an attempt that finds nobody at a store's address is the last one, if none ever answered there."""
+
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
     """How one request is repeated: `attempts` in all, with growing random pauses, until `total_seconds` have passed."""
@@ -39,6 +42,10 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
 
 class TransientError(StorageError):
     """A failure that may pass: a lost connection, a time-out, an overloaded or conflicting store."""
+
+
+class Unreachable(TransientError):
+    """Nothing could be reached at the store's address, where nothing has ever answered: the address may be wrong."""
 
 
 class NotSupported(StorageError):
@@ -80,6 +87,11 @@ def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = lo
                         policy.attempts,
                         then,
                     )
+                    if (
+                        isinstance(error, Unreachable)
+                        and time.monotonic() - begin >= UNREACHABLE_SECONDS
+                    ):
+                        raise StorageError(error.message, hint=error.hint) from error
                     raise
     except TransientError as error:
         times = f"{tries} attempts" if tries > 1 else "1 attempt"

@@ -32,11 +32,18 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
-from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from batchinfer.storage.retrying import (
+    NotSupported,
+    RetryPolicy,
+    TransientError,
+    Unreachable,
+    retried,
+)
 from batchinfer.storage.s3_client import S3Clients
 from batchinfer.storage.s3_errors import (
     already_exists,
     fields_of,
+    is_unreachable,
     no_such_bucket,
     of_answer,
     s3_errors,
@@ -96,6 +103,8 @@ class S3Store:
         self.bucket, self._root = split_bucket(url)
         self.url = f"s3://{self.bucket}/{self._root}".rstrip("/")
         self._retries = retries or RetryPolicy()
+        self._has_answered = False
+        """Whether anything has ever answered at the store's address."""
         self._multipart_bytes = multipart_bytes
         self._is_bucket_seen = False
         self._are_parts_safe: bool | None = None
@@ -433,9 +442,17 @@ class S3Store:
         def attempt() -> T:
             outer, self._attempt.number = self._attempt.number, next(numbers)
             try:
-                return action()
+                found = action()
+            except BatchinferError as error:
+                is_lost = is_unreachable(error)
+                self._has_answered = self._has_answered or not is_lost
+                if is_lost and not self._has_answered:
+                    raise Unreachable(error.message, hint=error.hint) from error
+                raise
             finally:
                 self._attempt.number = outer
+            self._has_answered = True
+            return found
 
         return retried(self._retries, attempt)
 

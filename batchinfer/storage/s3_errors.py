@@ -85,6 +85,11 @@ def s3_errors(url: str, bucket: str) -> Iterator[None]:
         raise translate(error, url, bucket) from error
 
 
+def is_unreachable(error: BatchinferError) -> bool:
+    """Whether nothing could be reached at the store's address."""
+    return isinstance(error.__cause__, botocore.exceptions.EndpointConnectionError)
+
+
 def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
     """Return our error for an error that botocore has raised."""
     if isinstance(error, botocore.exceptions.ClientError):

@@ -18,6 +18,7 @@ from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact
+from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.replies import failure_of
@@ -378,8 +379,7 @@ def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: i
     if count >= most:
         raise ErrorRateExceeded(
             f"{count} of the first {tally.rows} rows failed with {code}{_example(telemetry, code)}",
-            hint="fix the prompt options or the data; --max-error-rate 1 goes on in spite of it; "
-            "rows done so far are kept",
+            hint=f"{_advice(code)}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
         )
 
 
@@ -393,9 +393,14 @@ def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
     raise ErrorRateExceeded(
         "every row of the run failed"
         + (f", most with {code}{_example(telemetry, code)}" if code else ""),
-        hint="fix the prompt options or the data; `batchinfer status` counts the errors, and "
-        "--max-error-rate 1 accepts such a run",
+        hint=f"{_advice(code)}; `batchinfer status` counts the errors, and --max-error-rate 1 accepts such a run",
     )
+
+
+def _advice(code: str) -> str:
+    if code == Code.MODEL_NOT_FOUND:
+        return "--served-model-name NAME gives the model the name by which the requests call it"
+    return "fix the prompt options or the data"
 
 
 def _example(telemetry: Telemetry, code: str) -> str:

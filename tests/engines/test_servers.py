@@ -19,7 +19,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.processes import start_of_process
-from batchinfer.engines import create_engine, http
+from batchinfer.engines import create_engine, dispatch
 from batchinfer.engines.config import EchoOptions, EngineConfig
 from engine_contract import (
     EngineContract,
@@ -38,8 +38,8 @@ SEQS = ["--max-num-seqs", "8"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(http, "RESTART_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(http, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(dispatch, "RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
-    monkeypatch.setattr(http, "MOST_RESTARTS", 0)
+    monkeypatch.setattr(dispatch, "MOST_RESTARTS", 0)
     engine = open_engine(kill_marker="row 3 says", replicas=1, latency_seconds=0.5)
     batches = engine.generate(ListSource(calls(8)), Flag())
     found: list = []

@@ -26,12 +26,12 @@ from unittest import mock
 import msgspec
 
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import EchoEngine
+from batchinfer.engines.echo_engine import EchoEngine
 
 FOLDER = Path(__file__).parent
 
 DEATH = "the engine dies of this"
-ECHO = ["--engine", "echo", "--worker-id", "w0", "--no-timing"]
+ECHO = ["--engine", "echo", "--worker-id", "w0"]
 
 
 class Scene(NamedTuple):
@@ -89,9 +89,9 @@ def make_csv() -> None:
 
 def make_requests() -> None:
     """Batch files of both request formats, bad lines among them."""
-    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat}
-    bad = {**line, "custom_id": "two", "body": {**chat, "temperature": -1}}
+    bad = {**line, "custom_id": "two", "body": {**chat, "model": "m"}}
     write_lines("batch.jsonl", [line, bad, "{not json", {**line, "custom_id": "three"}])
     completion = {"prompt": "say it", "max_tokens": 3, "n": 2, "best_of": 2, "echo": True}
     write_lines("completions.jsonl", [completion, {"prompt": 5}, {**completion, "stop": ["it"]}])
@@ -101,7 +101,7 @@ def make_template() -> None:
     """Prompts, a template that fails for one of them, and a settings file."""
     make_prompts()
     Path("t.jinja").write_text("{{ prompt|upper }}{{ 1 // (k|length - 3) if k == 'id9' }}!")
-    Path("run.yaml").write_text("worker:\n  max_tokens: 5\n  keep: k\n")
+    Path("run.yaml").write_text("worker:\n  max_tokens: 5\nvllm:\n  max_num_seqs: 3\n")
 
 
 def make_broken() -> None:
@@ -138,7 +138,7 @@ SCENES: dict[str, Scene] = {
         make_template,
         [
             SPLIT,
-            [*WORKER, "--prompt-template", "t.jinja", "--config", "run.yaml", "--keep-prompt"],
+            [*WORKER, "--prompt-template", "t.jinja", "--config", "run.yaml"],
             ["verify", "run", "--deep"],
         ],
     ),
@@ -153,15 +153,15 @@ SCENES: dict[str, Scene] = {
         make_requests,
         [
             ["split", "batch.jsonl", "--output", "job", "--num-chunks", "1"],
-            [*WORKER, "--request-format", "openai-batch", "--output-format", "openai-batch"],
-            ["collect", "run", "out.jsonl", "--format", "lines"],
+            [*WORKER, "--request-format", "openai-batch"],
+            ["collect", "run", "out.jsonl", "--format", "openai-batch"],
         ],
     ),
     "completions": Scene(
         make_requests,
         [
             ["split", "completions.jsonl", "--output", "job", "--num-chunks", "1"],
-            [*WORKER, "--request-format", "completions", "--output-format", "completions"],
+            [*WORKER, "--request-format", "completions"],
         ],
     ),
     "list": Scene(
@@ -169,7 +169,7 @@ SCENES: dict[str, Scene] = {
         [
             LISTED,
             [*LISTED, "--retry-errors"],
-            ["collect", "run", "out.jsonl", "--with-source"],
+            ["collect", "run", "out.jsonl", "--with-source", "--manifest", "list.txt"],
         ],
     ),
     "stopped": Scene(
@@ -304,7 +304,8 @@ _make_engine = EchoEngine.__init__
 
 
 def _make_mortal(engine: EchoEngine, config: EngineConfig, *arguments: Any) -> None:
-    _make_engine(engine, msgspec.structs.replace(config, echo_kill_marker=DEATH), *arguments)
+    echo = msgspec.structs.replace(config.echo, kill_marker=DEATH)
+    _make_engine(engine, msgspec.structs.replace(config, echo=echo), *arguments)
 
 
 def _text(path: Path) -> str:

@@ -256,8 +256,8 @@ class EngineTraits:
     kills_at_once: bool = False
     """Whether poison kills the engine at the first step, before another row of the same moment is done."""
     is_mended: bool = False
-    has_cache: bool = False
-    """Reports cached tokens, so that equal answers are not equal bytes."""
+    varies: bool = False
+    """Whether two answers to a row differ, as log-probabilities do with the rows beside it."""
 
 
 class SimEngine:
@@ -353,14 +353,12 @@ class SimEngine:
         is_chat = call.path == CHAT_URL
         text = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
         usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": len(said)}
-        if self._traits.has_cache:
-            cached = chance.randrange(len(asked.prompt) + 1)
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        logprobs = {"token_logprobs": [-chance.random()]} if self._traits.varies else None
         body = {
             "id": f"cmpl-{chance.getrandbits(64):016x}",
             "created": int(self._process.scheduler.now),
             "model": "sim",
-            "choices": [{"index": 0, "finish_reason": "stop", **text}],
+            "choices": [{"index": 0, "finish_reason": "stop", "logprobs": logprobs, **text}],
             "usage": usage,
         }
         return Reply(key=call.key, status=200, body=msgspec.json.encode(body))

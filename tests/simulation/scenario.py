@@ -200,7 +200,7 @@ def draw_plot(seed: int) -> Plot:
     engine.load_seconds = chance.choice([0.2, 1.0, 4.0])
     engine.dies = maybe(0.2, 0.05)
     engine.fails_to_load = maybe(0.1, 0.3)
-    engine.has_cache = chance.random() < 0.5
+    engine.varies = chance.random() < 0.5
     plot.limits = Limits(
         max_open_chunks=chance.choice([1, 2, 64]),
         max_openings=chance.choice([1, 4]),

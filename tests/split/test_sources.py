@@ -1084,3 +1084,11 @@ def test_a_secret_in_a_buckets_url_is_refused_and_not_repeated():
         with pytest.raises(ConfigError) as caught:
             count_sources([url], choice=ColumnChoice())
         assert "SECRET" not in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_column_whose_name_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"café": ["a"], "text": ["x"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace("café".encode(), b"caf\xff\xfe"))
+    with pytest.raises(InputError, match="the name of a column is not UTF-8"):
+        count_sources([str(path)], choice=ColumnChoice(columns=None, id_column=""))

@@ -177,3 +177,19 @@ def test_a_worker_gets_over_a_spoilt_request_in_every_phase(
         data = store.get(layout.OUTPUTS + marker.output).data
         assert codec.sha256(data) == marker.output_sha256
     assert list(store.list(layout.CLAIMS)) == []
+
+
+def test_an_address_where_nothing_ever_answered_is_said_within_15_seconds(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    attempts = []
+    monkeypatch.setattr("batchinfer.storage.retrying.UNREACHABLE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        "batchinfer.storage.retrying.logger.log", lambda *words: attempts.append(words)
+    )
+    with pytest.raises(StorageError) as caught:
+        open_store("s3://bucket/x").get("job.json")
+    assert not isinstance(caught.value, TransientError)
+    assert "AWS_ENDPOINT_URL" in caught.value.hint
+    assert len(attempts) == 1

@@ -71,6 +71,10 @@ def test_requests_name_the_model_as_the_server_does(call: Call, tmp_path: Path) 
     done = call(arguments(tmp_path, *BATCH, *every))
     assert done.status == 0, done.stderr
     assert codes(lines_of(tmp_path)) == ["model_not_found", "model_not_found", "echo", "echo"]
+    make_job(tmp_path / "old" / "job", rows=2, per_chunk=2, make_row=lambda i: request(i, "gpt-4"))
+    done = call(arguments(tmp_path / "old", *BATCH))
+    assert done.status == 3
+    assert "hint: --served-model-name NAME gives the model the name by which" in done.stderr
     served = ("--served-model-name", "gpt-4", "gpt-5")
     done = call(arguments(tmp_path, *BATCH, *every, *served, run="named"))
     assert done.status == 0, done.stderr

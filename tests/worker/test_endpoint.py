@@ -19,7 +19,7 @@ import pytest
 import batchinfer
 from batchinfer.cli import main
 from batchinfer.core import layout
-from batchinfer.engines import http
+from batchinfer.engines import dispatch
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
@@ -31,7 +31,7 @@ KEY = "sk-a1B2c3D4e5F6"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short waits, a key, and the log and the signal handlers put back."""
-    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     logger = logging.getLogger("batchinfer")
     monkeypatch.setattr(logger, "handlers", [*logger.handlers])
