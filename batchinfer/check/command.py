@@ -55,7 +55,9 @@ def tell(result: dict[str, Any], *, show: int = 3) -> None:
 @click.command("check", cls=ServerCommand)
 @click.argument("sources", nargs=-1)
 @click.option("--delimiter", callback=parse_delimiter, help="As in split, for SOURCE's CSV.")
-@click.option("--gpu", metavar="NAME[:N],…", help="GPUs of one worker, or several kinds: L4, H100:8.")
+@click.option(
+    "--gpu", metavar="NAME[:N],…", help="GPUs of one worker, or several kinds: L4, H100:8."
+)
 @click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
 @click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
 @click.option("--workers", type=click.IntRange(1), help="How many there will be.")

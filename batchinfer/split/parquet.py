@@ -60,8 +60,8 @@ def count(found: FoundFile) -> CountedFile:
     """
     with source_files.reading(found.url), source_files.open_binary(found) as file:
         tail = _read_tail(found, file)
-        metadata = pq.read_metadata(pa.BufferReader(tail))
         try:
+            metadata = pq.read_metadata(pa.BufferReader(tail))
             schema = metadata.schema.to_arrow_schema()
             names = list(schema.names)
         except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 UNREACHABLE_SECONDS = 5.0
-"""Seconds after which an attempt that finds nobody at a store's address is the last one, if none ever answered there."""
+"""Seconds after which an attempt that finds nobody at a store's address is the last one, if none ever answered."""
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.records import Sampling
+from batchinfer.core.errors import StorageError
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.storage.retrying import RetryPolicy, TransientError
 from batchinfer.storage.s3 import S3Store
 from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
@@ -162,7 +162,6 @@ def test_a_worker_gets_over_a_spoilt_request_in_every_phase(
     config = WorkerConfig(
         manifests=[f"{job}/manifests/all.txt"],
         output=run,
-        sampling=Sampling(),
         worker_id="w0",
         engine=EngineConfig(engine="echo"),
         prompt=PromptConfig(prompt_column="prompt"),
