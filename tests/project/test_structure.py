@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 
 import batchinfer
-from batchinfer.formats import FORMATS
 
 PACKAGE = Path(batchinfer.__file__).parent
 MODULES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
-# Names of output formats that are names of request formats, too.
-SHARED = {"completions", "openai-batch"}
 QUIET = {"worker", "ledger"}
 # What msgspec decodes without a class of its own.
 PLAIN = {
@@ -69,20 +66,6 @@ def test_a_class_name_stands_for_one_thing():
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(str(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
-def test_output_formats_are_told_apart_in_their_room_only():
-    """Engines have a test of their own, in tests/engines/test_engine_table.py."""
-    compared = [
-        f"{path}:{node.lineno}"
-        for path in MODULES
-        if path.parts[0] != "formats"
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Compare)
-        for constant in ast.walk(node)
-        if isinstance(constant, ast.Constant) and constant.value in set(FORMATS) - SHARED
-    ]
-    assert compared == []
 
 
 def test_only_the_command_line_prints():
