@@ -60,18 +60,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.
 LONGEST = (
     "test_request_matrix_vllm",
-    "test_engine_vllm",
     "test_skypilot",
     "test_simulation",
-    "test_features_vllm",
-    "test_pooling_vllm",
     "test_chaos",
     "test_python_examples",
-    "test_images_vllm",
     "test_api",
     "test_run",
     "test_worker",
-    "test_engine_pool",
+    "test_servers",
     "test_report_browser",
     "test_storage_s3_faults",
     "test_hub_destination",
@@ -79,11 +75,9 @@ LONGEST = (
 
 # Modules that go to the process of another one, whose engine they share.
 TOGETHER = {
-    "test_formats_vllm": "test_engine_vllm",
-    "test_tokenizers_vllm": "test_engine_vllm",
     "test_cookbook": "test_request_matrix_vllm",
     "test_playground_vllm": "test_request_matrix_vllm",
-    "test_tools_vllm": "test_request_matrix_vllm",
+    "test_vllm": "test_request_matrix_vllm",
     "test_worker_vllm": "test_request_matrix_vllm",
 }
 
