@@ -20,14 +20,14 @@ def say(text: str) -> None:
         click.echo(one_entry(text), err=True)
 
 
-def write(text: str) -> None:
-    """Print a part of a text to stdout at once, with control characters as escapes. Adds no newline.
+def write(text: str, *, to_stderr: bool = False) -> None:
+    """Print a part of a text to stdout or stderr at once, with control characters as escapes. Adds no newline.
 
     Raises:
         BatchinferError: stdout cannot take the text, because the disk is full, for example.
     """
     try:
-        click.echo(without_controls(text), nl=False)
+        click.echo(without_controls(text), nl=False, err=to_stderr)
     except BrokenPipeError:  # click ends without a message
         raise
     except OSError as error:

@@ -110,7 +110,7 @@ def _read(call: Call) -> _Body:
     if not call.content_type.startswith("application/json"):
         return {"file": call.body}
     try:
-        return msgspec.json.decode(call.body, type=_Body)
+        return msgspec.json.decode(call.body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"the body is no JSON object: {error}") from error
 

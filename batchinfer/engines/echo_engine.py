@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.core import codec
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import EngineDied, EngineStalled, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply, RowKey
@@ -38,7 +39,7 @@ class _Body(msgspec.Struct, frozen=True):
     usage: _Usage = _Usage()
 
 
-_body_decoder = msgspec.json.Decoder(_Body)
+_body_decoder = codec.json_decoder(_Body)
 
 
 class EchoEngine:

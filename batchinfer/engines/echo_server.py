@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 
-import msgspec
 from aiohttp import web
 
+from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import answer, is_marked, latency_of, longest, most_at_once, stream_of
@@ -90,4 +90,4 @@ async def serve(config: EngineConfig, place: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=EngineConfig), sys.argv[2]))
+    asyncio.run(serve(codec.json_decoder(EngineConfig).decode(sys.argv[1]), sys.argv[2]))

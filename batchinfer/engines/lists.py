@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 
 MOST_TEXTS = 64
 _PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
 _Fields = dict[str, msgspec.Raw]
-_decoder = msgspec.json.Decoder(_Fields)
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class _Answers(msgspec.Struct):
     usage: _Usage = _Usage()
 
 
-_answers = msgspec.json.Decoder(_Answers)
+_answers = codec.json_decoder(_Answers)
 
 
 def group(calls: Sequence[Call]) -> list[list[Call]]:

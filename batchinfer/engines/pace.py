@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Call
 from batchinfer.engines.config import EngineConfig
 
@@ -21,7 +22,7 @@ class _Lengths(msgspec.Struct):
     n: int | None = None
 
 
-_decoder = msgspec.json.Decoder(_Lengths)
+_decoder = codec.json_decoder(_Lengths)
 
 
 class Pace:

@@ -18,7 +18,6 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say, write
 from batchinfer.cli.values import read_pairs
 from batchinfer.core import codec, errors
-from batchinfer.core.printable import without_controls
 from batchinfer.core.records import Call, Reply
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
@@ -172,7 +171,7 @@ class Chat:
                     raise errors.InputError(f"no answer: {failure.message}")
                 for choice in event["choices"]:
                     delta = choice["delta"]
-                    click.echo(without_controls(delta.get("reasoning") or ""), nl=False, err=True)
+                    write(delta.get("reasoning") or "", to_stderr=True)
                     answer += delta.get("content") or ""
                     write(delta.get("content") or "")
                     reason = choice.get("finish_reason") or reason
