@@ -208,7 +208,7 @@ def test_a_column_that_split_renamed_is_warned_of(caplog: pytest.LogCaptureFixtu
     check_columns(job, {"--prompt-column": ["_id"]}, {})
     assert caplog.text == ""
     job = msgspec.structs.replace(job, renamed={"_id": "_source_id"})
-    check_columns(job, {"--prompt-column": ["_id"]}, {"--keep": ["_row", "prompt"]})
+    check_columns(job, {"--prompt-column": ["_id"]}, {"--blank-columns": ["_row", "prompt"]})
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("--prompt-column _id: is the _id that `split` gave the row")
     assert message.endswith("named _source_id in the rows")
@@ -222,7 +222,7 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str
     assert "did you mean 'prompt'?" in caught.value.message
     with pytest.raises(ConfigError, match="--blank-columns anwser: no column of the job"):
         check_columns(job, {"--prompt-column": ["prompt"]}, {"--blank-columns": ["anwser"]})
-    optional = {"--keep": ["*"], "--blank-columns": ["answer"]}
+    optional = {"--blank-columns": ["answer"]}
     check_columns(job, {"--messages-column": [""]}, optional)
 
 
@@ -231,12 +231,12 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(jobs.logger, "warning", lambda text, *values: said.append(text % values))
-    config = PromptConfig(keep=["answer", "_id", "promt"], blank_columns=["x"])
+    config = PromptConfig(blank_columns=["answer", "_id", "promt"], tools_column="x")
     check_columns(job_of("jsonl"), {"--prompt-column": ["prompt"]}, config.optional_columns)
     start, seen = "in none of the rows that split looked at", "(prompt, answer)"
     assert said == [
-        f"--keep promt: {start} {seen}; did you mean 'prompt'?",
-        f"--blank-columns x: {start} {seen}",
+        f"--blank-columns promt: {start} {seen}; did you mean 'prompt'?",
+        f"--tools-column x: {start} {seen}",
     ]
     with pytest.raises(ConfigError, match="did you mean 'prompt'") as caught:
         check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]}, {})

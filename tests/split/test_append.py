@@ -603,7 +603,7 @@ class TestRuns:
         assert call("report", run)[0] == 0
         assert call("collect", run, tmp_path / "all.parquet", "--with-source")[0] == 0
         table = pq.read_table(tmp_path / "all.parquet")
-        assert table["row"].to_pylist() == list(range(63))
+        assert table["_row"].to_pylist() == list(range(63))
         assert table["prompt"].to_pylist() == [
             r["prompt"] for r in [*rows_of("old", 40), *rows_of("new", 23)]
         ]
