@@ -59,13 +59,8 @@ def test_deep_rows_are_answered_and_read_by_every_command(
     assert command("report", run, "--output", page, *job_option).status == 0
     assert "row 50" in page.read_text()
     assert command("verify", run, "--deep", *ends).status == 0
-    collected = command(
-        "collect",
-        run,
-        tmp_path / "out.jsonl",
-        *(ends if place == "list" else job_option),
-        "--with-source",
-    )
+    options = ["--with-source", *(ends if place == "list" else [])]
+    collected = command("collect", run, tmp_path / "out.jsonl", *options)
     assert collected.status == 0, collected.stderr
     with (tmp_path / "out.jsonl").open() as file:
         rows = list(map(json.loads, file))

@@ -51,10 +51,8 @@ def test_trust_remote_code_is_off_unless_asked_for_and_recorded(tmp_path: Path) 
     make_job(tmp_path / "job", rows=5, per_chunk=5)
     for name, options in {"off": (), "on": ("--trust-remote-code",)}.items():
         run_worker_here(tmp_path / "job", tmp_path / name, *options)
-        options = json.loads((tmp_path / name / "run.json").read_bytes())["config"][
-            "server_options"
-        ]
-        assert options.get("trust_remote_code", False) is (name == "on")
+        config = json.loads((tmp_path / name / "run.json").read_bytes())["config"]
+        assert config["server_options"].get("trust_remote_code", False) is (name == "on")
 
 
 @pytest.mark.parametrize(
