@@ -6,12 +6,14 @@ import importlib.resources
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import InputError, ScratchFull
 
-BATCH_ROWS = 2048
+_MOST_ROWS = 16_384
+_BLOCK_BYTES = 16 << 20
 _MEMORY = "512MB"
 """Memory for the columns of answers. What does not fit goes to the scratch folder."""
 _MAX_THREADS = 8
@@ -81,10 +83,22 @@ class Answers:
         found |= {name: name for name in _OPTIONAL if name in _COUNTS or self.one(f"count({name})")}
         return found | {name: name for name in _ERROR}
 
-    def reader(self, columns: dict[str, str]) -> Any:
-        """Return all rows in order, as an Arrow reader of columns: expressions by their names."""
+    def tables(self, columns: dict[str, str], rows: int) -> Iterator[Any]:
+        """Yield all rows in order, as Arrow tables of `rows` rows. Columns are expressions by their names.
+
+        The first table has no rows.
+        """
         listed = ", ".join(f"{value} AS {quoted(name)}" for name, value in columns.items())
-        return arrow_reader(self.sql, f"SELECT {listed} FROM {self._name}")
+        query = f"SELECT {listed} FROM {self._name}"
+        total = self.one("count(*)")
+        for first, stop in pairwise([0, *range(0, total, rows), total]):
+            range_query = f"{query} WHERE rowid >= {first} AND rowid < {stop}"
+            yield self.sql.cursor().sql(range_query).to_arrow_table()
+
+
+def rows_at_once(num_bytes: int, num_rows: int) -> int:
+    """Return how many rows to hold at a time, if so many rows have so many bytes."""
+    return max(1, min(_MOST_ROWS, _BLOCK_BYTES * num_rows // max(1, num_bytes)))
 
 
 def connect(scratch: Path) -> Any:
@@ -101,9 +115,9 @@ def connect(scratch: Path) -> Any:
     )
 
 
-def arrow_reader(sql: Any, query: str) -> Any:
-    """Return the rows of a query, in order, as an Arrow reader. Other queries may run meanwhile."""
-    return sql.cursor().sql(query).to_arrow_reader(BATCH_ROWS)
+def arrow_reader(sql: Any, query: str, rows: int = 1024) -> Any:
+    """Return the rows of a query, in order, as an Arrow reader of batches. Other queries may run meanwhile."""
+    return sql.cursor().sql(query).to_arrow_reader(rows)
 
 
 @contextmanager

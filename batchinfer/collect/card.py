@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 from typing import Any
 
+from batchinfer.core import codec
 from batchinfer.core.records import Run
 
 _LONGEST = 2000
 """Largest number of characters that the card shows of one text."""
+_LONGEST_CODE = 20_000
 
 
 def make_card(
@@ -36,12 +37,17 @@ def make_card(
         autoescape=False,  # noqa: S701 - Markdown; `plain` and `code` escape it
     )
     environment.filters |= {"plain": _plain, "code": _code}
+    made = {"model": run.config.get("model"), "source": ", ".join(sources), **run.recorded}
+    made = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint}
     return environment.from_string(template).render(
         title=name.rpartition("/")[2],
         front_matter=_front_matter(run, path, sources),
-        tables={"How it was made": _making(run, sources), **tables},
-        template=(run.config.get("prompt") or {}).get("prompt_template"),
+        tables={"How it was made": {name: each for name, each in made.items() if each}, **tables},
+        options=codec.encode_pretty(run.config.get("prompt") or {}).decode(),
     )
+
+
+_MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
 def _front_matter(run: Run, path: str, sources: list[str]) -> str:
@@ -61,32 +67,9 @@ def _front_matter(run: Run, path: str, sources: list[str]) -> str:
     return str(data.to_yaml())
 
 
-def _making(run: Run, sources: list[str]) -> dict[str, Any]:
-    config, recorded = run.config, run.recorded
-    prompt = config.get("prompt") or {}
-    found = {
-        "model": config.get("model"),
-        "revision": recorded.get("revision") or config.get("model_identity"),
-        "task": prompt.get("task"),
-        "prompt": prompt.get("messages_column") or prompt.get("prompt_column"),
-        "system prompt": prompt.get("system_prompt"),
-        "parameters": json.dumps(prompt.get("body"), sort_keys=True, ensure_ascii=False),
-        "seed": config.get("seed"),
-        "engine": f"{recorded.get('engine', '')} {recorded.get('engine_version', '')}".strip(),
-        "batchinfer": recorded.get("batchinfer_version"),
-        "fingerprint": run.fingerprint,
-        "source": ", ".join(sources),
-    }
-    return {name: value for name, value in found.items() if value not in (None, "", "null", "{}")}
-
-
-def _cut(text: str, mark: str) -> str:
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + mark
-
-
 def _plain(value: object) -> str:
     """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
-    cut = _cut(str(value), "…")
+    cut = str(value) if len(str(value)) <= _LONGEST else f"{str(value)[:_LONGEST]}…"
     for sign in "\\`*_[]<>|#":
         cut = cut.replace(sign, f"\\{sign}")
     return " ".join(cut.split())
@@ -94,4 +77,4 @@ def _plain(value: object) -> str:
 
 def _code(text: str) -> str:
     """Text as an indented code block. A fenced block would be unsafe, because the text itself could close the fence."""
-    return "\n".join(f"    {line}" for line in _cut(text, "\n…").splitlines())
+    return "\n".join(f"    {line}" for line in text[:_LONGEST_CODE].splitlines())

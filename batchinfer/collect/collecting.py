@@ -11,8 +11,8 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.collect.card import make_card
-from batchinfer.collect.destinations import Collected, CollectedFile, Destination, StoreDestination
-from batchinfer.collect.files import CsvWriter, LinesWriter, ParquetWriter, Writer, write_files
+from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
+from batchinfer.collect.files import CsvWriter, LinesWriter, ParquetWriter, write_files
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import Selection, select
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _ALL_ROWS = 1 << 62
+
+Destination = StoreDestination | HubDestination
+Writer = ParquetWriter | LinesWriter | CsvWriter
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
 
 from batchinfer.collect.files import TableFile
 from batchinfer.collect.options import suffix_of
@@ -50,25 +49,6 @@ class Collected(Record, frozen=True, kw_only=True):
     """Number of finished answers that break the run's JSON schema."""
 
 
-class Destination(Protocol):
-    """A place that stores the files of a collection one after the other, and then a record of them."""
-
-    def prepare(self, key: str) -> Collected | None:
-        """Raise InputError unless the place may be written to.
-
-        If the place holds a collection with the same key, the record of that collection is returned, else None.
-        """
-        ...
-
-    def put(self, file: TableFile, index: int) -> str:
-        """Store a file and return the name that it has at the place. The local file is gone afterwards."""
-        ...
-
-    def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """End the collection, after all files are stored. `card` makes the data set card; only the Hub needs it."""
-        ...
-
-
 def raced(where: str) -> InputError:
     """Return the error for a place that somebody else writes to meanwhile."""
     return InputError(
@@ -106,7 +86,11 @@ class StoreDestination:
         self._old: set[str] = set()
 
     def prepare(self, key: str) -> Collected | None:
-        """See Destination. A folder with data files of something else is refused."""
+        """Return the record of the collection with this key that is there already; None if there is none.
+
+        Raises:
+            InputError: Other data are there, which must not be replaced.
+        """
         there = {info.key for info in self._store.list(self._name)}
         taken = self._name or RECORD_KEY
         if taken in there:
@@ -131,7 +115,7 @@ class StoreDestination:
         return None
 
     def put(self, file: TableFile, index: int) -> str:
-        """See Destination."""
+        """Store a file and return the name that it has at the place. The local file is gone afterwards."""
         name = self._name or f"part-{index:05d}{self._suffix}"
         try:
             self._store.create_file(name, file.path)
@@ -145,7 +129,7 @@ class StoreDestination:
         return name
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
-        """See Destination."""
+        """End the collection, after all files are stored."""
         if self._name:
             return
         self._store.delete(sorted(self._old))

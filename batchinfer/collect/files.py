@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,27 +27,15 @@ class TableFile(NamedTuple):
     sha256: str
 
 
-class Writer(Protocol):
-    """Writes one file."""
-
-    def write(self, table: Any) -> None:
-        """Append the rows of an Arrow table."""
-        ...
-
-    def close(self) -> None:
-        """Finish the file."""
-        ...
-
-
 def write_files(
-    tables: Iterable[Any], make_writer: Callable[[Path], Writer], rows: int, scratch: Scratch
+    tables: Iterable[Any], make_writer: Callable[[Path], Any], rows: int, scratch: Scratch
 ) -> Iterator[TableFile]:
     """Write Arrow tables to files of `rows` rows each, and yield each file when it is finished.
 
     Without any row there is one file, which has the columns only.
     """
     path, count = scratch.new_path("table"), 0
-    writer: Writer | None = make_writer(path)
+    writer = make_writer(path)
     for table in tables:
         start = 0
         while start < len(table):
@@ -65,7 +53,7 @@ def write_files(
         yield _finished(writer, path, count)
 
 
-def _finished(writer: Writer, path: Path, rows: int) -> TableFile:
+def _finished(writer: Any, path: Path, rows: int) -> TableFile:
     with scratch_errors(path.parent):
         writer.close()
         with path.open("rb") as file:
@@ -85,14 +73,14 @@ class ParquetWriter:
         self._held: list[Any] = []
 
     def write(self, table: Any) -> None:
-        """See Writer."""
+        """Append the rows of an Arrow table."""
         self._held.append(table)
         rows, size = sum(map(len, self._held)), sum(each.nbytes for each in self._held)
         if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
             self._flush()
 
     def close(self) -> None:
-        """See Writer."""
+        """Finish the file."""
         self._flush()
         self._file.close()
 
@@ -118,7 +106,7 @@ class LinesWriter:
         self._file = path.open("wb")
 
     def write(self, table: Any) -> None:
-        """See Writer."""
+        """Append the rows of an Arrow table."""
         names = table.column_names
         if names == ["line"]:
             self._file.writelines(line + b"\n" for line in table["line"].to_pylist())
@@ -131,7 +119,7 @@ class LinesWriter:
             self._file.write(_encode(dict(zip(names, row, strict=True))) + b"\n")
 
     def close(self) -> None:
-        """See Writer."""
+        """Finish the file."""
         self._file.close()
 
 
@@ -152,7 +140,7 @@ class CsvWriter:
         self._file = csv.CSVWriter(str(path), self._schema)
 
     def write(self, table: Any) -> None:
-        """See Writer."""
+        """Append the rows of an Arrow table."""
         import pyarrow as pa
 
         columns = [
@@ -162,7 +150,7 @@ class CsvWriter:
         self._file.write_table(pa.table(columns, schema=self._schema))
 
     def close(self) -> None:
-        """See Writer."""
+        """Finish the file."""
         self._file.close()
 
 

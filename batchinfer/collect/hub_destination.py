@@ -40,7 +40,7 @@ class HubDestination:
         self.commit = ""
 
     def prepare(self, key: str) -> Collected | None:
-        """See Destination. Repository and branch are made if they are missing.
+        """See StoreDestination. Repository and branch are made if they are missing.
 
         A repository that holds data files is refused. With `overwrite`, it may hold files that an earlier `collect`
         wrote. They are replaced.
@@ -65,7 +65,7 @@ class HubDestination:
         return None
 
     def put(self, file: TableFile, index: int) -> str:
-        """See Destination."""
+        """Upload a file and return its name. A large file is gone from the disk afterwards."""
         name = f"data/part-{index:05d}{self._suffix}"
         logger.info("%s: uploading %s", self._dataset.url, name)
         self._uploaded.append(self._dataset.upload(name, file.path))
@@ -74,7 +74,7 @@ class HubDestination:
         return name
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """See Destination."""
+        """Publish the files that were uploaded, with a card if there is none."""
         text = card().encode()
         self.commit = self._dataset.retried(lambda: self._try_publish(record, text))
 

@@ -11,19 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchinfer.collect.answers import BATCH_ROWS, arrow_reader, connect, files, quoted, sql_errors
+from batchinfer.collect.answers import (
+    arrow_reader,
+    files,
+    quoted,
+    rows_at_once,
+    sql_errors,
+)
 from batchinfer.collect.structures import Structure, find_structure, merged, settled, spelled
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Job, SourceFile
-from batchinfer.ledger.chunk_files import LocalChunk, fetch
+from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.storage.opening import fsspec_options, local_path, split_url
 from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 1 << 17
+_PIECE_BYTES = 16 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -32,7 +38,7 @@ class Source:
 
     Args:
         schema: Names and types of the columns.
-        read: Yields all rows in order, as Arrow tables or record batches.
+        read: Yields all rows in order, as Arrow tables or record batches that do not take much memory.
         has_all: Whether `read` yields all rows of the job; else it yields those of the collected chunks only.
     """
 
@@ -45,23 +51,25 @@ class Source:
         self._blocks: Iterator[Any] = iter(())
 
     def rows(self, wanted: Any) -> Any:
-        """Return rows as an Arrow table. `wanted` holds their places among all, a numpy array in ascending order."""
+        """Return the first of the wanted rows, those that are read together, as an Arrow table.
+
+        `wanted` holds the rows' places among all, a numpy array in ascending order.
+        """
         import pyarrow as pa
 
-        pieces = [self.schema.empty_table()]
-        while wanted.size and self.schema.names:
-            if wanted[0] < self._first:
-                self._blocks, self._first, self._block = self._read(), 0, self.schema.empty_table()
-            while wanted[0] >= self._first + len(self._block):
-                self._first += len(self._block)
-                self._block = next(self._blocks)
-            inside = wanted[wanted < self._first + len(self._block)]
-            pieces.append(pa.table(self._block.take(pa.array(inside - self._first))))
-            wanted = wanted[inside.size :]
-        return pa.concat_tables(pieces)
+        if not wanted.size:
+            return self.schema.empty_table()
+        if wanted[0] < self._first:
+            self._blocks, self._first, self._block = self._read(), 0, self.schema.empty_table()
+        while wanted[0] >= self._first + len(self._block):
+            self._first += len(self._block)
+            self._block = next(self._blocks)
+        inside = wanted[wanted < self._first + len(self._block)]
+        return pa.table(self._block.take(pa.array(inside - self._first)))
 
 
 def open_source(
+    sql: Any,
     job: Job | None,
     refs: Sequence[ChunkRef],
     columns: Sequence[str] | None,
@@ -71,6 +79,7 @@ def open_source(
     """Return the source's columns.
 
     Args:
+        sql: Connection of `connect`.
         job: The job; None for a run over a list of files.
         refs: The chunks of the rows that are collected.
         columns: Names of the columns; None for all of the job.
@@ -87,7 +96,7 @@ def open_source(
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the source, the chunks have its rows
         logger.info("the source cannot be read again (%s)", error)
         found = None
-    return found or _Chunks(refs, open_store, scratch).source(columns)
+    return found or _Chunks(sql, refs, open_store, scratch).source(columns)
 
 
 def _chosen(columns: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -106,11 +115,13 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     return list(columns or known)
 
 
-def open_lines(refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch) -> Source:
+def open_lines(
+    sql: Any, refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch
+) -> Source:
     """Return the lines of chunks, as the only column `source`."""
     import pyarrow as pa
 
-    chunks = _Chunks(refs, open_store, scratch)
+    chunks = _Chunks(sql, refs, open_store, scratch)
     schema = pa.schema([("source", pa.string())])
     return Source(schema, lambda: chunks.read("json::VARCHAR AS source"), has_all=False)
 
@@ -134,17 +145,21 @@ def _from_parquet(job: Job | None, columns: Sequence[str] | None) -> Source | No
         isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows
     ):
         return None  # --limit has left out rows in the midst
-    schema = pa.unify_schemas(map(_schema_of, found), promote_options="permissive")
+    footers = list(map(_footer_of, found))
+    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
     names = _chosen(columns, [name for name in job.columns if name in schema.names])
 
     def read() -> Iterator[Any]:
         kind = dataset.ParquetFileFormat()
-        for file in found:
+        for file, footer in zip(found, footers, strict=True):
+            groups = map(footer.row_group, range(footer.num_row_groups))
+            size = rows_at_once(sum(group.total_byte_size for group in groups), file.rows)
             try:
                 with _open(file.url) as opened:
                     rows = dataset.FileSystemDataset([kind.make_fragment(opened)], schema, kind)
                     yield from rows.to_batches(
-                        columns=names, batch_size=BATCH_ROWS, batch_readahead=2, use_threads=False
+                        columns=names, batch_size=size, batch_readahead=1, use_threads=False
                     )
             except (OSError, pa.ArrowException) as error:
                 raise StorageError(f"{file.url}: cannot be read ({error})") from error
@@ -161,8 +176,8 @@ def _open(url: str) -> Any:
     return fsspec.filesystem(scheme, **fsspec_options(scheme)).open(path)
 
 
-def _schema_of(file: SourceFile) -> Any:
-    """Return the columns of a parquet file.
+def _footer_of(file: SourceFile) -> Any:
+    """Return the metadata of a parquet file.
 
     Raises:
         InputError: it has not the size and the footer that it had when the job was made.
@@ -177,56 +192,65 @@ def _schema_of(file: SourceFile) -> Any:
         digest = hashlib.sha256(b"PAR1" + opened.read()).hexdigest()
         if (size, digest) != (file.bytes, file.digest):
             raise InputError(f"{file.url}: has changed since the split")
-        return parquet.read_schema(opened).remove_metadata()
+        return parquet.read_metadata(opened)
 
 
 # --------------------------------------------------------------------------- chunks
 
 
 class _Chunks:
-    """Reads the lines of chunks, each from a copy of its own."""
+    """Reads the lines of chunks, some MB at a time."""
 
-    def __init__(self, refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch) -> None:
+    def __init__(
+        self, sql: Any, refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch
+    ) -> None:
+        self._sql = sql
         self._refs = refs
         self._open_store = functools.cache(open_store)
         self._scratch = scratch
-        self._sql = connect(scratch.folder)
-        self._is_odd: dict[str, bool] = {}
 
     def read(self, columns: str) -> Iterator[Any]:
-        """Yield the rows that are to be done of all chunks: SQL expressions over `json`, a line."""
-        for ref, lines in self._each():
-            limit = "" if ref.row_limit is None else f"LIMIT {ref.row_limit}"
-            query = f"SELECT {columns} FROM {lines} {limit}"
-            yield from arrow_reader(self._sql, query)
+        """Yield the rows of all chunks that are to be done: SQL expressions over `json`, a line."""
+        for lines in self._pieces():
+            yield from arrow_reader(self._sql, f"SELECT {columns} FROM {lines}")
 
-    def _each(self) -> Iterator[tuple[ChunkRef, str]]:
-        """Yield each chunk with the SQL that reads its lines, as many as its rows."""
+    def _pieces(self) -> Iterator[str]:
+        """Yield the SQL that reads the next lines of the chunks: a valid JSON value for each row."""
         for ref in self._refs:
             local = fetch(self._open_store(ref.root), ref, self._scratch)
-            if ref.name not in self._is_odd:
-                self._is_odd[ref.name] = self._has_odd_lines(local)
-            if self._is_odd[ref.name]:
-                _mend(local.path)
-            yield ref, files([local.path])
+            left = local.num_lines if ref.row_limit is None else ref.row_limit
+            with scratch_errors(local.path.parent), local.path.open("rb") as file:
+                while left and (data := file.read(_PIECE_BYTES) + file.readline()):
+                    lines = data.removesuffix(b"\n").split(b"\n")[:left]
+                    left -= len(lines)
+                    # Each piece has a name of its own, because DuckDB remembers what it has read of a file, and ends
+                    # with a newline, because DuckDB 2.0 may read past the end of a file that does not.
+                    piece = self._scratch.new_path("piece.jsonl")
+                    piece.write_bytes(b"".join(line + b"\n" for line in lines))
+                    if is_deep(data) or self._count(piece) != len(lines):
+                        piece.unlink()
+                        piece = self._scratch.new_path("mended.jsonl")
+                        piece.write_bytes(b"".join(_mended(line) + b"\n" for line in lines))
+                    yield files([piece])
+                    piece.unlink()
             remove_quietly(local.path)
 
-    def _has_odd_lines(self, local: LocalChunk) -> bool:
-        """Whether a chunk has lines that DuckDB refuses or passes over, or at which it fails."""
+    def _count(self, piece: Path) -> int:
+        """Return the number of lines that DuckDB finds in a file, blank ones left out; -1 if it refuses one."""
         try:
-            with sql_errors(local.path.name):
-                query = f"SELECT count(*) FROM {files([local.path])}"
-                ((count,),) = self._sql.execute(query).fetchall()
+            with sql_errors(""):
+                return int(
+                    self._sql.execute(f"SELECT count(*) FROM {files([piece])}").fetchall()[0][0]
+                )
         except InputError:
-            return True
-        return bool(count != local.num_lines) or _is_deep(local.path)
+            return -1
 
     def source(self, wanted: Sequence[str] | None) -> Source:
         """Return columns whose types are found from all values, which reads every chunk once."""
         import pyarrow as pa
 
         found: Structure = {}
-        for _, lines in self._each():
+        for lines in self._pieces():
             rows = f"(SELECT json FROM {lines} WHERE json_type(json) = 'OBJECT')"
             more = find_structure(self._sql, rows)
             found = merged(found, more) if isinstance(more, dict) else found
@@ -240,7 +264,7 @@ class _Chunks:
         query = ", ".join(values)
 
         def read() -> Iterator[Any]:
-            for batch in self.read(query) if names else ():
+            for batch in self.read(query):
                 yield batch.rename_columns(names)
 
         nothing = f"SELECT {query or 1} FROM (SELECT NULL::JSON AS json)"
@@ -248,29 +272,17 @@ class _Chunks:
         return Source(pa.schema(list(zip(names, types, strict=False))), read, has_all=False)
 
 
-def _is_deep(path: Path) -> bool:
-    with path.open("rb") as file:
-        while data := file.read(_BLOCK_BYTES) + file.readline():
-            if is_deep(data):
-                return True
-    return False
+def _mended(line: bytes) -> bytes:
+    """Return a line as DuckDB takes it.
 
-
-def _mend(path: Path) -> None:
-    """Replace the lines of a file that DuckDB refuses, in place.
-
-    Bytes that are no UTF-8 and surrogates without a partner become escapes. A line that is not JSON becomes null.
+    Bytes that are no UTF-8 and surrogates without a partner become escapes. What is no JSON becomes null, and so does
+    what is nested too deep.
     """
-    mended = path.with_name(f"{path.name}.mended")
-    with scratch_errors(path.parent), path.open("rb") as file, mended.open("wb") as out:
-        for line in file:
-            try:
-                if is_deep(line):
-                    raise ValueError("nested too deep")
-                value = json.loads(line.decode(errors="surrogateescape"))
-                text = json.dumps(value, ensure_ascii=False)
-            except ValueError:
-                text = "null"
-            text = _SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):x}", text)
-            out.write(text.encode() + b"\n")
-    mended.replace(path)
+    try:
+        if is_deep(line):
+            return b"null"
+        value = json.loads(line.decode(errors="surrogateescape"))
+    except ValueError:
+        return b"null"
+    text = json.dumps(value, ensure_ascii=False)
+    return _SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):x}", text).encode()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.collect.answers import Answers, connect
+from batchinfer.collect.answers import Answers, connect, rows_at_once
 from batchinfer.collect.json_answers import VALID, JsonAnswers, schema_of
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
 from batchinfer.collect.options import TABLES, CollectConfig
@@ -23,6 +24,7 @@ from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
+_LOG_SECONDS = 10.0
 _ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 
 
@@ -84,13 +86,18 @@ class Collection:
         self._columns = self._columns_of_answers()
         self._source: Source | None = None
         if config.with_source:
-            self._source = open_source(selection.job, refs, config.columns, open_store, scratch)
+            self._source = open_source(
+                self.answers.sql, selection.job, refs, config.columns, open_store, scratch
+            )
         elif config.kind in NEEDS_SOURCE:
-            self._source = open_lines(refs, open_store, scratch)
-        empty = self._shaped(self.answers.reader(self._columns).schema.empty_table(), 0)
+            self._source = open_lines(self.answers.sql, refs, open_store, scratch)
+        num_bytes = sum(marker.output_bytes for _, marker in found)
+        self._at_once = rows_at_once(num_bytes, self.num_rows)
+        if self._source and not self._source.schema.names:
+            self._source = None
+        _, empty = next(self._fitting())  # refuses a wrong condition before anything is written
         self.schema = empty.schema
         """Names and types of the columns."""
-        self._mask(empty)  # refuses a wrong condition before anything is written
 
     def _columns_of_answers(self) -> dict[str, str]:
         """Find the columns of the answers: their expressions by their names."""
@@ -147,14 +154,19 @@ class Collection:
         import numpy as np
         import pyarrow as pa
 
-        start = 0
-        for batch in self.answers.reader(self._columns):
-            table = self._shaped(pa.table(batch), start)
-            mask = self._mask(table)
-            yield np.flatnonzero(mask) + start, table.filter(pa.array(mask))
-            start += len(batch)
-            if start // 500_000 > (start - len(batch)) // 500_000:
+        start, next_log = 0, time.monotonic() + _LOG_SECONDS
+        for answers in self.answers.tables(self._columns, self._at_once):
+            stop = start + len(answers)
+            while True:
+                table = self._shaped(answers.slice(len(answers) - stop + start), start)
+                mask = self._mask(table)
+                yield np.flatnonzero(mask) + start, table.filter(pa.array(mask))
+                start += len(table)
+                if start == stop:
+                    break
+            if time.monotonic() > next_log:
                 logger.info("%d of %d rows read", start, self.num_rows)
+                next_log += _LOG_SECONDS
 
     def _mask(self, table: Any) -> Any:
         """Return which rows fulfil the condition, as a numpy array.
@@ -205,7 +217,9 @@ class Collection:
         return self._names[chunks], self._first_rows[chunks] + places - self._starts[chunks]
 
     def _shaped(self, table: Any, start: int) -> Any:
-        """Return answers as they are in the table, with the source's columns. `start` is the place of the first.
+        """Return the first of these answers as they are in the table, with the source's columns.
+
+        `start` is the place of the first. Without the source's columns, all of them are returned.
 
         Raises:
             InputError: an answer is of another row than its place says.
@@ -221,6 +235,10 @@ class Collection:
                 f"{names[wrong[0]]}: its output has another row in the place of row {rows[wrong[0]]}",
                 hint=_ASK_VERIFY,
             )
+        source: Any = None
+        if self._source is not None:
+            source = self._source.rows(rows if self._source.has_all else places)
+        table = table if source is None else table.slice(0, len(source))
         if self._vectors:
             index = next(
                 i for i, each in enumerate(table.column_names) if each.startswith("embedding")
@@ -228,16 +246,13 @@ class Collection:
             array = self._vectors.array(table.column(index))
             table = table.set_column(index, self._vectors.name, array)
         if self._json and self._json.validator:
-            texts, reasons = (
-                table.column(table.column_names.index(name)) for name in self._texts(table)
-            )
+            texts, reasons = map(table.column, self._texts(table))
             table = table.append_column(VALID, self._json.valid(texts, reasons))
         if self._selection.job is None:  # rows of several files have the same numbers
-            table = table.add_column(0, "chunk", pa.array(names, pa.string()))
-        if self._source is None:
+            table = table.add_column(0, "chunk", pa.array(names[: len(table)], pa.string()))
+        if source is None:
             return table
         table = table.rename_columns(list(map(self._apart, table.column_names)))
-        source = self._source.rows(rows if self._source.has_all else places)
         for field, column in zip(source.schema, source.columns, strict=True):
             table = table.append_column(field, column)
         return table
