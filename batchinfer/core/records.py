@@ -7,7 +7,6 @@ records to which a newer program has added fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -143,8 +142,8 @@ RowKey = tuple[str, int]
 class Call(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One row on its way to the engine: a request to a server that speaks the OpenAI API.
 
-    The first field of a JSON body is the prompt (`messages`, `prompt`, `input` and the like), so bodies that sort next to
-    each other begin alike.
+    The first field of a JSON body is the prompt (`messages`, `prompt`, `input` and the like), so bodies that sort next
+    to each other begin alike.
     """
 
     key: RowKey
@@ -164,7 +163,7 @@ class Reply(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     body: bytes
     """The server's body, unread; with status 0 the reason as text."""
     prompt_tokens: int | None = None
-    """The row's share of the prompt tokens of a request that several rows shared; None if the body has its own count."""
+    """The row's share of the prompt tokens of a request that rows shared; None if the body has its own count."""
 
     @property
     def is_engine_death(self) -> bool:
