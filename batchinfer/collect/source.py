@@ -65,6 +65,9 @@ class Source:
             self._first += len(self._block)
             self._block = next(self._blocks)
         inside = wanted[wanted < self._first + len(self._block)]
+        first, last = int(inside[0] - self._first), int(inside[-1] - self._first)
+        if last - first < inside.size:  # no row between them is left out
+            return pa.table(self._block.slice(first, inside.size))
         return pa.table(self._block.take(pa.array(inside - self._first)))
 
 
