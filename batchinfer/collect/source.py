@@ -20,7 +20,7 @@ from batchinfer.collect.answers import (
 )
 from batchinfer.collect.structures import Structure, find_structure, merged, settled, spelled
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
-from batchinfer.core.json_text import is_deep
+from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -278,10 +278,11 @@ class _Chunks:
 def _mended(line: bytes) -> bytes:
     """Return a line as DuckDB takes it.
 
-    Bytes that are no UTF-8 and surrogates without a partner become escapes. What is no JSON becomes null, and so does
-    what is nested too deep.
+    Bytes that are no UTF-8 and surrogates without a partner become escapes, members that are nested too deep their JSON
+    text. What is no JSON becomes null.
     """
     try:
+        line = flatten_deep(line)
         if is_deep(line):
             return b"null"
         value = json.loads(line.decode(errors="surrogateescape"))

@@ -50,28 +50,21 @@ def test_deep_rows_are_answered_and_read_by_every_command(
         split = command("split", source, "--output", job, "--num-chunks", "1", *columns)
         assert (split.status, split.result["broken_lines"]) == (0, 0)
         ends = ["--job", str(job)]
-    echo = ["--engine", "echo", "--prompt-column", "prompt", "--keep", "x"]
+    echo = ["--engine", "echo", "--prompt-column", "prompt"]
     worker = command("worker", *ends, "--output", run, *echo)
     assert (worker.status, worker.result["error_count"]) == (0, 0)
     assert worker.result["response_count"] == len(DEPTHS)
-    [output] = (run / "outputs").glob("*.jsonl")
-    kept = [json.loads(line)["source"]["x"] for line in output.read_bytes().splitlines()]
-    assert [isinstance(value, str) for value in kept] == [depth > 99 for depth in DEPTHS]
-    assert kept[-1] == nested(DEPTHS[-1])
     job_option = [] if place == "list" else ends
     page = tmp_path / "report.html"
     assert command("report", run, "--output", page, *job_option).status == 0
     assert "row 50" in page.read_text()
     assert command("verify", run, "--deep", *ends).status == 0
-    for name, options in (("chunks", ["--with-source"]), ("kept", [])):
-        collected = command("collect", run, tmp_path / f"{name}.jsonl", *ends, *options)
-        assert collected.status == 0
-        with (tmp_path / f"{name}.jsonl").open() as file:
-            rows = list(map(json.loads, file))
-        assert [row["text"] for row in rows] == [f"row {depth}" for depth in DEPTHS]
-        # The column is JSON text. A value that is text in the output lines is a JSON string in it.
-        texts = [row["x"] if row["x"][0] == "[" else json.loads(row["x"]) for row in rows]
-        assert texts == list(map(nested, DEPTHS))
+    assert command("collect", run, tmp_path / "table.jsonl", *ends, "--with-source").status == 0
+    rows = [json.loads(line) for line in (tmp_path / "table.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [f"row {depth}" for depth in DEPTHS]
+    # The column is JSON text. A value that is nested too deep is a JSON string in it.
+    texts = [row["x"] if row["x"][0] == "[" else json.loads(row["x"]) for row in rows]
+    assert texts == list(map(nested, DEPTHS))
 
 
 @pytest.mark.parametrize("depth", [101, 940, 100_000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -18,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.collect.source_types import read_schema
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError, StorageError
@@ -186,9 +186,10 @@ class TestALongerJob:
         split(tmp_path / "1.parquet", tmp_path / "job")
         append(tmp_path / "2.parquet", to=tmp_path / "job")
         split(tmp_path / "[12].parquet", tmp_path / "both")
-        types = read_schema(read_job(tmp_path / "job").schema)
-        assert types == {"b": pa.string(), "c": pa.binary(), "d": pa.float64()}
-        assert types == read_schema(read_job(tmp_path / "both").schema)
+        types = read_job(tmp_path / "job").schema
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(types)))
+        assert schema == pa.schema({"b": pa.string(), "c": pa.binary(), "d": pa.float64()})
+        assert types == read_job(tmp_path / "both").schema
 
     @pytest.mark.parametrize("processes", [1, 2])
     def test_compression_ids_and_counts_are_the_jobs(
@@ -597,7 +598,7 @@ class TestRuns:
         assert call("report", run)[0] == 0
         assert call("collect", run, tmp_path / "all.parquet", "--with-source")[0] == 0
         table = pq.read_table(tmp_path / "all.parquet")
-        assert table["row"].to_pylist() == list(range(63))
+        assert table["_row"].to_pylist() == list(range(63))
         assert table["prompt"].to_pylist() == [
             r["prompt"] for r in [*rows_of("old", 40), *rows_of("new", 23)]
         ]
