@@ -20,7 +20,7 @@ from batchinfer.collect.answers import (
 )
 from batchinfer.collect.structures import Structure, find_structure, merged, settled, spelled
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
-from batchinfer.core.json_text import is_deep
+from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -65,6 +65,9 @@ class Source:
             self._first += len(self._block)
             self._block = next(self._blocks)
         inside = wanted[wanted < self._first + len(self._block)]
+        first, last = int(inside[0] - self._first), int(inside[-1] - self._first)
+        if last - first < inside.size:  # no row between them is left out
+            return pa.table(self._block.slice(first, inside.size))
         return pa.table(self._block.take(pa.array(inside - self._first)))
 
 
@@ -275,10 +278,11 @@ class _Chunks:
 def _mended(line: bytes) -> bytes:
     """Return a line as DuckDB takes it.
 
-    Bytes that are no UTF-8 and surrogates without a partner become escapes. What is no JSON becomes null, and so does
-    what is nested too deep.
+    Bytes that are no UTF-8 and surrogates without a partner become escapes, members that are nested too deep their JSON
+    text. What is no JSON becomes null.
     """
     try:
+        line = flatten_deep(line)
         if is_deep(line):
             return b"null"
         value = json.loads(line.decode(errors="surrogateescape"))

@@ -159,8 +159,11 @@ class Collection:
             stop = start + len(answers)
             while True:
                 table = self._shaped(answers.slice(len(answers) - stop + start), start)
-                mask = self._mask(table)
-                yield np.flatnonzero(mask) + start, table.filter(pa.array(mask))
+                if self._config.where:
+                    mask = self._mask(table)
+                    yield np.flatnonzero(mask) + start, table.filter(pa.array(mask))
+                else:
+                    yield np.arange(start, start + len(table)), table
                 start += len(table)
                 if start == stop:
                     break
@@ -177,8 +180,6 @@ class Collection:
         import duckdb
         import numpy as np
 
-        if not self._config.where:
-            return np.ones(len(table), bool)
         sql = self.answers.sql.cursor()
         sql.register("rows", table)
         try:

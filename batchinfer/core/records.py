@@ -163,7 +163,7 @@ class Reply(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     body: bytes
     """The server's body, unread; with status 0 the reason as text."""
     prompt_tokens: int | None = None
-    """The row's share of the prompt tokens of a request that several rows shared; None if the body has its count."""
+    """The row's share of the prompt tokens of a request that rows shared; None if the body has its own count."""
 
     @property
     def is_engine_death(self) -> bool:

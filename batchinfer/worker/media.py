@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -93,11 +93,6 @@ class MediaFetcher:
         except Exception as error:  # noqa: BLE001 -- a fault of any class
             return internal_failure(error)
         return found
-
-    def fetch_all(self, rows: Iterable[list[MediaRef]]) -> list[list[bytes] | Failure]:
-        """Fetch the media of several rows at once, and wait for all."""
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
-            return list(pool.map(self.fetch_now, rows))
 
     def _fetch_one(self, ref: MediaRef) -> bytes:
         try:

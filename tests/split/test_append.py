@@ -186,15 +186,10 @@ class TestALongerJob:
         split(tmp_path / "1.parquet", tmp_path / "job")
         append(tmp_path / "2.parquet", to=tmp_path / "job")
         split(tmp_path / "[12].parquet", tmp_path / "both")
-        types = pa.ipc.read_schema(
-            pa.py_buffer(base64.b64decode(read_job(tmp_path / "job").schema))
-        )
-        assert dict(zip(types.names, types.types, strict=True)) == {
-            "b": pa.string(),
-            "c": pa.binary(),
-            "d": pa.float64(),
-        }
-        assert read_job(tmp_path / "both").schema == read_job(tmp_path / "job").schema
+        types = read_job(tmp_path / "job").schema
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(types)))
+        assert schema == pa.schema({"b": pa.string(), "c": pa.binary(), "d": pa.float64()})
+        assert types == read_job(tmp_path / "both").schema
 
     @pytest.mark.parametrize("processes", [1, 2])
     def test_compression_ids_and_counts_are_the_jobs(
