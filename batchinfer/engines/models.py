@@ -203,9 +203,10 @@ def _hash(paths: list[Path]) -> str:
 def _files_on_hub(name: str, revision: str | None) -> ModelFiles:
     """List a model on the Hub; if the Hub refuses or cannot be reached, its copy in the Hub's cache on this machine."""
     import huggingface_hub as hub
+    from huggingface_hub import constants
 
     subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
-    if hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return _files_in_cache(name, revision, None)
     try:
         with hub_errors(subject):

@@ -280,7 +280,7 @@ def check_answers(run: str, rows: int) -> None:
     from batchinfer.core import layout
     from batchinfer.ledger.survey import finished_chunks
     from batchinfer.storage.opening import open_store
-    from making import default_row, read_marker
+    from making import default_row, read_marker, said
 
     store = open_store(run)
     found = []
@@ -289,7 +289,7 @@ def check_answers(run: str, rows: int) -> None:
         found += [json.loads(line) for line in data.split(b"\n")[:-1]]
     assert [line["_row"] for line in found] == list(range(rows))
     wrong = [
-        line for line in found if line["choices"][0]["text"] != default_row(line["_row"])["prompt"]
+        line for line in found if said(line) != default_row(line["_row"])["prompt"]
     ]
     assert wrong == []
 

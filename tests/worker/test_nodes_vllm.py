@@ -13,7 +13,7 @@ import pytest
 from batchinfer.core import layout
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from making import finish_process, free_ports, read_marker, run_process, start_process
+from making import finish_process, free_ports, read_marker, run_process, said, start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/demo-model"
@@ -27,7 +27,7 @@ SECONDS = 500
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LOADED = (
     "--model", str(MODEL), "--max-model-len", "256", "--max-num-seqs", "4",
-    "--engine-arg", "kv_cache_memory_bytes=67108864", "--engine-arg", "block_size=32",
+    "--kv-cache-memory-bytes", "67108864", "--block-size", "32",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def texts_of(run: str) -> list[str]:
         data = store.get(layout.output_key(read_marker(store, name).output)).data
         lines += [json.loads(line) for line in data.split(b"\n")[:-1]]
     assert [line["_row"] for line in lines] == list(range(NUM_ROWS))
-    return [line["choices"][0]["text"] for line in lines]
+    return [said(line) for line in lines]
 
 
 def checkpoints(run: str) -> int:
