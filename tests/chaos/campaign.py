@@ -288,9 +288,7 @@ def check_answers(run: str, rows: int) -> None:
         data = store.get(layout.output_key(read_marker(store, name, generation).output)).data
         found += [json.loads(line) for line in data.split(b"\n")[:-1]]
     assert [line["_row"] for line in found] == list(range(rows))
-    wrong = [
-        line for line in found if said(line) != default_row(line["_row"])["prompt"]
-    ]
+    wrong = [line for line in found if said(line) != default_row(line["_row"])["prompt"]]
     assert wrong == []
 
 
