@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import EngineInfo, Money, Record
-from batchinfer.engines import Engine, create_engine, has_model, identify_model, is_remote
+from batchinfer.engines import Engine, create_engine, identify_model, is_remote
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import end_mark
 from batchinfer.ledger.claims import Claims, Lease
@@ -175,7 +175,7 @@ def rules_of(
     """
     return EngineRules(
         model=engine.served_names[0],
-        eos_token=end_mark(engine) if info is not None and has_model(engine) else "",
+        eos_token=end_mark(engine) if info is not None and engine.engine == "vllm" else "",
         adapters=tuple(sorted(engine.loras)),
         max_model_len=None if info is None else info.max_model_len,
         parameters=_unknown if opened is None else opened.parameters,
