@@ -431,7 +431,7 @@ REFUSED = [
     (["--workers", "2", "--on", "lokal"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--on", "ray"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--run", ""], "--run: expected a value"),
-    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: a worker takes"),
+    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: 6 min is less than a worker takes to start"),
     (["--hours", "3"], "--hours 3: the rate of a worker is not known"),
 ]  # fmt: skip
 

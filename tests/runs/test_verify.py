@@ -634,7 +634,7 @@ OPTIONS: dict[str, list[str]] = {
     "limit and seed": ["--limit", "13", "--seed", "none"],
     "a seed": ["--seed", "7", "--temperature", "0.5"],
     "model and length": ["--model", "an echo", "--max-model-len", "4096"],
-    "a system prompt": ["--as-chat", "--system-prompt", HARD, "--chat-template", f"-{HARD}"],
+    "a system prompt": ["--as-chat", "--system-prompt", HARD, f"--chat-template=-{HARD}"],
     "output": ["--output-format", "completions", "--keep", "prompt,_row", "--keep-prompt"],
     "more output": ["--id-column", "prompt", "--no-timing", "--strip", "--keep", "*"],
     "sampling": ["--max-tokens", "5", "--top-k", "-1", "--n", "2", "--stop", HARD, "--stop", "-"],
