@@ -66,7 +66,7 @@ def find_launches(store: Store) -> tuple[dict[str, tuple[LaunchRecord, float]], 
     """
     found: dict[str, tuple[LaunchRecord, float]] = {}
     notes = []
-    for info in sorted(store.list(layout.LAUNCHES), key=lambda one: one.key):
+    for info in sorted(store.list(layout.LAUNCHES), key=lambda one: (one.modified, one.key)):
         try:
             record = codec.decode(store.get(info.key).data, LaunchRecord, name=info.key)
             if info.key != layout.launch_key(record.id):
