@@ -43,6 +43,7 @@ def test_chat_in_a_terminal(options: list[str], tmp_path) -> None:
         chat.expect("the context is full: the first 1 turns are left out")
         chat.type("too many words " * 200 + "\r")
         chat.expect("the message alone is too long")
+        chat.expect(">>>")  # before it the terminal itself, not the line editor, would take Ctrl-D
         chat.type(CTRL_D)
         assert chat.end() == 0
     assert "WARNING" not in chat.shown

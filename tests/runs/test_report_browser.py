@@ -161,6 +161,20 @@ def test_the_page_is_never_wider_than_its_window(
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
 
 
+def test_a_path_is_broken_after_a_slash_alone(look: Callable[[str, str], Visit]) -> None:
+    """Each text node of the title is one part of the path: none of them takes two lines."""
+    title = look("phone", "light").page.locator("h1")
+    parts = title.evaluate(
+        """title => [...title.childNodes].filter(node => node.nodeType == 3).map(node => {
+            const range = document.createRange()
+            range.selectNode(node)
+            return [node.data, range.getClientRects().length]
+        })"""
+    )
+    assert [text for text, _ in parts][:2] == ["meta-llama/", "Llama-3.1-8B-Instruct"]
+    assert max(lines for _, lines in parts) == 1
+
+
 def test_text_is_large_enough_on_a_phone(look: Callable[[str, str], Visit]) -> None:
     page = look("phone", "light").page
     smallest = page.evaluate(
