@@ -95,3 +95,4 @@ def test_the_command_shows_a_table_without_control_characters(runs: tuple[str, s
     assert len(done.result["differing"]) == 2
     assert "different answers" in done.stderr
     assert "\x1b" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= 80, "in a pipe as at a terminal"
