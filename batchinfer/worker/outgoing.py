@@ -191,7 +191,7 @@ class PublishQueue:
         leftovers = list(chunk.segment_keys)
         if run.claims is not None:
             leftovers.append(layout.claim_key(chunk.name))
-        path = run.scratch.new_path(layout.output_file(chunk.name))
+        path = run.scratch.new_path(chunk.name)
 
         def work() -> Published:
             built = build_output(path, chunk.spool.payloads())

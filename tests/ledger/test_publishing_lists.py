@@ -58,7 +58,7 @@ def test_a_file_is_not_done_because_another_of_its_name_is() -> None:
                 raise ending.error
             assert "another --output" in ending.error.message
         markers = [key for key in stage.objects(layout.OUTPUTS) if key.endswith(".succeed")]
-        assert markers == ["outputs/x.jsonl.succeed", "outputs/y.jsonl.succeed"]
+        assert markers == ["outputs/x.succeed", "outputs/y.succeed"]
         assert json.loads(stage.objects(layout.CLAIMS)[layout.claim_key("x")])["worker"] == ""
         assert stage.run("w1", manifest="one.txt").is_success
 

@@ -77,7 +77,7 @@ def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
             hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
         )
         assert ending.is_success
-        assert any("part-00000.jsonl.succeed" in key for key in stage.objects())
+        assert any("part-00000.succeed" in key for key in stage.objects())
 
 
 def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
@@ -326,7 +326,7 @@ def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_the
         assert stage.run(hook=hook, limits=limits).is_success
         stage.scheduler.run(float("inf"))
         objects = stage.objects("outputs/")
-        marker = json.loads(objects["outputs/part-00000.jsonl.succeed"])
+        marker = json.loads(objects["outputs/part-00000.succeed"])
         assert marker["worker"] == "w0"
         assert f"outputs/{marker['output']}" in objects
 

@@ -321,7 +321,7 @@ class TestRunsTheRealWorker:
     def test_the_store_is_the_s3_adapter_but_for_its_requests(self) -> None:
         changed = {name for name in vars(SimStore) if callable(getattr(SimStore, name))}
         sends = {"_call", "_stream", "_retry"}
-        only_tells = {"get", "create", "create_file", "replace"}
+        only_tells = {"get", "create", "put_file", "replace"}
         assert changed == {"__init__", *sends, *only_tells}
         assert issubclass(SimStore, S3Store)
 

@@ -26,6 +26,7 @@ from making import (
     change_marker,
     finish_process,
     make_job,
+    output_key,
     overwrite,
     put_raw,
     read_marker,
@@ -40,7 +41,7 @@ UNDONE = "part-00002"
 HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
-UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE))
+UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
 SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1)
 UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1)
 CLAIM = layout.claim_key(CHUNK)
@@ -228,9 +229,10 @@ def test_what_a_marker_of_any_generation_names_stays(run: Store) -> None:
 
 def test_an_output_whose_marker_cannot_be_read_stays(run: Store) -> None:
     """The output may be the only copy, and its marker can be restored."""
+    output = output_key(run, CHUNK)
     overwrite(run, layout.marker_key(CHUNK), b"")
     clean(run)
-    assert layout.output_key(layout.output_file(CHUNK)) in keys(run)
+    assert output in keys(run)
 
 
 @pytest.mark.parametrize("key", [UNDONE_ORPHAN, UNDONE_CLAIM])

@@ -23,7 +23,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run
 from fakes import FakeClock, worker_record
-from making import overwrite
+from making import output_key, overwrite, read_marker
 
 NOW = 1_790_000_000.0
 SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, now=NOW, text=HOSTILE)
@@ -233,7 +233,8 @@ def test_no_run_is_an_error(root: str) -> None:
 def test_samples_show_prompts_and_a_failed_row(root: str) -> None:
     run = write(root)
     store = opener()(run)
-    lines = store.get("outputs/part-00000.jsonl").data.split(b"\n")
+    output = output_key(store, "part-00000")
+    lines = store.get(output).data.split(b"\n")
     failed = {
         "_row": 2,
         "_id": "the failed one",
@@ -241,11 +242,15 @@ def test_samples_show_prompts_and_a_failed_row(root: str) -> None:
         "error": {"code": "bad", "message": "why"},
     }
     lines[2] = codec.encode(failed)
-    store.delete(["outputs/part-00000.jsonl", layout.marker_key("part-00000")])
-    store.create("outputs/part-00000.jsonl", b"\n".join(lines))
+    store.delete([output, layout.marker_key("part-00000")])
+    store.create(output, b"\n".join(lines))
     old = codec.decode(store.get(layout.marker_key("part-00001")).data, Marker, name="m")
     marker = msgspec.structs.replace(
-        old, output="part-00000.jsonl", chunk="chunks/part-00000.jsonl", rows_ok=4, rows_error=1
+        old,
+        output=output.removeprefix(layout.OUTPUTS),
+        chunk="chunks/part-00000.jsonl",
+        rows_ok=4,
+        rows_error=1,
     )
     store.create(layout.marker_key("part-00000"), codec.encode(marker))
     text = Page(make(run)).text
@@ -309,13 +314,15 @@ def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
     store.create("secret", line)
     key = layout.marker_key("part-00000")
     data, etag = store.get(key)
-    store.replace(key, data.replace(b'"part-00000.jsonl"', b'"../secret"', 1), etag)
+    output = read_marker(store, "part-00000").output.encode()
+    store.replace(key, data.replace(output, b"../secret", 1), etag)
     assert "secret words" not in make(run)
 
 
 def test_an_output_that_is_gone_costs_only_its_sample(root: str) -> None:
     run = write(root)
-    opener()(run).delete(["outputs/part-00000.jsonl"])
+    store = opener()(run)
+    store.delete([output_key(store, "part-00000")])
     assert Page(make(run)).ids >= SECTIONS - {"samples"}
 
 

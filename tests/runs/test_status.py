@@ -232,7 +232,7 @@ def test_foreign_and_damaged_files_are_noted_and_left_out(root: str) -> None:
 
 def test_an_empty_marker_is_no_marker(tmp_path: Path) -> None:
     run = write_local(tmp_path, SMALL)
-    (run / "outputs" / "part-00019.jsonl.succeed").write_bytes(b"")
+    (run / "outputs" / "part-00019.succeed").write_bytes(b"")
     seen = run_status(
         StatusConfig(run=str(run)),
         open_store=__import__("batchinfer.storage.opening", fromlist=["x"]).open_store,
@@ -284,7 +284,7 @@ def test_reading_while_markers_appear_never_fails(root: str) -> None:
 
     def publish() -> None:
         for index in range(300):
-            store.create(f"outputs/extra-{index:05d}.jsonl.succeed", b"{}")
+            store.create(f"outputs/extra-{index:05d}.succeed", b"{}")
         is_over.set()
 
     thread = threading.Thread(target=publish)

@@ -28,6 +28,7 @@ from making import (
     ECHO,
     change_marker,
     make_job,
+    output_key,
     overwrite,
     put_raw,
     read_marker,
@@ -37,7 +38,6 @@ from making import (
 )
 
 CHUNK = "part-00001"
-OUTPUT = layout.output_key(layout.output_file(CHUNK))
 MARKER = layout.marker_key(CHUNK)
 
 
@@ -164,12 +164,12 @@ def test_error_rows_done_again_make_the_newest_marker_count(tmp_path: Path) -> N
     run_worker_here(job, f"{job}/runs/a", *engine)
     store = open_store(f"{job}/runs/a")
     # One row of the chunk failed, as the engine might have let it.
-    lines = store.get(OUTPUT).data.split(b"\n")[:-1]
+    lines = store.get(output_key(store, CHUNK)).data.split(b"\n")[:-1]
     failed = json.loads(lines[3]) | {"status": 400, "error": {"code": "x", "message": "y"}}
     del failed["body"]
     lines[3] = json.dumps(failed).encode()
     data = b"".join(line + b"\n" for line in lines)
-    overwrite(store, OUTPUT, data)
+    overwrite(store, output_key(store, CHUNK), data)
     change_marker(
         store,
         CHUNK,
@@ -223,29 +223,29 @@ Damage = Callable[[Store], None]
 
 
 def _swap_two_lines(store: Store) -> None:
-    lines = store.get(OUTPUT).data.split(b"\n")[:-1]
+    lines = store.get(output_key(store, CHUNK)).data.split(b"\n")[:-1]
     lines[2], lines[3] = lines[3], lines[2]
     _replace_output(store, lines)
 
 
 def _double_a_line(store: Store) -> None:
-    lines = store.get(OUTPUT).data.split(b"\n")[:-1]
+    lines = store.get(output_key(store, CHUNK)).data.split(b"\n")[:-1]
     lines[2] = lines[3]
     _replace_output(store, lines)
 
 
 def _drop_a_line(store: Store) -> None:
-    _replace_output(store, store.get(OUTPUT).data.split(b"\n")[:-2])
+    _replace_output(store, store.get(output_key(store, CHUNK)).data.split(b"\n")[:-2])
 
 
 def _change_an_id(store: Store) -> None:
-    lines = store.get(OUTPUT).data.split(b"\n")[:-1]
+    lines = store.get(output_key(store, CHUNK)).data.split(b"\n")[:-1]
     lines[4] = lines[4].replace(b'"_id":"14"', b'"_id":"41"')
     _replace_output(store, lines)
 
 
 def _break_a_line(store: Store) -> None:
-    lines = store.get(OUTPUT).data.split(b"\n")[:-1]
+    lines = store.get(output_key(store, CHUNK)).data.split(b"\n")[:-1]
     lines[4] = lines[4][:-5]
     _replace_output(store, lines)
 
@@ -253,18 +253,18 @@ def _break_a_line(store: Store) -> None:
 def _replace_output(store: Store, lines: list[bytes]) -> None:
     """The marker has the checksum of the wrong lines, so only reading them finds the damage."""
     data = b"".join(line + b"\n" for line in lines)
-    overwrite(store, OUTPUT, data)
+    overwrite(store, output_key(store, CHUNK), data)
     change_marker(store, CHUNK, output_bytes=len(data), output_sha256=codec.sha256(data))
 
 
 def _flip_a_byte(store: Store) -> None:
-    data = bytearray(store.get(OUTPUT).data)
+    data = bytearray(store.get(output_key(store, CHUNK)).data)
     data[data.index(b"hello")] ^= 1
-    overwrite(store, OUTPUT, bytes(data))
+    overwrite(store, output_key(store, CHUNK), bytes(data))
 
 
 def _shorten_output(store: Store) -> None:
-    overwrite(store, OUTPUT, store.get(OUTPUT).data[:-10])
+    overwrite(store, output_key(store, CHUNK), store.get(output_key(store, CHUNK)).data[:-10])
 
 
 SHALLOW: dict[str, tuple[str, Damage]] = {
@@ -275,8 +275,8 @@ SHALLOW: dict[str, tuple[str, Damage]] = {
         "corrupt",
         lambda store: overwrite(store, MARKER, b"[" + b"1," * 300 + b"1]"),
     ),
-    "no output": ("corrupt", lambda store: store.delete([OUTPUT])),
-    "empty output": ("corrupt", lambda store: overwrite(store, OUTPUT, b"")),
+    "no output": ("corrupt", lambda store: store.delete([output_key(store, CHUNK)])),
+    "empty output": ("corrupt", lambda store: overwrite(store, output_key(store, CHUNK), b"")),
     "cut output": ("corrupt", _shorten_output),
     "too few rows": ("corrupt", lambda store: change_marker(store, CHUNK, rows_ok=9)),
     "uncounted errors": (
@@ -291,7 +291,7 @@ SHALLOW: dict[str, tuple[str, Damage]] = {
     ),
     "another's output": (
         "foreign",
-        lambda store: change_marker(store, CHUNK, output="part-00000.jsonl"),
+        lambda store: change_marker(store, CHUNK, output="part-00000.3f2a.jsonl"),
     ),
     "an output that leaves the folder": (
         "foreign",
@@ -374,7 +374,7 @@ def test_a_chunk_that_somebody_works_on_is_said_to_be(local_job: str) -> None:
 
 class TestForeign:
     def test_a_marker_of_a_chunk_that_the_job_does_not_have(self, run: Store, job: str) -> None:
-        run.create(OUTPUT.replace("00001", "00009"), b"{}\n")
+        run.create(output_key(run, CHUNK).replace("00001", "00009"), b"{}\n")
         run.create(MARKER.replace("00001", "00009"), run.get(MARKER).data)
         verdict = verify(run)
         assert ("foreign", "part-00009") in kinds(verdict)
@@ -468,7 +468,7 @@ def test_an_edited_run_json_is_found_and_nothing_is_judged_by_it(run: Store) -> 
 
 def test_a_stopped_run_goes_on_before_its_workers_are_started(run: Store, job: str) -> None:
     """Workers exit at once while stop.json is there."""
-    run.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
+    run.delete([output_key(run, "part-00000"), layout.marker_key("part-00000")])
     put_raw(run, layout.STOP_KEY, b"{}")
     verdict = verify(run)
     assert verdict.error().hint == f"batchinfer stop --resume {run.url}"
@@ -602,7 +602,7 @@ def test_ten_thousand_chunks_are_verified_by_one_listing(tmp_path: Path) -> None
     import msgspec
 
     for chunk in found.chunks[1:]:
-        name = layout.output_file(chunk.name)
+        name = layout.output_file(chunk.name, "n")
         store.create(layout.output_key(name), b"x" * first.output_bytes)
         marker = msgspec.structs.replace(
             first,
@@ -658,7 +658,7 @@ OPTIONS: dict[str, list[str]] = {
 def _undo_a_chunk(run: str) -> str:
     """Return the command that `verify` names for a run."""
     store = open_store(run)
-    store.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
+    store.delete([output_key(store, "part-00000"), layout.marker_key("part-00000")])
     (finding,) = verify(run).as_json()["findings"]
     return str(finding["mend"])
 

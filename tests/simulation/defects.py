@@ -58,7 +58,7 @@ def marker_before_output() -> Defect:
         leftovers: Sequence[str],
         **_goal: int,
     ) -> Published:
-        file = layout.output_file(chunk, self._nonce)
+        file = layout.output_file(chunk, self._nonce + "0")
         marker = msgspec.structs.replace(
             marker,
             output=file,
@@ -67,7 +67,7 @@ def marker_before_output() -> Defect:
             nonce=self._nonce,
         )
         standing = self._put_marker(marker, chunk)
-        self._store.create_file(layout.output_key(file), built.path)
+        self._store.put_file(layout.output_key(file), built.path)
         self._store.delete(leftovers)
         return Published(standing, True)
 
@@ -135,12 +135,12 @@ def segments_deleted_first() -> Defect:
 
 
 def adopted_orphan() -> Defect:
-    """An output that exists already is taken for one's own."""
+    """All outputs of a chunk have the same name, and one that exists already is taken for one's own."""
 
-    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
-        file = layout.output_file(chunk, self._nonce if generation else "")
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
         with suppress(AlreadyExists):
-            self._store.create_file(layout.output_key(file), built.path)
+            self._store.create(layout.output_key(file), built.path.read_bytes())
         return file
 
     return mock.patch.object(Publisher, "_put_output", put_output)
@@ -149,9 +149,24 @@ def adopted_orphan() -> Defect:
 def reused_output_name() -> Defect:
     """Every output of a chunk goes to the same name, over any that exists."""
 
-    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
-        file = layout.output_file(chunk)
-        _overwrite(self._store, layout.output_key(file), built.path.read_bytes())
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
+        self._store.put_file(layout.output_key(file), built.path)
+        return file
+
+    return mock.patch.object(Publisher, "_put_output", put_output)
+
+
+def output_name_given_again() -> Defect:
+    """An output takes the chunk's usual name where no other has it just then. An earlier one may be gone since."""
+    real = Publisher._put_output
+
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
+        try:
+            self._store.create(layout.output_key(file), built.path.read_bytes())
+        except AlreadyExists:
+            return real(self, built, chunk)
         return file
 
     return mock.patch.object(Publisher, "_put_output", put_output)
@@ -406,9 +421,9 @@ def loser_deletes_its_output_anywhere() -> Defect:
         **goal: int,
     ) -> Published:
         published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
-        ours = layout.output_file(chunk, self._nonce)
-        if not self._is_safe and published.marker.output != ours:
-            self._store.delete([layout.output_key(ours)])
+        if not self._is_safe and not published.is_ours:
+            beginning = layout.output_key(f"{chunk}.{self._nonce}")
+            self._store.delete([info.key for info in self._store.list(beginning)])
         return published
 
     return mock.patch.object(Publisher, "publish", publish)
@@ -483,6 +498,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         segments_deleted_first,
         adopted_orphan,
         reused_output_name,
+        output_name_given_again,
         resumed_rows_off_by_one,
         claim_taken_without_asking,
         claims_lapse_at_once,

@@ -90,6 +90,7 @@ class Oracle:
         self._known: dict[tuple[str, str], dict[str, set[int]]] = {}
         """By process and chunk: the lines that the process found in segments, by the segments' fingerprints."""
         self._outputs: dict[str, bytes] = {}
+        """Checksum of the first bytes that were put under each output's name, also if they are gone since."""
         self._writers: dict[str, str] = {}
         """The process that last wrote a worker's record."""
         self._renewed: dict[str, float] = {}
@@ -150,8 +151,9 @@ class Oracle:
             self._marked_at[process.name] = self._scheduler.now
             self.check_marker(*marker)
         elif name.startswith(layout.OUTPUTS):
-            if changed:
-                self.fail(f"P4: the output {name} changes")
+            digest = hashlib.sha256(data).digest()
+            if self._outputs.setdefault(name, digest) != digest:
+                self.fail(f"P4: the output {name} is put with other bytes than before")
             self.on_output(process)
         elif name.startswith(layout.CHECKPOINTS):
             self._store_segment(name, data)
@@ -178,10 +180,10 @@ class Oracle:
         if (name == layout.RUN_KEY and is_ours) or (layout.parse_marker(name) and self._is_safe):
             self.fail(f"P3: {name} is deleted")
         elif name.startswith(layout.OUTPUTS):
-            for chunk in layout.chunks_of_output(name):
-                for generation in self._generations(chunk):
-                    if layout.output_key(self._marker(chunk, generation)["output"]) == name:
-                        self.fail(f"P2: {name} is deleted, and a marker names it")
+            chunk = layout.chunk_of_output(name)
+            for generation in self._generations(chunk):
+                if layout.output_key(self._marker(chunk, generation)["output"]) == name:
+                    self.fail(f"P2: {name} is deleted, and a marker names it")
         elif name.startswith(layout.CHECKPOINTS):
             chunk = name.split("/")[1]
             is_announcement = data.count(b"\n") == 1  # the header alone
@@ -227,8 +229,6 @@ class Oracle:
         """Check that whoever is about to write an output, a marker or a segment may do so."""
         if not name.startswith((layout.OUTPUTS, layout.CHECKPOINTS)):
             return
-        if len(layout.chunks_of_output(name)) > 1:
-            return  # a second try under a name of its own; the marker that would name it is checked
         if process.name in self._ghosts:
             self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
         if process.name in self._closed:

@@ -230,7 +230,7 @@ def _folder_place(folder: str) -> str:
 def place_of(key: str) -> str:
     """Return what a key is for: "claims/", "markers", "run.json".
 
-    >>> place_of("run/claims/part-00000.json"), place_of("run/outputs/part-00000.jsonl.succeed")
+    >>> place_of("run/claims/part-00000.json"), place_of("run/outputs/part-00000.succeed")
     ('claims/', 'markers')
     """
     if layout.MARKER_SUFFIX in key:
@@ -549,7 +549,7 @@ def _less_detail() -> Iterator[None]:
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
         mock.patch.object(tally, "merge_minutes", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
-        mock.patch.object(layout, "chunks_of_output", cache(layout.chunks_of_output)),
+        mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
     ):
         yield
 
