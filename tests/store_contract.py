@@ -16,8 +16,8 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     ScratchFull,
 )
-from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.opening import probe
+from batchinfer.storage import Store
+from batchinfer.storage.opening import check_preconditions
 from counting_store import CountingStore
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
@@ -251,10 +251,8 @@ class StoreContract:
         assert [type(error) for error in errors] == [PreconditionFailed] * 15
         assert stores[1].get("w.json").etag == etags[0]
 
-    def test_probe_finds_the_store_safe_and_leaves_nothing(self, store: Store) -> None:
-        found = probe(store)
-        assert found == Preconditions(create=True, replace=True)
-        assert found.is_safe
+    def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store: Store) -> None:
+        check_preconditions(store)
         assert list(store.list()) == []
 
     def test_requests_can_be_counted(self, store: Store, tmp_path: Path) -> None:

@@ -210,20 +210,15 @@ def repair_generation(
 class Publisher:
     """Publishes outputs to one run.
 
-    `is_safe`: The store really honours preconditions (see `storage.opening.probe`). `nonce` belongs to this start of
-    the worker. If a marker has this nonce, an earlier try of this process wrote it, although its times may differ.
+    `nonce` belongs to this start of the worker. If a marker has this nonce, an earlier try of this process wrote it,
+    although its times may differ.
     """
 
-    def __init__(
-        self, store: Store, *, is_safe: bool, nonce: str, require_lease: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: Store, *, nonce: str, require_lease: Callable[[], None]) -> None:
         self._store = store
-        self._is_safe = is_safe
         self._nonce = nonce
         self._numbers = itertools.count(1)
         self._require_lease = require_lease
-        self._damaged: set[str] = set()
-        """Keys of damaged markers."""
 
     def publish(
         self,
@@ -264,10 +259,7 @@ class Publisher:
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
-            # Our marker may still appear: a store without preconditions can carry out a write late that seemed to fail.
-            # The output that the marker names must exist then, so the output is left for `clean`.
-            if self._is_safe:
-                discarded = [layout.output_key(file)]
+            discarded = [layout.output_key(file)]
         while (
             marker.generation and current.nonce == self._nonce and current.generation < repair_goal
         ):
@@ -282,10 +274,7 @@ class Publisher:
 
     def current_marker(self, chunk: str, generation: int) -> Marker | None:
         """Read a chunk's marker of one generation. Return None if it does not exist or is damaged."""
-        marker, etag = read_marker(self._store, chunk, generation)
-        if marker is None and etag:
-            self._damaged.add(layout.marker_key(chunk, generation))
-        return marker
+        return read_marker(self._store, chunk, generation)[0]
 
     def _put_output(self, built: Built, chunk: str) -> str:
         """Store an output under a name that no other try has, of this start or of another one. Return the name."""
@@ -297,23 +286,15 @@ class Publisher:
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
         """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
 
-        A damaged marker is replaced. On a store without preconditions: look for a marker, create ours if there is none,
-        then read it back.
+        A damaged marker is replaced.
         """
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
-        if not self._is_safe:
-            current = self.current_marker(chunk, marker.generation)
-            if current is not None:
-                return current
-            if key in self._damaged:
-                self._store.delete([key])
         while True:
             self._require_lease()
             try:
                 self._store.create(key, data)
-                if self._is_safe:
-                    return marker
+                return marker
             except AlreadyExists:
                 pass
             current, etag = read_marker(self._store, chunk, marker.generation)

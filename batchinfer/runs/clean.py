@@ -29,7 +29,6 @@ from batchinfer.ledger.claims import decode_claim
 from batchinfer.ledger.inventory import Inventory, take_inventory
 from batchinfer.ledger.runs import no_run, refuse_newer
 from batchinfer.storage import ObjectInfo, Store
-from batchinfer.storage.opening import probe
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,6 @@ class Removals:
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     num_kept_young: int = 0
-    num_kept_orphans: int = 0
-    """Number of orphan outputs that stay because the store ignores preconditions.
-
-    Such a store would let a late marker that names the orphan replace the chunk's marker.
-    """
 
     def add(self, what: str, info: ObjectInfo) -> None:
         """Add an object to the objects of one kind."""
@@ -121,19 +115,11 @@ def run_clean(
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    # Probing the store writes objects, and a dry run must not write. So a dry run assumes that the store honours
-    # preconditions.
-    is_safe = not config.yes or probe(store).is_safe
     # The inventory of a large run takes minutes, and a worker may have written a damaged record of its own anew since.
     inventory.look_again_at_damaged(store)
-    removals = find_removals(inventory, config, is_safe=is_safe)
+    removals = find_removals(inventory, config)
     for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
-    if removals.num_kept_orphans:
-        show(
-            f"orphan outputs: {removals.num_kept_orphans} stay, since this store ignores preconditions and a worker "
-            "that wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
-        )
     if removals.released:
         show(f"claims of workers that are gone, released: {len(removals.released)}")
     age_seconds = config.older_than_seconds
@@ -158,7 +144,6 @@ def run_clean(
         "claims_released": len(removals.released),
         "uploads_aborted": num_temps,
         "kept_young": removals.num_kept_young,
-        "kept_orphans": removals.num_kept_orphans,
     }
 
 
@@ -182,14 +167,8 @@ def _time_of(store: Store, clock: Clock) -> float:
         store.delete([key])
 
 
-def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Removals:
-    """Decide what to remove, without any request to the store.
-
-    Args:
-        inventory: The run's objects.
-        config: What to clean.
-        is_safe: Whether the store honours preconditions. If it does, a late marker cannot replace a chunk's marker.
-    """
+def find_removals(inventory: Inventory, config: CleanConfig) -> Removals:
+    """Decide what to remove, without any request to the store."""
     removals = Removals()
     nobody_lives = not inventory.living()
     no_worker_runs = (
@@ -220,10 +199,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
         if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
-        if is_safe or no_worker_runs:
-            consider("orphan outputs", info)
-        else:
-            removals.num_kept_orphans += 1
+        consider("orphan outputs", info)
     for name, infos in inventory.segments.items():
         if name in config.redo or is_claimed(name) or inventory.current(name) is None:
             continue

@@ -83,18 +83,6 @@ class Store(Protocol):
         ...
 
 
-class Preconditions(NamedTuple):
-    """Result of `probe`: whether the store really refuses a second create, and a replace with an outdated etag."""
-
-    create: bool
-    replace: bool
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether claims and create-only publishing can be relied on."""
-        return self.create and self.replace
-
-
 def split_bucket(url: str) -> tuple[str, str]:
     """Return the bucket of a URL, and what all keys below the URL start with: nothing, or a prefix with a final slash.
 

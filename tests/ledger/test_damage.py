@@ -69,21 +69,6 @@ def test_a_marker_whose_output_is_gone_is_replaced(job: str) -> None:
     assert read_marker(run, CHUNK).nonce != before.nonce
 
 
-def test_a_damaged_marker_is_mended_without_preconditions_too(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchinfer.storage import Preconditions
-
-    run = open_store(f"{job}/runs/a")
-    run_worker_here(job, run.url)
-    overwrite(run, MARKER, b"")
-    monkeypatch.setattr(
-        "batchinfer.storage.opening.probe", lambda _: Preconditions(create=False, replace=False)
-    )
-    assert run_worker_here(job, run.url)["chunks_done"] == 1
-    assert is_sound(run, CHUNK)
-
-
 def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> None:
     run = open_store(f"{job}/runs/a")
     put_raw(run, layout.claim_key(CHUNK), b"")
@@ -106,7 +91,7 @@ class TestThePublisher:
 
     @staticmethod
     def publisher(store: MemoryStore, nonce: str) -> Publisher:
-        return Publisher(store, is_safe=True, nonce=nonce, require_lease=lambda: None)
+        return Publisher(store, nonce=nonce, require_lease=lambda: None)
 
     @staticmethod
     def built(folder: Path, text: bytes) -> Built:

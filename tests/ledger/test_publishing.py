@@ -23,8 +23,8 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
     return MemoryStore(f"memory://{request.node.name}")
 
 
-def publisher(store: MemoryStore, nonce: str, *, is_safe: bool = True) -> Publisher:
-    return Publisher(store, is_safe=is_safe, nonce=nonce, require_lease=lambda: None)
+def publisher(store: MemoryStore, nonce: str) -> Publisher:
+    return Publisher(store, nonce=nonce, require_lease=lambda: None)
 
 
 def built(folder: Path, lines: list[bytes] = LINES) -> Built:
@@ -63,15 +63,12 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
 
 
-@pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize("marker", [b"", b"damaged"])
 def test_the_lease_is_asked_for_right_before_every_write(
     store: MemoryStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     marker: bytes,
-    *,
-    is_safe: bool,
 ) -> None:
     if marker:
         store.create(layout.marker_key(CHUNK), marker)
@@ -86,9 +83,7 @@ def test_the_lease_is_asked_for_right_before_every_write(
             return write(*arguments, **options)
 
         monkeypatch.setattr(store, name, recorded)
-    ours = Publisher(
-        store, is_safe=is_safe, nonce="n1", require_lease=lambda: events.append("lease")
-    )
+    ours = Publisher(store, nonce="n1", require_lease=lambda: events.append("lease"))
     published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert published.is_ours
     assert events.count("write") >= 2
@@ -191,7 +186,7 @@ def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path:
     def superseded() -> None:
         raise Superseded("a newer epoch exists")
 
-    ghost = Publisher(store, is_safe=True, nonce="n", require_lease=superseded)
+    ghost = Publisher(store, nonce="n", require_lease=superseded)
     with pytest.raises(Superseded):
         ghost.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert keys(store) == []
@@ -210,31 +205,3 @@ def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
     assert repaired.marker.output != current_marker(store).output
     assert layout.marker_key(CHUNK, 1) in keys(store)
     assert store.get(layout.output_key(current_marker(store).output)).data == b'{"a":1}\n{"a":2}\n'
-
-
-def overwriting(store: MemoryStore) -> Callable[[str, bytes], str]:
-    """`create` of a store that ignores preconditions."""
-    create = store.create
-
-    def put(key: str, data: bytes) -> str:
-        store.delete([key])
-        return create(key, data)
-
-    return put
-
-
-def test_without_preconditions_outputs_have_names_of_their_own_and_the_current_marker_is_kept(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "create", overwriting(store))
-    publisher(store, "n1", is_safe=False).publish(
-        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
-    )
-    second = publisher(store, "n2", is_safe=False).publish(
-        built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
-    )
-    assert not second.is_ours
-    assert current_marker(store).worker == "first"
-    # The second one's stays: where nothing is refused, its marker might still come, late.
-    names = ("part-00000.n11.jsonl", "part-00000.n21.jsonl", "part-00000.succeed")
-    assert keys(store) == [f"outputs/{name}" for name in names]

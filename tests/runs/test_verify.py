@@ -401,7 +401,7 @@ class TestForeign:
 
 LEFTOVERS: dict[str, tuple[str, bytes]] = {
     "orphan output": ("outputs/part-00001.aaaa.jsonl", b"{}\n"),
-    "output of no chunk": ("outputs/part-00077.jsonl", b"{}\n"),
+    "output of no chunk": ("outputs/part-00077.aaaa.jsonl", b"{}\n"),
     "segment of no chunk": (layout.segment_key("part-00077", 1, "w", 1), b"{}\n"),
     "segment": (layout.segment_key(CHUNK, 1, "w", 1), b"{}\n"),
     "claim": (layout.claim_key(CHUNK), codec.encode(Claim(worker="w", epoch=1, nonce="n"))),

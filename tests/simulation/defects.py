@@ -336,10 +336,8 @@ def clean_takes_every_orphan() -> Defect:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
     real = clean.find_removals
 
-    def find_removals(
-        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> clean.Removals:
-        plan = real(inventory, config, is_safe=is_safe)
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> clean.Removals:
+        plan = real(inventory, config)
         plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
         return plan
 
@@ -407,28 +405,6 @@ def vanished_segments_count_as_safe() -> Defect:
     return mock.patch.object(OpenChunk, "adopt_segments", adopt_segments)
 
 
-def loser_deletes_its_output_anywhere() -> Defect:
-    """The second publisher removes its output on a store too where its marker may still come to stand."""
-    real = Publisher.publish
-
-    def publish(
-        self: Publisher,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
-        **goal: int,
-    ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
-        if not self._is_safe and not published.is_ours:
-            beginning = layout.output_key(f"{chunk}.{self._nonce}")
-            self._store.delete([info.key for info in self._store.list(beginning)])
-        return published
-
-    return mock.patch.object(Publisher, "publish", publish)
-
-
 def lease_renewed_as_of_the_end() -> Defect:
     """A heartbeat counts from when it was answered, although others saw it long before."""
     real = Lease.renew
@@ -467,13 +443,11 @@ def clean_ignores_chunks_at_work() -> Defect:
     """`clean` removes outputs and segments of chunks that a live worker has claimed."""
     real = clean.find_removals
 
-    def find_removals(
-        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> clean.Removals:
-        plan = real(inventory, config, is_safe=is_safe)
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> clean.Removals:
+        plan = real(inventory, config)
         unclaimed = copy.copy(inventory)
         unclaimed.claims = {}
-        bold = real(unclaimed, config, is_safe=is_safe)
+        bold = real(unclaimed, config)
         for what in ("orphan outputs", "segments of done chunks"):
             if what in bold.removed:
                 plan.removed[what] = bold.removed[what]
@@ -521,7 +495,6 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         first_sighting_from_asking,
         stale_row_of_a_reopened_chunk,
         vanished_segments_count_as_safe,
-        loser_deletes_its_output_anywhere,
         lease_renewed_as_of_the_end,
         settle_without_the_nonce,
         every_claim_of_the_id_is_ours,

@@ -39,7 +39,7 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.storage import ObjectInfo, Preconditions
+from batchinfer.storage import ObjectInfo
 from batchinfer.storage.s3 import S3Store
 from batchinfer.worker import joining, marker_looks, tally
 from batchinfer.worker import start as worker_start
@@ -111,7 +111,7 @@ class LargeServer(Server):
     """
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(is_safe=True, page_keys=1000, has_content_etags=False)
+        super().__init__(page_keys=1000, has_content_etags=False)
         self._steps = plan.steps
         self._order: list[str] = []
         self._infos: dict[str, ObjectInfo] = {}
@@ -397,7 +397,6 @@ class Campaign:
             self.network,
             engine=lambda: CoarseEngine(process, 1 / machine.speed, self),
             num_hands=8,
-            preconditions=Preconditions(create=True, replace=True),
             background=PatientBackground,
             store=PlainStore,
         )

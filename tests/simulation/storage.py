@@ -89,17 +89,15 @@ class Server:
     """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
 
     Args:
-        is_safe: Whether preconditions are honoured; some stores accept the header and overwrite all the same.
         page_keys: Keys on a listing's page.
         has_content_etags: Equal bytes have equal etags, as on S3; else every write gives a new one, as on GCS.
     """
 
-    def __init__(self, *, is_safe: bool, page_keys: int, has_content_etags: bool) -> None:
+    def __init__(self, *, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
         self.uploads: dict[str, Unfinished] = {}
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
-        self.is_safe = is_safe
         self.lag_seconds = 0.0
         """How old listings are."""
         self.has_lagged = False
@@ -141,13 +139,12 @@ class Server:
         IfMatch: str = "",  # noqa: N803
     ) -> dict[str, Any]:
         held = self.objects.get(Key)
-        if self.is_safe:
-            if IfNoneMatch and held is not None:
-                raise PreconditionFailed(f"{Key}: exists")
-            if IfMatch and held is None:
-                raise ObjectNotFound(f"{Key}: no such object")
-            if IfMatch and held is not None and held.etag != IfMatch:
-                raise PreconditionFailed(f"{Key}: is another version")
+        if IfNoneMatch and held is not None:
+            raise PreconditionFailed(f"{Key}: exists")
+        if IfMatch and held is None:
+            raise ObjectNotFound(f"{Key}: no such object")
+        if IfMatch and held is not None and held.etag != IfMatch:
+            raise PreconditionFailed(f"{Key}: is another version")
         return {"ETag": self.put(Key, bytes(Body), process)}
 
     def _get_object(self, process: Process, Key: str) -> Held:  # noqa: N803

@@ -19,7 +19,7 @@ from batchinfer.core.errors import AccessDenied, InputError, StorageError
 from batchinfer.split import source_files
 from batchinfer.storage import Store, gcs
 from batchinfer.storage.gcs import GcsStore
-from batchinfer.storage.opening import probe
+from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.retrying import RetryPolicy
 from store_contract import StoreContract
 
@@ -214,7 +214,11 @@ def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
 def test_refused_access_says_what_to_do(server: FakeGcs, status: int, message: str):
     server.refusal = (status, message)
     store = GcsStore(f"gs://{BUCKET}/job")
-    for verb in (lambda: store.create("k", b"1"), lambda: store.get("k"), lambda: probe(store)):
+    for verb in (
+        lambda: store.create("k", b"1"),
+        lambda: store.get("k"),
+        lambda: check_preconditions(store),
+    ):
         with pytest.raises(AccessDenied) as caught:
             verb()
         assert re.search("gcloud|role", caught.value.hint)

@@ -23,7 +23,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import Store, local
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import probe
+from batchinfer.storage.opening import check_preconditions
 from store_contract import StoreContract
 
 
@@ -255,7 +255,7 @@ def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
             verb()
         assert str(store.root) in caught.value.hint
     with pytest.raises(AccessDenied):
-        probe(store)
+        check_preconditions(store)
 
 
 def test_folder_that_cannot_be_made_is_access_denied():

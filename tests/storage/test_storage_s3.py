@@ -25,8 +25,8 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.storage import Preconditions, Store, s3_client
-from batchinfer.storage.opening import open_store, probe
+from batchinfer.storage import Store, s3_client
+from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.storage.s3 import S3Store
 from lossy_proxy import Proxy
@@ -301,7 +301,7 @@ def test_missing_bucket_is_named(s3_environment, tmp_path):
         lambda: store.put_file("k", file),
         lambda: store.replace("k", b"1", '"0"'),
         lambda: store.delete(["k"]),
-        lambda: probe(store),
+        lambda: check_preconditions(store),
     ):
         with pytest.raises(InputError, match="no-such-bucket-here") as caught:
             verb()
@@ -416,23 +416,6 @@ def test_an_upload_that_was_aborted_meanwhile_begins_again(
     assert list(store.list_multipart_uploads()) == []
 
 
-class DeafStore(S3Store):
-    """A server that ignores preconditions, as `rclone serve s3` does."""
-
-    def _call(self, method: str, **arguments: object) -> object:
-        arguments.pop("IfNoneMatch", None)
-        arguments.pop("IfMatch", None)
-        return super()._call(method, **arguments)
-
-
-def test_store_that_ignores_preconditions_is_found_out(s3_url):
-    store = DeafStore(s3_url("job"), retries=QUICK)
-    found = probe(store)
-    assert found == Preconditions(create=False, replace=False)
-    assert not found.is_safe
-    assert list(store.list()) == []
-
-
 ANSWER = (
     b"HTTP/1.1 %d X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n"
     b"Connection: close\r\n\r\n%s"
@@ -495,7 +478,6 @@ VERBS = {
     "stat": lambda store: store.stat("k"),
     "create": lambda store: store.create("k", b"1"),
     "replace": lambda store: store.replace("k", b"1", '"e"'),
-    "start of parts": lambda store: store._retry(lambda: store._send_parts("k", lambda _: b"1", 1)),
 }
 
 
@@ -652,7 +634,7 @@ def test_refused_head_hints_at_the_listing_permission(scripted):
 def test_read_only_bucket_is_access_denied_by_the_probe(scripted):
     scripted(*[(403, "AccessDenied")] * 9)
     with pytest.raises(AccessDenied):
-        probe(S3Store("s3://bucket/job", retries=QUICK))
+        check_preconditions(S3Store("s3://bucket/job", retries=QUICK))
 
 
 EXIT = """

@@ -67,6 +67,12 @@ def helped(tmp_path: Path) -> Iterator[OpenChunk]:
     chunk.close()
 
 
+def output_of(stage: Stage) -> bytes:
+    """The only output there is."""
+    (data,) = (data for key, data in stage.objects().items() if layout.chunk_of_output(key))
+    return data
+
+
 @pytest.mark.parametrize(("max_rows", "max_bytes"), [(7, 1000), (16, 1000), (50, 30), (1, 1)])
 def test_a_helper_begins_with_the_last_row_and_gets_each_row_once(
     helped: OpenChunk, max_rows: int, max_bytes: int
@@ -113,9 +119,7 @@ class Run:
         self.lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="mine")
         self.lease.take(lambda _: worker_record())
         self.scratch = Scratch(tmp_path / "scratch")
-        self.publisher = Publisher(
-            self.store, is_safe=True, nonce="mine", require_lease=lambda: None
-        )
+        self.publisher = Publisher(self.store, nonce="mine", require_lease=lambda: None)
         claims = Claims(self.store, self.lease, self.clock)
         access = SimpleNamespace(
             store=self.store,
@@ -388,7 +392,7 @@ def test_owner_and_helper_meet_and_few_rows_are_done_twice(checkpoint_seconds: f
         for result in results:
             if result["chunks_done"]:
                 assert result["request_count"] + result["rows_resumed"] == 60
-        output = stage.objects(layout.OUTPUTS)[layout.OUTPUTS + f"{NAME}.jsonl"]
+        output = output_of(stage)
         assert output.count(b"\n") == 60
         # One may have been on its way while the other worker published the chunk.
         assert len(stage.objects(layout.CHECKPOINTS)) <= 1
@@ -412,7 +416,7 @@ def test_a_worker_publishes_a_chunk_whose_last_rows_another_one_has_saved(
         stage.engine = EngineTraits(max_in_flight=8, row_seconds=row_seconds)
         stage.network.hook = when(
             lambda method, key: (
-                f"{NAME}.jsonl" in key and method == "put_object" and layout.OUTPUTS in key
+                method == "put_object" and layout.OUTPUTS in key and key.endswith(".jsonl")
             ),
             30.0,
         )
@@ -435,7 +439,7 @@ def test_a_worker_publishes_a_chunk_whose_last_rows_another_one_has_saved(
         stage.scheduler.run(200.0, lambda: worker.is_over)
         assert worker.endings[0].error is None
         assert worker.endings[0].result["chunks_done"] == 1
-        assert stage.objects(layout.OUTPUTS)[layout.OUTPUTS + f"{NAME}.jsonl"].count(b"yes") == 8
+        assert output_of(stage).count(b"yes") == 8
         assert not stage.objects(layout.CHECKPOINTS)
         assert queued == [NAME]
         assert bool(stage.finished) == (row_seconds == 15.0)
