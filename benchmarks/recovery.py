@@ -37,14 +37,14 @@ CHUNK_ROWS = 100
 TALLY = """
 import os, sys
 from batchinfer.cli.main import main
-from batchinfer.engines.echo_engine import EchoEngine
+from batchinfer.engines.http import HttpEngine
 file = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-generate = EchoEngine.generate
+generate = HttpEngine.generate
 def counted(self, source, stop):
     for batch in generate(self, source, stop):
         os.write(file, b"x" * len(batch))
         yield batch
-EchoEngine.generate = counted
+HttpEngine.generate = counted
 sys.exit(main(sys.argv[2:]))
 """
 """A worker that writes one byte to a file for every completion of its engine: SIGKILL does not lose the count."""

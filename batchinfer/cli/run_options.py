@@ -28,7 +28,6 @@ from batchinfer.cli.values import (
     REPEATED_LIST,
     TEXT,
     TEXT_OR_FILE,
-    TWO_INTEGERS,
     WHOLE,
     Kind,
     at_least,
@@ -253,20 +252,6 @@ OPTIONS: tuple[Option, ...] = (
             "Mean latency of a row.",
             default=0.0,
             field="latency_seconds",
-        ),
-        Option(
-            "--echo-tokens",
-            TWO_INTEGERS,
-            "Tokens of an answer: a random number from LEAST to MOST. Default: those of the prompt.",
-            metavar="LEAST,MOST",
-            field="tokens",
-        ),
-        Option(
-            "--echo-seed",
-            WHOLE,
-            "Seed of the random latencies and lengths.",
-            default=0,
-            field="seed",
         ),
         Option(
             "--echo-load-seconds",

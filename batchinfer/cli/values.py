@@ -120,18 +120,6 @@ def _read_integers(flag: str, given: str | None) -> list[int] | None:
 INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
 """Whole numbers with commas between. The configuration has None in place of an empty list."""
 
-
-def _read_two(flag: str, given: str | None) -> tuple[int, int] | None:
-    if not given:
-        return None
-    parts = _read_integers(flag, given) or []
-    if len(parts) != 2:
-        raise ConfigError(f"{flag} {given!r}: expected two numbers, e.g. 5,50")
-    return parts[0], parts[1]
-
-
-TWO_INTEGERS = Kind({"type": str}, _read_two, _write_commas)
-
 REPEATED = Kind(
     {"type": str, "multiple": True},
     lambda _flag, given: list(given or ()) or None,

@@ -16,7 +16,6 @@
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
     - EngineDied
-    - EngineStalled
   x StorageError             34   storage failed; remote storage has been tried several times where that may help
     - ObjectNotFound              (control flow: callers that expect absence catch it)
     - AlreadyExists               (control flow: the create lost)
@@ -46,7 +45,6 @@ __all__ = [
     "EngineDied",
     "EngineError",
     "EngineLoadError",
-    "EngineStalled",
     "ErrorRateExceeded",
     "InputError",
     "Interrupted",
@@ -169,11 +167,7 @@ class EngineLoadError(EngineError):
 
 
 class EngineDied(EngineError):
-    """An engine process ended while it had work."""
-
-
-class EngineStalled(EngineError):
-    """The engine made no progress for longer than `--stall-seconds`."""
+    """No engine process is left, or an endpoint answered nothing for `--stall-seconds`."""
 
 
 class StorageError(BatchinferError):

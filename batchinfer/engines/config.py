@@ -34,12 +34,7 @@ class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Options of ``--engine echo``; `batchinfer.engines.echo` describes them."""
 
     latency_seconds: float = 0.0
-    seed: int = 0
-    tokens: tuple[int, int] | None = None
     load_seconds: float = 0.0
-    fail_marker: str | None = None
-    kill_marker: str | None = None
-    hang_marker: str | None = None
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,10 +194,6 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{option}: is {limit:g}, expected more than 0")
     if config.echo.latency_seconds < 0:
         raise ConfigError(f"echo latency: is {config.echo.latency_seconds:g}, expected 0 or more")
-    if config.echo.tokens and not 1 <= config.echo.tokens[0] <= config.echo.tokens[1]:
-        raise ConfigError(
-            f"echo token counts: are {config.echo.tokens}, expected (least, most) with least >= 1"
-        )
     command = config.server_command
     if command and not any(place in command for place in ("{port}", "{socket}")):
         raise ConfigError(

@@ -26,7 +26,7 @@ from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.printable import printable
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
-from batchinfer.engines import Stop, find_engine, guard
+from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import (
     AdapterInfo,
     check_fit,
@@ -36,7 +36,6 @@ from batchinfer.engines.adapters import (
 )
 from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
-from batchinfer.engines.echo import most_at_once
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
@@ -109,18 +108,6 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         InputError, AccessDenied, StorageError, EngineLoadError: as in `models.describe_model`.
         Interrupted: `stop` was set.
     """
-    if not find_engine(config.engine).needs_model:
-        seqs = most_at_once(config)
-        program = [sys.executable, "-m", "batchinfer.engines.echo_server"]
-        command = [*program, msgspec.json.encode(config).decode(), "{socket}"]
-        count = 1 if config.replicas == "auto" else config.replicas
-        launches = [_launch(config, command, [], seqs) for _ in range(count)]
-    else:
-        launches = _plan_models(config, stop)
-    return [_listening(each, index, folder) for index, each in enumerate(launches)]
-
-
-def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
     info = describe_model(config)
     gpus = visible_gpus(config.gpus)
     layout = choose_layout(info, gpus, config)
@@ -145,7 +132,8 @@ def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
     if idle := len(gpus) - sum(map(len, groups)):
         logger.warning("%d of %d GPUs stay idle", idle, len(gpus))
     launches = [_launch(config, command, group, seqs) for group in groups]
-    return [msgspec.structs.replace(each, revision=info.revision) for each in launches]
+    launches = [msgspec.structs.replace(each, revision=info.revision) for each in launches]
+    return [_listening(each, index, folder) for index, each in enumerate(launches)]
 
 
 def local_model(config: EngineConfig, stop: Stop | None = None) -> str:

@@ -62,7 +62,6 @@ VALUES: list[tuple[str, Any]] = [
     ("run_seed", -7),
     ("gpus", ["0", "GPU-1"]),
     ("gpus", None),
-    ("tokens", (1, 5)),
     ("base_urls", ["http://a/v1", "http://b/v1"]),
     ("loras", {"a": "/x", "b": "s3://b/y"}),
     ("normalize", None),

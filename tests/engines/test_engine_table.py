@@ -8,10 +8,9 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import check_engine, create_engine, identify_model, server, share_out
+from batchinfer.engines import check_engine, identify_model, server, share_out
 from batchinfer.engines.config import EchoOptions, EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
-from batchinfer.engines.http import HttpEngine
 from batchinfer.engines.lists import group
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
@@ -21,7 +20,7 @@ from engine_contract import call
 from tiny_model import write_model_stub
 
 WRONG = {
-    "did you mean --engine vllm": {"engine": "vlm"},
+    "did you mean 'vllm'": {"engine": "vlm"},
     "--model: is missing": {},
     "no --base-url": {"engine": "openai", "model": "m"},
     "--nnodes with --engine echo": {"engine": "echo", "nnodes": 2, "master_addr": "a"},
@@ -37,7 +36,7 @@ WRONG = {
         "master_addr": "a",
         "tensor_parallel_size": 3,
     },
-    "echo token counts": {"engine": "echo", "echo": EchoOptions(tokens=(3, 2))},
+    "echo latency": {"engine": "echo", "echo": EchoOptions(latency_seconds=-1.0)},
 }
 
 
@@ -50,7 +49,6 @@ def test_what_cannot_work_is_refused_before_anything_is_started(said):
 
 def test_an_engine_without_a_model_is_identified_by_its_name():
     assert identify_model(EngineConfig(engine="echo")) == "echo"
-    assert isinstance(create_engine(EngineConfig(engine="echo", replicas=2)), HttpEngine)
 
 
 def test_typed_options_are_read_as_a_server_reads_them():
@@ -164,7 +162,9 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path):
-    config = EngineConfig(engine="echo", replicas=2)
+    config = EngineConfig(
+        model=str(write_model_stub(tmp_path / "m")), server_command="serve {socket}"
+    )
     with pytest.raises(ConfigError, match="too long"):
         plan(config, tmp_path / ("x" * 120))
 
