@@ -14,7 +14,6 @@ from batchinfer.cli.values import (
     ADAPTERS,
     FILE,
     FILE_OF_OBJECTS,
-    FILE_OF_ROWS,
     FLAG,
     FLAG_OR_NONE,
     FOLDER,
@@ -29,20 +28,12 @@ from batchinfer.cli.values import (
     TEXT,
     TEXT_OR_FILE,
     WHOLE,
-    Kind,
     at_least,
     number_from,
     one_of,
     whole_or,
 )
 from batchinfer.core.tasks import GENERATE, TASKS
-
-_CONTINUED = Kind(
-    {"type": str},
-    lambda _flag, given: True if given == "row" else given or False,
-    lambda value: ["row"] if value is True else [value] if value else [],
-)
-"""A text, or the word "row". The configuration has the text, True for the word "row", or False for no text."""
 
 TRUNCATIONS = ("error", "left", "right")
 
@@ -335,18 +326,12 @@ OPTIONS: tuple[Option, ...] = (
             metavar="JSON",
         ),
         Option(
-            "--continue-final",
-            _CONTINUED,
-            "Text that every answer starts with; `row` continues the row's own last answer.",
-        ),
-        Option(
             "--blank-columns",
             NAMES,
             "Columns to empty before the template sees them.",
             default="",
             metavar="A,B",
         ),
-        Option("--few-shot", FILE_OF_ROWS, "JSON Lines file with example rows."),
         Option(
             "--tools",
             FILE_OF_OBJECTS,

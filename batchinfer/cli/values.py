@@ -296,14 +296,6 @@ FILE = Kind(
 """The name of a file. The configuration holds the file's text instead of its name."""
 
 
-def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
-    lines = _read_file(flag, path).split("\n") if path else []
-    try:
-        return [json.loads(_shallow(flag, line)) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
-
-
 def _read_objects(flag: str, path: Path | None) -> Any:
     if not path:
         return []
@@ -320,11 +312,3 @@ FILE_OF_OBJECTS = Kind(
     _PATH, _read_objects, lambda value: [FromFile(_json(value))] if value else []
 )
 """The name of a file with a JSON list of objects. The configuration holds the list."""
-
-
-def _write_rows(value: list[Any]) -> list[FromFile]:
-    return [FromFile("".join(f"{_json(row)}\n" for row in value))] if value else []
-
-
-FILE_OF_ROWS = Kind(_PATH, _read_rows, _write_rows)
-"""The name of a JSON Lines file. The configuration holds the file's rows instead of its name."""
