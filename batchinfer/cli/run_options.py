@@ -192,13 +192,13 @@ OPTIONS: tuple[Option, ...] = (
         Option("--gpus", NAMES_OR_NONE, "GPUs to use, e.g. 2,5. Default: all that are visible."),
         Option(
             "--stall-seconds",
-            NUMBER,
+            number_from(0, is_open=True),
             "Without progress for so long, the engine counts as hung, or an endpoint as down.",
             default=300.0,
         ),
         Option(
             "--load-timeout-seconds",
-            NUMBER,
+            number_from(0, is_open=True),
             "Longest time that the model may take to load.",
             default=1800.0,
         ),
@@ -239,14 +239,14 @@ OPTIONS: tuple[Option, ...] = (
         "EchoOptions",
         Option(
             "--echo-latency-seconds",
-            NUMBER,
+            number_from(0),
             "Mean latency of a row.",
             default=0.0,
             field="latency_seconds",
         ),
         Option(
             "--echo-load-seconds",
-            NUMBER,
+            number_from(0),
             "Seconds that loading takes.",
             default=0.0,
             field="load_seconds",

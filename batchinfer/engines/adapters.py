@@ -30,7 +30,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as --max-lora-rank."""
 MOST_SLOTS = 8
 """Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
-_HINT = "vLLM takes plain LoRA adapters in PEFT's format"
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*?(?:\.weight)?"
 )
@@ -63,28 +62,21 @@ def _describe(name: str, place: str, config: EngineConfig) -> AdapterInfo:
     subject = f"--lora {name}"
     folder = _find(subject, place, config)
     weights = next((each for each in WEIGHT_FILES if (folder / each).is_file()), None)
-    if weights is None or not (folder / CONFIG_FILE).is_file():
-        missing = WEIGHT_FILES[0] if weights is None else CONFIG_FILE
-        raise ConfigError(f"{subject}: {place} has no {missing}", hint=_HINT)
     try:
+        if weights is None or not (folder / CONFIG_FILE).is_file():
+            raise ValueError(f"{WEIGHT_FILES[0] if weights is None else CONFIG_FILE} is not there")
         values = json.loads((folder / CONFIG_FILE).read_bytes())
         ranks = {values.get("r"), *(values.get("rank_pattern") or {}).values()}
-    except (ValueError, AttributeError, RecursionError) as error:
+        if not all(type(rank) is int and 0 < rank <= RANKS[-1] for rank in ranks):
+            raise ValueError(f"r is {values.get('r')}, expected 1 to {RANKS[-1]}")
+        for layer, shapes in matrices_of(subject, folder).items():
+            if not _is_pair(shapes, ranks):
+                raise ValueError(f"r is {max(ranks)}, and the matrices of {layer} are {shapes}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{subject}: its {CONFIG_FILE} is not one ({error})", hint=_HINT
+            f"{subject}: {place} is no adapter, or is damaged: {error}",
+            hint="vLLM takes plain LoRA adapters in PEFT's format",
         ) from error
-    if not all(type(rank) is int and 0 < rank <= RANKS[-1] for rank in ranks):
-        raise ConfigError(
-            f"{subject}: its rank (`r` of {CONFIG_FILE}) is {values.get('r')}, expected 1 to {RANKS[-1]}",
-            hint=_HINT,
-        )
-    for layer, shapes in matrices_of(subject, folder).items():
-        if not _is_pair(shapes, ranks):
-            raise ConfigError(
-                f"{subject}: its weights file is damaged, or its config is another's: the matrices of {layer} are "
-                f"{shapes}, and the rank is {max(ranks)}",
-                hint=_HINT,
-            )
     digest = hashlib.sha256()
     for each in (CONFIG_FILE, weights):
         with (folder / each).open("rb") as file:

@@ -192,15 +192,13 @@ def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tupl
     typed = config.server_options
     is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
     seqs, tokens = (1024, 16384) if is_large else (256, 8192)
+    length = typed.get("max_model_len", model.max_model_len)
     if gpu is None:
         size = (config.tensor_parallel_size or 1) * config.pipeline_parallel_size
-        seqs, tokens = 256 * size, 4096 * size
+        # Without chunked prefill, a step must have room for the longest prompt.
+        seqs, tokens = 256 * size, max(4096 * size, length if isinstance(length, int) else 0)
     seqs = typed["max_num_seqs"] if isinstance(typed.get("max_num_seqs"), int) else seqs
-    length = typed.get("max_model_len", model.max_model_len)
-    if not isinstance(length, int) or not length or model.is_multimodal:
-        return seqs, 0
-    # Without chunked prefill, as on a CPU, a step must have room for the longest prompt.
-    return seqs, min(seqs * length, max(tokens, length) if gpu is None else tokens)
+    return seqs, 0 if model.is_multimodal or not isinstance(length, int) or not length else tokens
 
 
 def write_vllm_command(

@@ -9,7 +9,7 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
 from batchinfer.engines import check_engine, identify_model, server, share_out
-from batchinfer.engines.config import EchoOptions, EngineConfig, parse_args
+from batchinfer.engines.config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.lists import group
 from batchinfer.engines.models import ModelInfo
@@ -26,7 +26,6 @@ WRONG = {
     "--nnodes with --engine echo": {"engine": "echo", "nnodes": 2, "master_addr": "a"},
     "--server-command with": {"engine": "echo", "server_command": "x {port}"},
     "--replicas: is 0": {"engine": "echo", "replicas": 0},
-    "--stall-seconds: is 0": {"engine": "echo", "stall_seconds": 0.0},
     "--node-rank: is 2": {"model": "m", "nnodes": 2, "node_rank": 2},
     "without --master-addr": {"model": "m", "nnodes": 2},
     "--replicas with --nnodes": {"model": "m", "nnodes": 2, "master_addr": "a", "replicas": 2},
@@ -36,7 +35,6 @@ WRONG = {
         "master_addr": "a",
         "tensor_parallel_size": 3,
     },
-    "echo latency": {"engine": "echo", "echo": EchoOptions(latency_seconds=-1.0)},
 }
 
 
@@ -137,8 +135,7 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     ("gpu", "typed", "expected"),
     [
         (None, [], (256, 8192)),
-        (None, ["--max-model-len", "512"], (256, 4096)),
-        (None, ["--max-num-seqs", "2", "--max-model-len", "512"], (2, 1024)),
+        (None, ["--max-num-seqs", "2", "--max-model-len", "512"], (2, 4096)),
         (Gpu(id="0", name="H200", total_bytes=140 << 30), [], (1024, 16384)),
         (Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30), [], (256, 8192)),
     ],
