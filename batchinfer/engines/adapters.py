@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_m
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import looks_like_path, plain_path
 from batchinfer.storage.hub import hub_errors
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -125,18 +128,20 @@ def matrices_of(subject: str, folder: Path) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def check_fit(adapters: Sequence[AdapterInfo], model: str) -> None:
+def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:
     """Refuse adapters whose matrices have other widths than the model's layers. Reads headers of safetensors files.
 
     Does nothing where the model's weights cannot be looked into, or its layers have other names (quantized models).
 
+    Args:
+        adapters: The run's adapters.
+        model: Folder of the model, or its name on the Hub.
+        revision: Its commit on the Hub.
+
     Raises:
         ConfigError: an adapter was made for another model; the message has its name.
     """
-    folder = Path(model)
-    layers: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        layers |= read_shapes("--model", path)
+    layers = _layers(model, revision) if adapters else {}
     for adapter in adapters:
         pairs = matrices_of(f"--lora {adapter.name}", Path(adapter.folder))
         known = {layer: layers.get(f"{layer}.weight") for layer in pairs}
@@ -151,6 +156,24 @@ def check_fit(adapters: Sequence[AdapterInfo], model: str) -> None:
                     f"and {model} {has}",
                     hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
                 )
+
+
+def _layers(model: str, revision: str | None) -> dict[str, list[int]]:
+    """Return the shapes of a model's tensors by their names; empty if no safetensors file shows them."""
+    folder = Path(model)
+    if folder.is_dir():
+        paths = sorted(folder.glob("*.safetensors"))
+        return {name: x for path in paths for name, x in read_shapes("--model", path).items()}
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        found = hub.get_safetensors_metadata(model, revision=revision)
+    except (errors.HfHubHTTPError, errors.NotASafetensorsRepoError, OSError) as error:
+        logger.info("%s: its layers cannot be compared with the adapters' (%s)", model, error)
+        return {}
+    files = found.files_metadata.values()
+    return {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
 
 
 def read_shapes(subject: str, path: Path) -> dict[str, list[int]]:

@@ -115,7 +115,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
     model = local_model(config, stop)
     adapters = describe_adapters(config)
-    check_fit(adapters, model)
+    check_fit(adapters, model, info.revision)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     if config.server_command:
         # Braces that are no place of ours stay, as in JSON.

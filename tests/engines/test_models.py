@@ -275,6 +275,22 @@ def test_a_bad_adapter_is_refused_by_its_name(tmp_path, said):
     assert said in caught.value.message
 
 
+def test_an_adapter_is_compared_with_a_model_on_the_hub(tmp_path, monkeypatch):
+    found = describe_adapters(config_with(mine=write_adapter(tmp_path / "adapter", hidden=64)))
+    layers = {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": SimpleNamespace(shape=[128, 128])
+        for layer in range(4)
+        for name in "qv"
+    }
+    files = {"model.safetensors": SimpleNamespace(tensors=layers)}
+    shown = SimpleNamespace(files_metadata=files)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: shown)
+    with pytest.raises(ConfigError, match=r"--lora mine: was made for another model"):
+        check_fit(found, "org/name", "abc")
+    files.clear()
+    check_fit(found, "org/name", "abc")
+
+
 @pytest.mark.parametrize("place", ["./nothing-here", "nothing", "/nothing/here"])
 def test_an_adapter_that_is_no_folder_is_refused(place):
     with pytest.raises(ConfigError, match=r"--lora mine: .* is no folder on this machine"):

@@ -307,6 +307,41 @@ def test_a_server_that_says_ready_and_dies_ends_the_engine(model, tmp_path):
     engine.close()
 
 
+ODD = """
+    import asyncio, sys
+    from aiohttp import web
+    async def health(_): return web.Response()
+    async def answer(request):
+        text = await request.text()
+        if "row 1 " in text:
+            return web.Response(text="<html>", content_type="text/html")
+        if "row 2 " in text:
+            return web.Response(text='{"choices": [{"mess')
+        if "row 3 " in text:
+            return web.json_response({"error": {"message": "no"}})
+        if "row 4 " in text:
+            response = web.StreamResponse(headers={"Content-Length": "99"})
+            await response.prepare(request)
+            request.transport.close()
+            return response
+        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.post("/{any:.*}", answer)])
+    web.run_app(app, path=sys.argv[1], print=None)
+    """
+
+
+def test_rows_that_a_server_answers_with_rubbish_fail_alone(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.01)
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, ODD))
+    engine = create_engine(config)
+    engine.open(Flag())
+    found = drive(engine, ListSource(calls(8)))
+    engine.close()
+    codes = [code_of(found["c", index]) for index in range(8)]
+    assert codes == ["", *["invalid_answer"] * 3, "server_error", "", "", ""]
+
+
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     stop = Flag()
