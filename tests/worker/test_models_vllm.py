@@ -63,8 +63,8 @@ def run(
     return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
-def vector_of(line: dict[str, Any]) -> list[float]:
-    data = base64.b64decode(line["body"]["data"][0]["embedding"])
+def vector_of(line: dict[str, Any], field: str = "embedding") -> list[float]:
+    data = base64.b64decode(line["body"]["data"][0][field])
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
@@ -89,18 +89,27 @@ def logits(model: Path, *texts: str) -> Any:
         return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0]
 
 
-def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
+def test_vectors_of_texts_and_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in [*TEXTS, "x y " * 100, ""]]
-    options = ("--task", "embed", "--prompt-column", "text", "--dtype", "float32")
-    found = run(tmp_path, rows, model, *options, "--max-model-len", "96")
+    options = ("--prompt-column", "text", "--engine", "openai", "--base-url")
+    arguments = [*SMALL, "--dtype", "float32", "--max-model-len", "96"]
+    config = EngineConfig(model=str(model), task="embed", server_args=arguments)
+    with served(config, tmp_path) as url:
+        given = (*options, url, "--task")
+        found = run(tmp_path / "a", rows, model, *given, "embed", arguments=())
+        tokens = run(tmp_path / "b", rows[:5], model, *given, "token-embed", arguments=())
     for text, line in zip(TEXTS, found, strict=False):
         wanted = states(model, text)[0]
         assert vector_of(line) == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-4)
         assert "usage" not in line["body"] or line["body"]["usage"]["prompt_tokens"] > 0
     assert found[len(TEXTS)]["error"]["code"] == "prompt_too_long"
-    marker = read_marker(open_store(str(tmp_path / "run")), "part-00000")
+    marker = read_marker(open_store(str(tmp_path / "a/run")), "part-00000")
     assert marker.prompt_tokens > len(TEXTS)
+    for text, line in zip(TEXTS, tokens, strict=False):
+        wanted = states(model, text)
+        vectors = wanted / wanted.norm(dim=-1, keepdim=True)
+        assert vector_of(line, "data") == pytest.approx(vectors.flatten().tolist(), abs=1e-4)
 
 
 def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
@@ -114,14 +123,30 @@ def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
         assert answer["label"] == ["bad", "so-so", "good"][int(wanted.argmax())]
 
 
-def test_scores_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
+def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model", labels=["relevant"])
     rows = [{"query": query, "document": document} for query, document in PAIRS]
-    options = ("--task", "score", "--pair-columns", "query,document", "--dtype", "float32")
-    found = run(tmp_path, rows, model, *options)
-    wanted = [float(logits(model, *pair).sigmoid()) for pair in PAIRS]
+    query, documents = PAIRS[0][0], [document for _, document in PAIRS]
+    options = ("--pair-columns", "query,document", "--engine", "openai", "--base-url")
+    config = EngineConfig(
+        model=str(model), task="score", server_args=[*SMALL, "--dtype", "float32"]
+    )
+    with served(config, tmp_path) as url:
+        given = (*options, url, "--task")
+        found = run(tmp_path / "a", rows, model, *given, "score", arguments=())
+        ranked = [{"query": query, "document": documents}]
+        [ranks] = run(tmp_path / "b", ranked, model, *given, "rerank", arguments=())
+
+    def wanted(*pair: str) -> float:
+        return float(logits(model, *pair).sigmoid())
+
     scores = [line["body"]["data"][0]["score"] for line in found]
-    assert scores == pytest.approx(wanted, abs=1e-4)
+    assert scores == pytest.approx([wanted(*pair) for pair in PAIRS], abs=1e-4)
+    results = ranks["body"]["results"]
+    assert [each["relevance_score"] for each in results] == pytest.approx(
+        [wanted(query, documents[each["index"]]) for each in results], abs=1e-4
+    )
+    assert sorted(each["index"] for each in results) == list(range(len(documents)))
 
 
 REFERENCE = """
