@@ -305,15 +305,19 @@ _send = Dispatcher._send
 
 
 async def _send_or_die(dispatcher: Dispatcher, target: Target, call: Call) -> Reply:
-    """Send a call; one that holds `DEATH` does what the last death of a server does."""
+    """Send a call. One that holds `DEATH` does what a server's last death does, with the row after it in flight."""
+    while target.name == DEATH:  # noqa: ASYNC110 - until it is cancelled
+        await asyncio.sleep(0.001)
     if DEATH.encode() in call.body:
+        target.name = DEATH
+        while [key[1] - call.key[1] for key in target.in_flight] != [0, 1]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+        target.is_ready = False
         message = f"echo: a prompt held {DEATH!r}"
         dispatcher._hand_back(target, message)
         # Later, when the rows that are handed back have been taken.
         failure = EngineDied(message)
         asyncio.get_running_loop().call_later(0.5, setattr, dispatcher, "failure", failure)
-        target.is_ready = False
-        await asyncio.sleep(0)
     return await _send(dispatcher, target, call)
 
 
