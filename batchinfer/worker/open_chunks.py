@@ -156,8 +156,8 @@ class OpenChunks:
 
     @property
     def is_writing(self) -> bool:
-        """Whether checkpoints or outputs are being written."""
-        return self._checkpointer.is_busy or self._publish_queue.is_busy
+        """Whether checkpoints or outputs are being written, or chunks opened, which `release_all` then gives back."""
+        return bool(self._openings) or self._checkpointer.is_busy or self._publish_queue.is_busy
 
     # -- what the worker calls while it runs and when it ends
 
