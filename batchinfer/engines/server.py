@@ -220,9 +220,13 @@ def write_vllm_command(
     ours += ["--max-num-seqs", str(seqs)]
     if tokens:
         ours += ["--max-num-batched-tokens", str(tokens)]
+    named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]
-    elif not any(name.partition(".")[0] == "structured_outputs_config" for name in typed):
+        # A server has one way to pool. Where a model has several, it is the vector of the whole text.
+        if config.task == "token-embed" and "pooler_config" not in named:
+            ours += ["--pooler-config.task", "token_embed"]
+    elif "structured_outputs_config" not in named:
         ours += ["--structured-outputs-config", json.dumps(CONSTRAINTS)]
     if typed.get("tool_call_parser"):
         ours += ["--enable-auto-tool-choice"]

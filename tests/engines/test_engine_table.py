@@ -126,6 +126,8 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     found = command(monkeypatch, task="embed")
     assert value_of(found, "--runner") == "pooling"
     assert "--structured-outputs-config" not in found
+    tokens = command(monkeypatch, task="token-embed")
+    assert value_of(tokens, "--pooler-config.task") == "token_embed"
     nodes = command(monkeypatch, nnodes=2, node_rank=1, master_addr="here")
     assert "--headless" in nodes
     assert "--uds" not in nodes

@@ -89,38 +89,48 @@ def logits(model: Path, *texts: str) -> Any:
         return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0]
 
 
-def test_vectors_of_texts_and_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in [*TEXTS, "x y " * 100, ""]]
-    options = ("--prompt-column", "text", "--engine", "openai", "--base-url")
-    arguments = [*SMALL, "--dtype", "float32", "--max-model-len", "96"]
-    config = EngineConfig(model=str(model), task="embed", server_args=arguments)
-    with served(config, tmp_path) as url:
-        given = (*options, url, "--task")
-        found = run(tmp_path / "a", rows, model, *given, "embed", arguments=())
-        tokens = run(tmp_path / "b", rows[:5], model, *given, "token-embed", arguments=())
+    options = ("--task", "embed", "--prompt-column", "text", "--dtype", "float32")
+    found = run(tmp_path, rows, model, *options, "--max-model-len", "96")
     for text, line in zip(TEXTS, found, strict=False):
         wanted = states(model, text)[0]
         assert vector_of(line) == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-4)
         assert "usage" not in line["body"] or line["body"]["usage"]["prompt_tokens"] > 0
     assert found[len(TEXTS)]["error"]["code"] == "prompt_too_long"
-    marker = read_marker(open_store(str(tmp_path / "a/run")), "part-00000")
+    marker = read_marker(open_store(str(tmp_path / "run")), "part-00000")
     assert marker.prompt_tokens > len(TEXTS)
-    for text, line in zip(TEXTS, tokens, strict=False):
-        wanted = states(model, text)
+
+
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """A server of a model that can do both makes one vector a text, unless it is told otherwise."""
+    model = write_bert(tmp_path / "model")
+    rows = [{"text": text} for text in TEXTS[:5]]
+    options = ("--task", "token-embed", "--prompt-column", "text", "--dtype", "float32")
+    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
+        wanted = states(model, row["text"])
         vectors = wanted / wanted.norm(dim=-1, keepdim=True)
         assert vector_of(line, "data") == pytest.approx(vectors.flatten().tolist(), abs=1e-4)
 
 
-def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
+def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
     rows = [{"text": text} for text in TEXTS[:12]]
-    options = ("--task", "classify", "--prompt-column", "text", "--dtype", "float32")
-    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
-        wanted = logits(model, row["text"]).softmax(-1)
-        [answer] = line["body"]["data"]
-        assert answer["probs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+    options = ("--prompt-column", "text", "--engine", "openai", "--base-url")
+    config = EngineConfig(
+        model=str(model), task="classify", server_args=[*SMALL, "--dtype", "float32"]
+    )
+    with served(config, tmp_path) as url:
+        given = (*options, url, "--task")
+        classes = run(tmp_path / "a", rows, model, *given, "classify", arguments=())
+        rewards = run(tmp_path / "b", rows, model, *given, "reward", arguments=())
+    for row, one, other in zip(rows, classes, rewards, strict=True):
+        wanted = logits(model, row["text"])
+        [answer] = one["body"]["data"]
+        assert answer["probs"] == pytest.approx(wanted.softmax(-1).tolist(), abs=1e-4)
         assert answer["label"] == ["bad", "so-so", "good"][int(wanted.argmax())]
+        assert other["body"]["data"][0]["data"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
 def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
