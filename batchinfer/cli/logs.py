@@ -22,7 +22,6 @@ EVENTS: dict[str, str] = {
     "replica_lost": "A replica ended too often without a finished row. Its GPUs idle until the worker's next start.",
     "chunk_open": "The worker begins with a chunk; `resumed` rows came from checkpoints.",
     "chunk_taken_over": "Another worker's claim on the chunk has lapsed, and this worker has it now.",
-    "chunk_helped": "The chunk's worker is slow or stuck. This worker does the chunk too; the first to finish wins.",
     "chunk_held": "Another worker has claimed the chunk.",
     "chunk_skipped": "The chunk was already done.",
     "chunk_done": "The chunk's output and marker are published.",

@@ -508,7 +508,7 @@ OPTIONS: tuple[Option, ...] = (
             default=True,
         ),
         Option(
-            "--steal/--no-steal", FLAG, "Help others once the own chunks are done.", default=True
+            "--steal/--no-steal", FLAG, "Take others' chunks, too, once the own are taken.", default=True
         ),
         Option(
             "--grace-seconds",

@@ -33,7 +33,7 @@ others, the requests would grow with the square of the number of workers."""
 
 
 class Survey(NamedTuple):
-    """Result of one look at a run. A chunk that this worker has open is only in `done`, or in no field."""
+    """Result of one look at a run."""
 
     done: set[str]
     """Chunks that have their marker."""
@@ -100,7 +100,6 @@ def look_at_owners(
     claims: Claims | None,
     generations: dict[str, int],
     *,
-    own: Collection[str] = (),
     listed: Collection[ChunkRef] = (),
     sample: Collection[str] = (),
 ) -> Survey:
@@ -110,7 +109,6 @@ def look_at_owners(
         store: The run's store.
         claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
         generations: Generation of the wanted marker for each chunk to look up, by name. A chunk with it is done.
-        own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
         sample: The chunks in `generations` of which only some claims are read, if many of them have one. The others are
@@ -125,7 +123,7 @@ def look_at_owners(
     if claims is None:
         return survey
     sampled = set(sample)
-    left = {name for name in generations if name not in own and name not in done}
+    left = {name for name in generations if name not in done}
     wanted = [name for name in generations if name in left and name not in sampled]
     may_be_claimed = places.claimed(store, left)
     num_sampled = 0

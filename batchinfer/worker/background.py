@@ -183,7 +183,12 @@ class Background(Protocol):
 
 
 def unless_stopped(
-    background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
+    background: Background,
+    stopper: Stopper,
+    work: Callable[[], T],
+    *,
+    may_finish: bool = False,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> T:
     """Do work in the background and wait for its result, but stop waiting when the worker is asked to stop.
 
@@ -195,6 +200,7 @@ def unless_stopped(
         stopper: Says when to stop waiting. If a stop was requested before the call, the work is not begun.
         work: A function that shares no state with the main thread.
         may_finish: Whether to go on waiting during the grace period. Set for writes, so that their result is known.
+        on_turn: Called again and again while this waits.
 
     Raises:
         BatchinferError: the stopper's error, if the work was not begun or the waiting was stopped; else the error that
@@ -203,6 +209,7 @@ def unless_stopped(
     stopper.raise_if_requested()
     pending = background.submit(work)
     while not pending.is_done():
+        on_turn()
         if stopper.is_set() or not may_finish:
             stopper.raise_if_requested()
         background.wait(_POLL_SECONDS)

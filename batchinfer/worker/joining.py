@@ -168,8 +168,8 @@ class Membership:
         ]
 
     @property
-    def may_help(self) -> bool:
-        """Whether this worker may do chunks of other workers after it has none of its own left."""
+    def may_steal(self) -> bool:
+        """Whether this worker may take other workers' chunks after it has none of its own left."""
         config = self.config
         return config.steal and self.assignment.job is not None and not config.retry_errors
 

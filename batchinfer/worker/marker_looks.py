@@ -19,7 +19,7 @@ from batchinfer.ledger.publishing import (
 )
 from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
-from batchinfer.worker.background import Pending, unless_stopped
+from batchinfer.worker.background import Pending
 from batchinfer.worker.config import Environment
 from batchinfer.worker.joining import Membership
 
@@ -38,14 +38,20 @@ class MarkerLooks:
         environment: The outside world.
         store: The run's store.
         wait: Waits for a background job and returns its result, unless the worker is asked to stop.
+        finish: Does work in the background and waits for its result, also for a while after it was asked to stop.
     """
 
     def __init__(
-        self, environment: Environment, store: Store, wait: Callable[[Pending[Any]], Any]
+        self,
+        environment: Environment,
+        store: Store,
+        wait: Callable[[Pending[Any]], Any],
+        finish: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self._environment = environment
         self._store = store
         self._wait = wait
+        self._finish = finish
 
     def select(
         self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
@@ -111,9 +117,7 @@ class MarkerLooks:
                 if name in own and before.get(name) != marker
             }
             membership.compare(self._read_fingerprints(new))
-        unless_stopped(
-            environment.background, environment.stopper, membership.confirm, may_finish=True
-        )
+        self._finish(membership.confirm)
 
     def without_foreign(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
         """Return `done` without those own chunks whose marker was written for a different file of the same name.

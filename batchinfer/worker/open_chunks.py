@@ -1,6 +1,6 @@
 """The open chunks of a worker. `OpenChunks` owns each chunk from its opening until it is published or given back.
 
-    schedule -> opening -> open -> (all rows done) -> publishing -> closed
+    ring -> opening -> open -> (all rows done) -> publishing -> closed
 
 Background jobs open, checkpoint and publish chunks. The worker's loop calls `tick`, which collects the results of these
 jobs and starts the jobs that are due. All methods run on the main thread; only `release_all` waits for jobs. A chunk
@@ -27,10 +27,9 @@ from batchinfer.storage import Store
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits, RunAccess
-from batchinfer.worker.opening import AlreadyDone, AwaitsRun, HeldByOther, Opened, Opener
+from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
 from batchinfer.worker.outgoing import Checkpointer, PublishQueue
-from batchinfer.worker.schedule import Candidate, Schedule
-from batchinfer.worker.sharing import Sharing
+from batchinfer.worker.ring import Candidate, Ring
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -69,11 +68,6 @@ class Demand(NamedTuple):
     """Number of `rows_ahead` that suffices to keep the engine busy. While there are fewer, more chunks are opened."""
     rows_per_second: float = 0.0
     """Rows that the engine finishes per second now."""
-    own_rate: float | None = None
-    """Average rows per second of this start; 0 before its first row. The worker helps much slower workers.
-
-    None while the engine loads; then it helps nobody.
-    """
     is_building: bool = False
     """Whether a background job builds prompts. It may read files of open chunks and of chunks closed meanwhile."""
 
@@ -86,7 +80,7 @@ class OpenChunks:
         environment: Environment,
         run: RunAccess,
         opener: Opener,
-        schedule: Schedule,
+        ring: Ring,
         telemetry: Telemetry,
         limits: Limits,
     ) -> None:
@@ -94,7 +88,7 @@ class OpenChunks:
         self._background = environment.background
         self._run = run
         self._opener = opener
-        self._schedule = schedule
+        self._ring = ring
         self._telemetry = telemetry
         self._limits = limits
         self._openings: list[_Opening] = []
@@ -108,7 +102,6 @@ class OpenChunks:
             must_wait=self._must_wait,
             save=self._save_complete,
         )
-        self._sharing = Sharing(run, environment, opener)
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
         self._opening_seconds = _FIRST_OPENING_SECONDS
@@ -118,8 +111,6 @@ class OpenChunks:
         """Names of the chunks whose marker this process has written."""
         self._is_closing = False
         self._is_saving = False
-        self._awaits_run = False
-        """Whether the opening of chunks waits until the worker has joined the run."""
 
     # -- state
 
@@ -138,7 +129,7 @@ class OpenChunks:
         """Whether another chunk may still be opened."""
         if self.is_closing:
             return False
-        return bool(self._openings or self._retries) or not self._schedule.is_finished
+        return bool(self._openings or self._retries) or not self._ring.is_finished
 
     @property
     def is_drained(self) -> bool:
@@ -161,59 +152,31 @@ class OpenChunks:
 
     # -- what the worker calls while it runs and when it ends
 
-    def allow_publishing(self, fingerprint: str) -> None:
-        """Let complete chunks be published from the next `tick` on. Call when the worker has joined the run.
-
-        Args:
-            fingerprint: The run's fingerprint, which goes into markers and segments.
-        """
-        self._awaits_run = False
-        self._checkpointer.join(fingerprint)
-        self._publish_queue.join(fingerprint)
-
-    def tick(self, demand: Demand) -> list[str]:
+    def tick(self, demand: Demand) -> None:
         """Collect the results of background jobs and start the jobs that are due.
 
-        Returns:
-            Names of chunks that need no more rows of this worker, since other workers have done them or their last
-            rows, as was just found.
-
         Raises:
-            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
+            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer start of itself.
         """
         self._checkpointer.tick()
         self._collect_published()
         num_unread = self.num_unread
         self._collect_openings()
-        num_opened = self.num_unread - num_unread
-        lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
-        for name in self._schedule.take_found_done() - self.open.keys():
+        # `demand` does not know the rows of chunks that were being opened until now.
+        rows_ahead = demand.rows_ahead + self.num_unread - num_unread
+        # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the bucket
+        # becomes slower.
+        cushion = int(2 * demand.rows_per_second * self._opening_seconds)
+        rows_wanted = demand.rows_wanted + cushion
+        if not self.is_closing:
+            self._ring.tick(is_hungry=rows_ahead < rows_wanted)
+        for name in self._ring.take_found_done() - self.open.keys():
             self._telemetry.workload.done(name)
-        complete: list[str] = []
-        # A background job that builds prompts changes the states of rows, which taking rows in changes, too.
-        if not self.is_closing and not demand.is_building:
-            found = self._sharing.tick(self.open)
-            self._checkpointer.ask(found.to_checkpoint)
-            lost += found.published
-            complete = found.complete
-            for name in complete:
-                self._publish_queue.add(self.open[name])
-        for name in lost:
-            chunk = self.open.get(name)
-            # A chunk that this worker is publishing stays open, because the publishing job reads the chunk's files.
-            # That job will find the other worker's marker.
-            if chunk is not None and not self._publish_queue.is_publishing(chunk):
-                self._close(chunk, "lost")
         self._retry_openings()
         self._publish_queue.start()
-        # `cushion` is twice the number of rows that the engine finishes while one chunk is opened. It keeps the engine
-        # busy if the bucket becomes slower.
-        cushion = int(2 * demand.rows_per_second * self._opening_seconds)
-        # `demand` does not know the rows of chunks that were being opened until now.
-        self._start_openings(demand.rows_ahead + num_opened, demand.rows_wanted + cushion)
+        self._start_openings(rows_ahead, rows_wanted)
         if not demand.is_building:
             self._clean_retired()
-        return lost + complete
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         """Keep finished rows of a chunk, and queue the chunk for publishing after its last row.
@@ -275,8 +238,7 @@ class OpenChunks:
             lines[name].append(line)
         for name, each in lines.items():
             chunk = self.open.get(name)
-            # A complete chunk may have rows in the engine that another worker has finished.
-            if chunk is not None and chunk.num_left:
+            if chunk is not None:
                 chunk.note_deaths(each, len(keys))
                 self._checkpointer.note_deaths(chunk, each, len(keys))
 
@@ -311,7 +273,7 @@ class OpenChunks:
     # -- opening
 
     def _start_openings(self, rows_ahead: int, rows_wanted: int) -> None:
-        if self.is_closing or self._awaits_run:
+        if self.is_closing:
             return
         rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
         # A chunk stays open until its slowest row is done. If chunks are small, many must be open to keep the engine
@@ -324,37 +286,16 @@ class OpenChunks:
             and len(self.open) + len(self._openings) < most
             and self._has_disk_left()
         ):
-            candidate = self._schedule.next()
+            candidate = self._ring.next()
             if candidate is None:
                 return
             self._start_opening(candidate, attempts=0)
             rows_ahead += self._expected_rows(candidate)
 
     def _start_opening(self, candidate: Candidate, *, attempts: int) -> None:
-        self._schedule.started(candidate.ref.name)
+        self._ring.started(candidate.ref.name)
         opener, now = self._opener, self._clock.now()
-        work: partial[Opened]
-        if candidate.backed_up is not None:
-            logger.info(
-                "%s: its worker is slow; working on it too",
-                candidate.ref.name,
-                extra=event("chunk_helped", chunk=candidate.ref.name),
-            )
-            work = partial(
-                opener.open_backup,
-                candidate.ref,
-                candidate.backed_up,
-                now=now,
-                owner_rate=candidate.owner_rate,
-                other_helpers=candidate.other_helpers,
-            )
-        else:
-            work = partial(
-                opener.open,
-                candidate.ref,
-                now=now,
-                take_over=candidate.take_over,
-            )
+        work = partial(opener.open, candidate.ref, now=now, take_over=candidate.take_over)
         pending = self._background.submit(work)
         self._openings.append(_Opening(candidate, pending, self._clock.monotonic(), attempts))
 
@@ -374,10 +315,8 @@ class OpenChunks:
                 self._open_again_later(entry, error)
                 continue
             if isinstance(opened, AlreadyDone):
-                self._schedule.finished(name)
+                self._ring.finished(name)
                 self._telemetry.chunk_skipped(name)
-            elif isinstance(opened, AwaitsRun):
-                self._open_once_joined(entry)
             elif isinstance(opened, HeldByOther):
                 owner = opened.held.claim.worker
                 logger.info(
@@ -386,7 +325,7 @@ class OpenChunks:
                     owner,
                     extra=event("chunk_held", chunk=name, worker=owner),
                 )
-                self._schedule.held_by_other(name)
+                self._ring.held_by_other(name)
             else:
                 if entry.candidate.take_over is not None:
                     owner = entry.candidate.take_over.claim.worker
@@ -399,14 +338,6 @@ class OpenChunks:
                         extra=event("chunk_taken_over", chunk=name, worker=owner),
                     )
                 self._add(opened)
-
-    def _open_once_joined(self, entry: _Opening) -> None:
-        """Open a chunk again once the worker has joined the run. Until then no other chunk is opened either."""
-        self._awaits_run = not self._opener.has_joined
-        logger.info(
-            "%s: has checkpoints, and run.json is missing; opened later", entry.candidate.ref.name
-        )
-        self._retries.append(_Retry(entry.candidate, self._clock.monotonic(), entry.attempts))
 
     def _open_again_later(self, entry: _Opening, error: BatchinferError) -> None:
         attempts = entry.attempts + 1
@@ -434,10 +365,10 @@ class OpenChunks:
             extra=event("chunk_failed", chunk=name),
         )
         self.failures[name] = error
-        self._schedule.gave_up(name)
+        self._ring.gave_up(name)
 
     def _retry_openings(self) -> None:
-        if self.is_closing or self._awaits_run:
+        if self.is_closing:
             return
         now = self._clock.monotonic()
         for entry in [entry for entry in self._retries if entry.due <= now]:
@@ -473,7 +404,7 @@ class OpenChunks:
                 self._close(chunk, "done" if ended.is_ours else "lost")
             else:
                 self.failures[chunk.name] = ended
-                self._schedule.gave_up(chunk.name)
+                self._ring.gave_up(chunk.name)
                 self._give_back(chunk)
                 self._close(chunk, "released")
 
@@ -483,7 +414,7 @@ class OpenChunks:
         if outcome == "done":
             self.published.add(chunk.name)
         if outcome in ("done", "lost"):
-            self._schedule.finished(chunk.name)
+            self._ring.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
             # The worker that published the chunk removed only segments it knew. This worker's newer ones may be left.
             keys = list(chunk.segment_keys)

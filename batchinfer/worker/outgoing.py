@@ -68,7 +68,7 @@ class _Publishing:
 
 
 class PublishQueue:
-    """Publishes complete chunks on threads of its own, once the worker has joined the run and while it holds its lease.
+    """Publishes complete chunks on threads of its own, while the worker holds its lease.
 
     Args:
         environment: The clock, and the background beside which the threads are made.
@@ -100,12 +100,6 @@ class PublishQueue:
         self._save = save
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
-        self._fingerprint = ""
-        """Fingerprint of the run; nothing is published before it is known."""
-
-    def join(self, fingerprint: str) -> None:
-        """Learn the fingerprint of the run that the worker has joined."""
-        self._fingerprint = fingerprint
 
     @property
     def is_busy(self) -> bool:
@@ -158,7 +152,8 @@ class PublishQueue:
         for entry in list(self._waiting):
             if not self._has_free_thread:
                 return
-            if entry.due <= now and not self._must_wait(entry.chunk) and self._may_publish():
+            # When the lease has lapsed for want of heartbeats, other workers may have taken this worker's chunks.
+            if entry.due <= now and not self._must_wait(entry.chunk) and self._run.lease.is_held():
                 self._waiting.remove(entry)
                 self._publish(entry.chunk, entry.attempts)
 
@@ -171,17 +166,10 @@ class PublishQueue:
     def _has_free_thread(self) -> bool:
         return len(self._publishing) < self._limits.max_publishing
 
-    def _may_publish(self) -> bool:
-        """Whether the run is known and this worker holds its lease.
-
-        When the lease has lapsed for want of heartbeats, other workers may have taken this worker's chunks.
-        """
-        return bool(self._fingerprint) and self._run.lease.is_held()
-
     def _publish(self, chunk: OpenChunk, attempts: int) -> None:
         run = self._run
         marker = chunk.marker(
-            fingerprint=self._fingerprint,
+            fingerprint=run.fingerprint,
             worker=run.lease.worker_id,
             epoch=run.lease.epoch,
             start=iso_utc(chunk.started),
@@ -215,8 +203,7 @@ class PublishQueue:
         Returns False if the chunk is given up: it has failed too often, and no open chunk has unfinished rows. While
         rows of the chunk are in no segment yet, it gets one more attempt, before which they are saved.
         """
-        # A failure caused by this worker's late heartbeat is not counted. `_may_publish` delays the next attempt until
-        # the heartbeat has been renewed.
+        # A failure caused by this worker's late heartbeat is not counted: the next attempt waits for a heartbeat.
         attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
         name = entry.chunk.name
         most = self._limits.storage_attempts + entry.chunk.has_unsaved_rows
@@ -320,12 +307,6 @@ class Checkpointer:
         """Monotonic seconds until which no segment of a chunk is begun, by chunk; only of chunks with a failed one."""
         self._unlogged = _Written()
         self._logged_at = float("-inf")
-        self._fingerprint = ""
-        """Fingerprint of the run; it is known before the first row is finished."""
-
-    def join(self, fingerprint: str) -> None:
-        """Learn the fingerprint of the run that the worker has joined."""
-        self._fingerprint = fingerprint
 
     @property
     def is_busy(self) -> bool:
@@ -407,7 +388,7 @@ class Checkpointer:
                 key,
                 data,
                 chunk_sha256=chunk.local.sha256,
-                fingerprint=self._fingerprint,
+                fingerprint=run.fingerprint,
             )
             return _Segment(key, num_records)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Call, Claim, Marker, Worker
+from batchinfer.core.records import Claim, Marker, Worker
 from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -25,10 +25,11 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import open_chunks, opening, schedule, stream
+from batchinfer.worker import open_chunks, opening, ring, stream
 from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.outgoing import Checkpointer, PublishQueue
+from batchinfer.worker.outgoing import Checkpointer
 
 Defect = AbstractContextManager[Any]
 
@@ -197,19 +198,29 @@ def wrong_generation_rows() -> Defect:
 def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
     real = open_chunks.OpenChunks.finish
+    queued: list[OpenChunk] = []
 
     def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
         chunk = self.open.get(name)
+        if chunk in queued:
+            return
         real(self, name, rows)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
+            queued.append(chunk)
             self._publish_queue.add(chunk)
 
     return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
 
 
-def published_chunk_is_closed() -> Defect:
-    """A chunk that is being published counts as idle, and is closed as soon as another worker has published it."""
-    return mock.patch.object(PublishQueue, "is_publishing", return_value=False)
+def heart_beats_by_itself() -> Defect:
+    """The heart beats whether or not the main loop turns."""
+    real = Heartbeat.beat
+
+    def beat(self: Heartbeat) -> None:
+        self.turned()
+        real(self)
+
+    return mock.patch.object(Heartbeat, "beat", beat)
 
 
 def other_configuration_let_in() -> Defect:
@@ -219,7 +230,7 @@ def other_configuration_let_in() -> Defect:
 
 def done_before_all_is_done() -> Defect:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(schedule.Schedule, "waiting_for", property(lambda _self: set()))
+    return mock.patch.object(ring.Ring, "waiting_for", property(lambda _self: set()))
 
 
 def loser_deletes_the_winner() -> Defect:
@@ -354,33 +365,6 @@ def first_sighting_from_asking() -> Defect:
     return mock.patch.object(Claims, "look", look)
 
 
-def stale_row_of_a_reopened_chunk() -> Defect:
-    """A row that was prepared for a chunk goes to the engine, although the chunk was closed and opened again since."""
-
-    def take(
-        self: stream.RowStream, max_calls: int, free_slots: Sequence[int] = ()
-    ) -> list[Call] | None:
-        if self._open_chunks.is_closing:
-            return None
-        if not self._window.size or not free_slots:
-            free_slots = [max_calls]
-        queues = self._suspects if self._is_isolating else self._ready
-        if self._is_isolating:
-            queues.set_number(len(free_slots))
-        else:
-            self._release(free_slots)
-        calls: list[Call] = []
-        for index, num_free in enumerate(free_slots):
-            most = min(max_calls, len(calls) + num_free)
-            while queues and len(calls) < most:
-                flight = queues.pop(index)
-                if flight.chunk.name in self._open_chunks.open:
-                    calls.append(self._send(flight))
-        return calls
-
-    return mock.patch.object(stream.RowStream, "take", take)
-
-
 def vanished_segments_count_as_safe() -> Defect:
     """The rows of a segment that was read count as checkpointed, although other segments of the chunk have vanished."""
     real = OpenChunk.adopt_segments
@@ -488,7 +472,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         claims_lapse_at_once,
         wrong_generation_rows,
         published_too_early,
-        published_chunk_is_closed,
+        heart_beats_by_itself,
         other_configuration_let_in,
         done_before_all_is_done,
         loser_deletes_the_winner,
@@ -503,7 +487,6 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         clean_goes_by_its_own_clock,
         clean_releases_living_claims,
         first_sighting_from_asking,
-        stale_row_of_a_reopened_chunk,
         vanished_segments_count_as_safe,
         loser_deletes_its_output_anywhere,
         lease_renewed_as_of_the_end,

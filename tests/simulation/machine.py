@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,10 +21,8 @@ from batchinfer.prompts.types import CHAT_URL
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Priority, Stopper
-from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment
 from batchinfer.worker.media import MediaFetcher
-from batchinfer.worker.opening import Opener
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
@@ -294,6 +292,7 @@ class SimEngine:
         running: dict[RowKey, tuple[float, Call]] = {}
         is_exhausted = False
         while not stop.is_set():
+            process.in_engine()
             if not is_exhausted and len(running) < traits.max_in_flight:
                 calls = source.take(traits.max_in_flight - len(running))
                 is_exhausted = calls is None
@@ -377,19 +376,6 @@ def fetch_images(
     if any(BROKEN in ref.place for ref in refs):
         return Failure(code=Code.MEDIA_UNAVAILABLE, message="sim: broken")
     return [ref.place.encode() for ref in refs]
-
-
-_look_at_others = Opener.look_at_others
-
-
-def look_at_others(opener: Opener, chunk: OpenChunk, known: Collection[str]) -> Any:
-    """In place of Opener.look_at_others: the oracle does not take a look at an open chunk for the chunk's opening."""
-    looks = opener._run._process.looks  # type: ignore[attr-defined]
-    looks.add(chunk.name)
-    try:
-        return _look_at_others(opener, chunk, known)
-    finally:
-        looks.discard(chunk.name)
 
 
 def make_environment(
