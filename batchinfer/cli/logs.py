@@ -39,7 +39,6 @@ EVENTS: dict[str, str] = {
     "row_errors": "The failed rows of this start, by code. Logged when it ends.",
     "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
     "heartbeat_failed": "The worker's record could not be written; it is tried again.",
-    "run_cost": "With `--max-cost` or `--max-hours`: what the run has cost until now, and how long it has lasted.",
     "stop_requested": "The worker ends early: a signal, `batchinfer stop`, or a limit of cost or time, for example.",
     "worker_ended": "The last line: state, reason and sums of this start.",
 }

@@ -98,7 +98,7 @@ def install_signal_handlers(stopper: Stopper) -> None:
     num_signals = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        # Only a second signal ends the grace period. A cloud's preemption notice or `batchinfer stop` also requests a
+        # Only a second signal ends the grace period. `batchinfer stop` also requests a
         # stop, but either one often comes together with the first signal, so they are not counted.
         nonlocal num_signals
         num_signals += 1

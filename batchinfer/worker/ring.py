@@ -270,7 +270,7 @@ class _Watch:
         self._claim_seconds = num_workers / _CLAIMS_PER_SECOND
         """Seconds for which this worker pauses for each claim that it has read."""
         self._pending: Pending[Survey] | None = None
-        self._looked = self._own_due = self._block_due = float("-inf")
+        self._own_due = self._block_due = self._collected = float("-inf")
         self._first_beats: dict[str, int] = {}
         self.worker_id = run.lease.worker_id
         self.has_block = False
@@ -295,15 +295,14 @@ class _Watch:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the last look began."""
-        return self._clock.monotonic() - self._looked
+        """Seconds since the last look's result was collected."""
+        return self._clock.monotonic() - self._collected
 
     def look(self, refs: dict[str, ChunkRef], block: list[str], given_up: set[str]) -> None:
         """Begin to look at these chunks, among them those of a block, and release claims of chunks given up."""
-        self._looked = self._clock.monotonic()
         self.has_block = bool(block)
         if len(refs) > len(block):
-            self._own_due = self._looked + self._look_seconds
+            self._own_due = self._clock.monotonic() + self._look_seconds
         # Each worker prefers other claims to watch, and the same ones at each look.
         block.sort(key=lambda name: zlib.crc32(f"{self.worker_id} {name}".encode()))
         wanted = {name: ref.generation for name, ref in refs.items()}
@@ -323,6 +322,7 @@ class _Watch:
         if self._pending is None or not self._pending.is_done():
             return None
         pending, self._pending = self._pending, None
+        self._collected = self._clock.monotonic()
         try:
             return pending.result()
         except StorageError as error:

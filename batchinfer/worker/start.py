@@ -47,7 +47,7 @@ from batchinfer.worker.joining import (
     read_work,
     refuse_only_errors,
 )
-from batchinfer.worker.limits import RunLimits
+from batchinfer.worker.limits import limits_result, watch_limits
 from batchinfer.worker.marker_looks import MarkerLooks
 from batchinfer.worker.metrics import serve_metrics
 from batchinfer.worker.open_chunks import Demand, OpenChunks
@@ -105,7 +105,6 @@ class _Start:
         self.looks = MarkerLooks(
             environment, self.store, self._await, partial(self._unless_stopped, may_finish=True)
         )
-        self.limits = RunLimits(config, self.store, environment.clock)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
         self._checkpointed = (environment.clock.monotonic(), 0)
@@ -131,7 +130,13 @@ class _Start:
             heartbeat.start(
                 self.environment.background, stack, max_attempts=self.config.max_attempts
             )
-            self.limits.watch(self.environment.background, stack, self.environment.stopper)
+            watch_limits(
+                self.config,
+                self.telemetry,
+                self.environment.stopper,
+                self.environment.background,
+                stack,
+            )
             try:
                 engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
@@ -155,8 +160,6 @@ class _Start:
         )
         self.telemetry.workload.set_own({ref.name: _num_rows(ref) for ref in assignment.chunks})
         self._unless_stopped(partial(check_stop_request, self.store))
-        if self.limits.is_set:
-            self._unless_stopped(self.limits.check)
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
         )
@@ -530,7 +533,7 @@ class _Start:
             error=error,
             has_answers=self._has_answers,
         )
-        return result | self.limits.result(self.telemetry.latest)
+        return result | limits_result(self.config, self.telemetry.latest)
 
     def _raise_failures(self, open_chunks: OpenChunks) -> None:
         if not open_chunks.failures:
