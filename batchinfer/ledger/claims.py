@@ -406,13 +406,18 @@ class Claims:
         is_of_start = claim.nonce.startswith(f"{self._lease.nonce}-")
         return claim.worker == self._lease.worker_id and is_of_start
 
-    def release(self, name: str, etag: str) -> None:
-        """Release a chunk's claim, so that any worker may take it. A claim that was taken over meanwhile is left."""
+    def release(self, name: str, etag: str) -> bool:
+        """Release a chunk's claim, so that any worker may take it.
+
+        Returns False for a claim that was taken over meanwhile, or that is gone. It is left as it is.
+        """
         body = codec.encode(Claim(worker="", epoch=0, nonce=self._new_nonce()))
         try:
             self._store.replace(layout.claim_key(name), body, etag)
         except PreconditionFailed:
             logger.info("%s: its claim is somebody else's by now", name)
+            return False
+        return True
 
     def look(self, held: Held) -> Worker | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.

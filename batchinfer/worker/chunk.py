@@ -1,7 +1,7 @@
 """One open chunk: its local copy, the state of each row, and the spool, a scratch file that holds the finished rows.
 
-A background job opens a chunk (opening.py) and returns an `OpenChunk`. From then on only the worker's main thread
-changes it, except that the job that builds prompts calls `read_rows`.
+The chunk's own thread (chunk_life.py) opens it, and then writes its finished rows to storage. The worker's main thread
+adds finished rows, and the job that builds prompts calls `read_rows`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class OpenChunk:
         """Engine deaths during which a row was in the engine, by the row's line."""
         self.segment_keys: list[str] = []
         """Keys on storage of those segments of the chunk that this worker has read or written."""
-        self.num_segments_begun = 0
+        self._segment_numbers = itertools.count(1)
         self.checkpointed_bytes = 0
         """Bytes at the beginning of the spool whose rows need no further segment, because storage has them."""
         self.generation = ref.generation
@@ -307,18 +307,7 @@ class OpenChunk:
 
     def next_segment_number(self) -> int:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
-        self.num_segments_begun += 1
-        return self.num_segments_begun
-
-    def note_segment(self, key: str, end: int) -> int:
-        """Note that a segment was written that holds the rows of the spool up to byte `end`.
-
-        Return how many bytes of the spool were in no segment before.
-        """
-        num_new = max(0, end - self.checkpointed_bytes)
-        self.segment_keys.append(key)
-        self.checkpointed_bytes += num_new
-        return num_new
+        return next(self._segment_numbers)
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
         """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""

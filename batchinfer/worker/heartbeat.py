@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background, Priority, Stopper, unless_stopped
+from batchinfer.worker.background import Background, Stopper, unless_stopped
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -149,9 +149,8 @@ class Heartbeat:
 
     def _end(self, background: Background) -> None:
         """Write the record for the last time. Waits a few seconds at most, as the machine may soon be taken away."""
-        # The write is urgent work, because all threads for other work may be waiting for a bucket that does not answer.
         closing = background.submit(
-            partial(self.lease.close, self._telemetry.snapshot()), priority=Priority.URGENT
+            partial(self.lease.close, self._telemetry.snapshot()), is_urgent=True
         )
         deadline = self._clock.monotonic() + _END_SECONDS
         while not closing.is_done() and self._clock.monotonic() < deadline:

@@ -23,7 +23,6 @@ from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
     StorageError,
-    Superseded,
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import EngineInfo
@@ -50,7 +49,7 @@ from batchinfer.worker.joining import (
 from batchinfer.worker.limits import limits_result, watch_limits
 from batchinfer.worker.marker_looks import MarkerLooks
 from batchinfer.worker.metrics import serve_metrics
-from batchinfer.worker.open_chunks import Demand, OpenChunks
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.opening import Opener
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
@@ -65,8 +64,6 @@ _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _SAVE_SECONDS = 5.0
 """Seconds that a worker has to save its rows when it ends, even if no grace period is left."""
-_SAVE_PAUSE_SECONDS = 2.0
-"""Seconds between two rounds of saving, once they have taken longer than the grace period."""
 _FEW_MARKERS = 20
 """Number of markers that a start without an answer of its own reads before it lists all of them again."""
 
@@ -107,7 +104,7 @@ class _Start:
         )
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
-        self._checkpointed = (environment.clock.monotonic(), 0)
+        self._rows_saved = 0
         self._snapshot_at = float("-inf")
         self._has_answers = True
         self._turn: Callable[[], None] = lambda: None
@@ -229,7 +226,7 @@ class _Start:
         builder = self._unless_stopped(partial(membership.make_builder, engine, info))
         access = dataclasses.replace(access, fingerprint=self._join(membership, info))
         opener = Opener(access, self._open_sources(membership), checkpointed)
-        open_chunks = OpenChunks(environment, access, opener, ring, self.telemetry, config.limits)
+        open_chunks = OpenChunks(environment, access, opener, ring, self.telemetry, config)
         environment.background.submit(heartbeat.beat)  # so that `status` says running
         stream = RowStream(
             environment, open_chunks, builder, self.telemetry, config.limits, info=info
@@ -448,16 +445,12 @@ class _Start:
         self.environment.show_progress(self.telemetry)
 
     def _checkpoint_if_due(self, open_chunks: OpenChunks) -> None:
-        now = self.clock.monotonic()
-        since, rows = self._checkpointed
-        every_rows = self.config.checkpoint_rows
-        rows_done = self.telemetry.tally.rows
-        is_due = now - since >= self.config.checkpoint_seconds
-        if is_due or (every_rows is not None and rows_done - rows >= every_rows):
+        """Ask for checkpoints after so many rows. After so many seconds each chunk writes one by itself."""
+        every_rows, rows_done = self.config.checkpoint_rows, self.telemetry.tally.rows
+        if every_rows is not None and rows_done - self._rows_saved >= every_rows:
             open_chunks.checkpoint()
-            self._checkpointed = (now, rows_done)
-        elif not open_chunks.is_writing:
-            self.telemetry.note_checkpoints(now - since)
+            self._rows_saved = rows_done
+        self.telemetry.note_checkpoints(open_chunks.unsaved_seconds)
 
     def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
         """Wait until every complete chunk is published."""
@@ -486,42 +479,7 @@ class _Start:
                 return max(began + _SAVE_SECONDS, clock.monotonic() + stopper.seconds_left)
             return late
 
-        open_chunks.begin_saving()
-        try:
-            open_chunks.checkpoint()
-            while open_chunks.is_writing and clock.monotonic() < deadline():
-                if clock.monotonic() < soon:
-                    self.environment.background.wait(_POLL_SECONDS)
-                else:
-                    clock.sleep(
-                        _SAVE_PAUSE_SECONDS
-                    )  # what failed so far is not tried again at once
-                if not self._save_more(open_chunks):
-                    late = soon
-            open_chunks.release_all(min(deadline(), max(soon, clock.monotonic() + _SAVE_SECONDS)))
-        except BatchinferError as error:
-            logger.warning("not everything could be saved (%s)", error)
-
-    def _save_more(self, open_chunks: OpenChunks) -> bool:
-        """Do one round of saving. An error is only logged, so that a later round can save the other chunks.
-
-        Returns False after an error that does not pass with time.
-
-        Raises:
-            Superseded: a newer start of this worker exists.
-        """
-        is_hopeful = True
-        self._turn()
-        try:
-            open_chunks.tick(Demand(is_building=True))
-        except Superseded:
-            raise
-        except BatchinferError as error:
-            logger.warning("not everything could be saved (%s)", error)
-            is_hopeful = False
-        # Ask for checkpoints again: a chunk's last segment may not hold all its finished rows.
-        open_chunks.checkpoint()
-        return is_hopeful
+        open_chunks.end(deadline, self._turn)
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """Make the result object that the command prints; `error` is the error that ended this start, if any."""

@@ -33,7 +33,7 @@ from batchinfer.engines.replies import failure_of
 from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Prepared, PromptBuilder, finish_call
-from batchinfer.worker.background import Pending, Priority
+from batchinfer.worker.background import Pending
 from batchinfer.worker.building import BuiltRows, build, build_suspects, num_bytes_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
@@ -196,7 +196,6 @@ class RowStream:
             + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
-            is_building=self._building is not None,
         )
 
     def prepare(self) -> None:
@@ -306,7 +305,7 @@ class RowStream:
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
             lambda: build(builder, chunks, num_rows, max_bytes),
-            priority=Priority.URGENT,
+            is_urgent=True,
         )
 
     def _build_suspects(self) -> bool:
@@ -347,7 +346,7 @@ class RowStream:
         self._num_building = len(group)
         self._is_building_suspects = True
         self._building = self._background.submit(
-            lambda: build_suspects(builder, parts), priority=Priority.URGENT
+            lambda: build_suspects(builder, parts), is_urgent=True
         )
         return True
 

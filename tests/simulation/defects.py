@@ -25,11 +25,10 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import open_chunks, opening, ring, stream
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker import chunk_life, opening, ring, stream
+from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.outgoing import Checkpointer
 
 Defect = AbstractContextManager[Any]
 
@@ -197,19 +196,19 @@ def wrong_generation_rows() -> Defect:
 
 def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
-    real = open_chunks.OpenChunks.finish
-    queued: list[OpenChunk] = []
 
-    def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
-        chunk = self.open.get(name)
-        if chunk in queued:
-            return
-        real(self, name, rows)
-        if chunk is not None and chunk.num_left == 1 and name in self.open:
-            queued.append(chunk)
-            self._publish_queue.add(chunk)
+    class Hasty(OpenChunk):
+        num_missing = 0
 
-    return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
+        @property
+        def num_left(self) -> int:
+            return max(0, self.num_missing - 1)
+
+        @num_left.setter
+        def num_left(self, number: int) -> None:
+            self.num_missing = number
+
+    return mock.patch.object(opening, "OpenChunk", Hasty)
 
 
 def heart_beats_by_itself() -> Defect:
@@ -268,23 +267,23 @@ def answers_swapped() -> Defect:
 
 def torn_segment() -> Defect:
     """A checkpoint that does not begin where the last one ended."""
-    real = Checkpointer._write
+    real = Spool.read
 
-    def write(self: Checkpointer, chunk: Any, read: Callable[[], bytes], end: int) -> None:
-        real(self, chunk, lambda: read()[:-1].rpartition(b"\n")[0] + b"\n", end)
+    def read(self: Spool, start: int, end: int) -> bytes:
+        data = real(self, start, end)
+        return data[:-1].rpartition(b"\n")[0] + b"\n" if data.endswith(b"\n") else data
 
-    return mock.patch.object(Checkpointer, "_write", write)
+    return mock.patch.object(Spool, "read", read)
 
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    from batchinfer.worker.start import _Start
+    real = chunk_life.save
 
-    def save(self: Any, chunks: open_chunks.OpenChunks, **_: Any) -> None:
-        chunks.close()
-        chunks.release_all(self.clock.monotonic() + 5)
+    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
+        return hall.is_closing or real(life, hall)
 
-    return mock.patch.object(_Start, "_save", save)
+    return mock.patch.object(chunk_life, "save", save)
 
 
 def another_seed_formula() -> Defect:
@@ -300,13 +299,12 @@ def another_seed_formula() -> Defect:
 
 def no_checkpoint_on_time() -> Defect:
     """Checkpoints are written at the end of a worker, and never in between."""
-    real = open_chunks.OpenChunks.checkpoint
+    real = chunk_life.save
 
-    def checkpoint(self: open_chunks.OpenChunks) -> None:
-        if self.is_closing:
-            real(self)
+    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
+        return not hall.is_closing or real(life, hall)
 
-    return mock.patch.object(open_chunks.OpenChunks, "checkpoint", checkpoint)
+    return mock.patch.object(chunk_life, "save", save)
 
 
 def row_condemned_in_company() -> Defect:
