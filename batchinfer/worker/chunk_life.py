@@ -167,6 +167,8 @@ def live(life: Life, hall: Hall) -> Ending:
         due = hall.clock.monotonic() + hall.checkpoint_seconds
         while chunk.num_left and not hall.is_ending:
             life.event.wait(max(0.0, due - hall.clock.monotonic()))
+            if not chunk.num_left and not hall.is_closing:
+                break  # it is published next; a worker that may end soon saves it before
             if life.is_asked or life.notes or hall.clock.monotonic() >= due:
                 is_saved = save(life, hall)
                 seconds = hall.checkpoint_seconds if is_saved else _RETRY_SECONDS

@@ -195,7 +195,8 @@ class RowStream:
             + self._num_building
             + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
-            rows_per_second=self._rate,
+            # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
+            rows_per_second=self._rate or float(self._max_in_flight),
         )
 
     def prepare(self) -> None:

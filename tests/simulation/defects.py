@@ -265,6 +265,11 @@ def answers_swapped() -> Defect:
     return mock.patch.object(stream.RowStream, "handle", handle)
 
 
+def segments_of_all_starts_have_the_same_names() -> Defect:
+    """The names of segments do not tell two starts of a worker apart."""
+    return mock.patch.object(Lease, "writer", property(lambda self: self.worker_id))
+
+
 def torn_segment() -> Defect:
     """A checkpoint that does not begin where the last one ended."""
     real = Spool.read
@@ -475,6 +480,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         done_before_all_is_done,
         loser_deletes_the_winner,
         answers_swapped,
+        segments_of_all_starts_have_the_same_names,
         torn_segment,
         stop_forgets_rows,
         another_seed_formula,
