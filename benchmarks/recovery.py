@@ -275,7 +275,14 @@ def report(
     if spans:
         figures = ("seconds", "ideal_seconds", "ratio", "rows_generated_per_row")
         print_table(
-            ("4 workers, one", "takes others' chunks", "seconds", "ideal", "ratio", "rows generated a row"),
+            (
+                "4 workers, one",
+                "takes others' chunks",
+                "seconds",
+                "ideal",
+                "ratio",
+                "rows generated a row",
+            ),
             [
                 (
                     "4 times slower" if span["case"] == "slow" else "dead at half",
