@@ -18,7 +18,12 @@ from batchinfer.core.records import Worker
 from batchinfer.ledger.claims import Claims, Held, decode_claim
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, read_marker
+from batchinfer.ledger.publishing import (
+    SMALLEST_MARKER_BYTES,
+    find_marker,
+    has_own_marker,
+    read_marker,
+)
 from batchinfer.storage import Store
 
 _FEW = 10
@@ -117,8 +122,9 @@ def look_at_owners(
     places = _Places(generations)
     done = places.done(store, generations)
     for ref in listed:
-        if ref.name in done and not has_own_marker(store, ref, ref.generation):
-            done.remove(ref.name)
+        marker = find_marker(store, ref.name, ref.generation) if ref.name in done else None
+        if not has_own_marker(ref, marker):
+            done.discard(ref.name)
     survey = Survey(done, {}, {}, [])
     if claims is None:
         return survey

@@ -251,7 +251,6 @@ def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) ->
             marker,
             chunk=chunk.name,
             leftovers=leftovers,
-            repair_goal=chunk.ref.repair_goal,
         )
     finally:
         remove_quietly(path)

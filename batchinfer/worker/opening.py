@@ -76,14 +76,6 @@ class Opener:
             InputError: the chunk's file is missing, damaged, or not the file that job.json describes; the chunk's
                 marker was written for a different file of the same name; or, in a repair, the old output was changed.
         """
-        if ref.generation:
-            # A repair does only chunks with error rows. The marker of the previous generation shows whether the chunk
-            # has any. If it has none, no claim is needed. This saves most claims, since few chunks have error rows.
-            before = self._current_marker(ref, ref.generation - 1)
-            if before is None:
-                ref = ref._replace(generation=ref.generation - 1)
-            elif not before.rows_error:
-                return AlreadyDone(before)
         claims = self._run.claims
         if claims is None:
             return self._open_claimed(ref, Taken(""), now=now)
@@ -131,8 +123,8 @@ class Opener:
             raise
 
     def _resume(self, chunk: OpenChunk) -> Opened:
-        if chunk.generation:
-            self._keep_good_rows(chunk)
+        if chunk.ref.base is not None:
+            self._keep_good_rows(chunk, chunk.ref.base)
         segments = Segments(
             self._run.store,
             chunk.name,
@@ -141,7 +133,7 @@ class Opener:
             first_row=chunk.ref.first_row,
             num_lines=chunk.num_rows,
         )
-        # Segments of the previous generation may still exist. A repair (generation above 0) does not adopt error rows
+        # Segments of an earlier generation may still exist. A repair (generation above 0) does not adopt error rows
         # from segments, because it does error rows again.
         chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
         if segments.has_vanished:
@@ -167,18 +159,16 @@ class Opener:
             check_belongs_to(ref, marker)
         return marker
 
-    def _keep_good_rows(self, chunk: OpenChunk) -> None:
-        """Adopt the rows without an error from the chunk's output of the previous generation (--retry-errors).
+    def _keep_good_rows(self, chunk: OpenChunk, base: int) -> None:
+        """Adopt the rows without an error from the chunk's output of the generation `base` (--retry-errors).
 
         Raises:
             InputError: that output or its marker is missing or changed, or the chunk itself has changed since.
             RunMismatch: the output was made with another configuration.
         """
-        before = self._current_marker(chunk.ref, chunk.generation - 1)
+        before = self._current_marker(chunk.ref, base)
         if before is None:
-            raise InputError(
-                f"{chunk.name}: its marker of generation {chunk.generation - 1} is gone"
-            )
+            raise InputError(f"{chunk.name}: its marker of generation {base} is gone")
         if before.chunk_sha256 != chunk.local.sha256:
             raise InputError(
                 f"{chunk.name}: was changed after it was done: sha256 {chunk.local.sha256[:12]}…, "

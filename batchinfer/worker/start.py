@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -28,12 +27,10 @@ from batchinfer.core.events import event
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
+from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import (
-    Publisher,
-    has_only_errors,
-)
-from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks, newest_markers
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
@@ -64,8 +61,6 @@ _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _SAVE_SECONDS = 5.0
 """Seconds that a worker has to save its rows when it ends, even if no grace period is left."""
-_FEW_MARKERS = 20
-"""Number of markers that a start without an answer of its own reads before it lists all of them again."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -109,8 +104,8 @@ class _Start:
         self._has_answers = True
         self._turn: Callable[[], None] = lambda: None
         """Tells the heartbeat that the main loop has turned."""
-        self._done_before: list[tuple[str, int]] = []
-        """Some of the chunks that had a marker when this start began, with its generation."""
+        self._done_before: dict[str, SeenMarker] = {}
+        """The markers that this start found at its beginning."""
 
     def run(self) -> None:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
@@ -209,8 +204,8 @@ class _Start:
         loading = self._begin_loading(engine, stack)
         markers = self._await(listed)
         self.looks.compare(membership, markers)
+        self._done_before = markers
         done = {name: marker.generation for name, marker in markers.items()}
-        self._done_before = list(itertools.islice(done.items(), _FEW_MARKERS))
         done = self.looks.without_foreign(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
@@ -236,25 +231,10 @@ class _Start:
         self.looks.confirm(membership, markers, open_chunks.published)
 
     def _look_for_answers(self) -> None:
-        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself.
-
-        Of the markers that the worker saw at its start a few are read first, which saves a second listing of the run.
-        """
+        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
         tally = self.telemetry.tally
-        if tally.rows > tally.num_errors:
-            return
-        if self.looks.select(
-            lambda each: not has_only_errors(self.store, *each), self._done_before, most=1
-        ):
-            return
-        done: dict[str, int] = self._await(
-            self.environment.background.submit(partial(finished_chunks, self.store))
-        )
-        with_answers = self.looks.select(
-            lambda each: not has_only_errors(self.store, *each), list(done.items()), most=1
-        )
-        self._has_answers = bool(with_answers) or not done
-        if not self._has_answers:
+        if tally.rows == tally.num_errors and not self.looks.has_answers(self._done_before):
+            self._has_answers = False
             refuse_only_errors(self.config, self.telemetry)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
@@ -323,8 +303,9 @@ class _Start:
     def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:
         """Find out which chunks of the manifests are left to do, and make the ring from them."""
         own = membership.assignment.chunks
-        goal = self.looks.goal(done, own) if self.config.retry_errors else 0
-        left = membership.chunks_left(done, goal)
+        left = [ref for ref in own if ref.name not in done]
+        if self.config.retry_errors:
+            left = self.looks.to_repair(own, done)
         names_left = {ref.name for ref in left}
         for ref in own:
             if ref.name not in names_left:

@@ -56,7 +56,6 @@ def marker_before_output() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **_goal: int,
     ) -> Published:
         file = layout.output_file(chunk, self._nonce)
         marker = msgspec.structs.replace(
@@ -126,10 +125,9 @@ def segments_deleted_first() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
         self._store.delete(leftovers)
-        return real(self, built, marker, chunk=chunk, leftovers=(), **goal)
+        return real(self, built, marker, chunk=chunk, leftovers=())
 
     return mock.patch.object(Publisher, "publish", publish)
 
@@ -243,9 +241,8 @@ def loser_deletes_the_winner() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
         if not published.is_ours:
             self._store.delete([layout.output_key(published.marker.output)])
         return published
@@ -390,9 +387,8 @@ def loser_deletes_its_output_anywhere() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
         ours = layout.output_file(chunk, self._nonce)
         if not self._is_safe and published.marker.output != ours:
             self._store.delete([layout.output_key(ours)])

@@ -564,12 +564,13 @@ class Oracle:
         self._known[process.name, chunk] = known
 
     def _generations(self, chunk: str) -> list[int]:
-        found = []
-        generation = 0
-        while RUN + layout.marker_key(chunk, generation) in self._server.objects:
-            found.append(generation)
-            generation += 1
-        return found
+        """Generations of a chunk's markers, in order. A repair may leave some out."""
+        found = [
+            marker[1]
+            for key in self._server.keys(RUN + layout.marker_key(chunk))
+            if (marker := layout.parse_marker(key.removeprefix(RUN)))
+        ]
+        return sorted(found)
 
     def _marker(self, chunk: str, generation: int) -> dict[str, Any]:
         marker: dict[str, Any] = msgspec.json.decode(
