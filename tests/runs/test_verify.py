@@ -412,17 +412,16 @@ def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, option
 
 
 def test_it_goes_on_where_options_named_files(local_job: str, tmp_path: Path) -> None:
-    template, shots, system = tmp_path / "t.jinja", tmp_path / "shots.jsonl", tmp_path / "s"
+    template, system = tmp_path / "t.jinja", tmp_path / "s"
     system.write_text(f"@{HARD}")  # looks as if it named a file
-    template.write_text(f"{{% for row in examples %}}{{{{ row.prompt }}}}{{% endfor %}}{HARD}\n")
-    shots.write_text(json.dumps({"prompt": HARD}) + "\n" + json.dumps({"prompt": "2"}) + "\n")
+    template.write_text(f"{HARD}{{{{ prompt }}}}\n")
     run = f"{local_job}/runs/a"
     arguments = worker_arguments(local_job, run, "--prompt-template", str(template))
     at = arguments.index("--prompt-column")
     del arguments[at : at + 2]
-    files = ("--few-shot", str(shots), "--as-chat", "--system-prompt", f"@{system}")
+    files = ("--as-chat", "--system-prompt", f"@{system}")
     worker.main([*arguments[1:], *files], standalone_mode=False)
-    for path in (template, shots, system):
+    for path in (template, system):
         path.unlink()
     open_store(run).delete([layout.marker_key("part-00000")])
     python = shlex.quote(sys.executable)
