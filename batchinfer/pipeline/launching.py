@@ -139,7 +139,7 @@ class Launch:
             lost = self._restartable(seen)
             alive = sum(view.state in ALIVE_STATES for view in seen.workers)
             coming = sum(launch.coming for launch in seen.launches)
-            finished = seen.rows.done + seen.rows.in_progress
+            finished = seen.rows_finished
             text = (
                 f"{seen.state}: {units.count(finished)} of {units.count(seen.rows.total)} rows, "
                 f"{alive} workers at work, {coming} to come, {len(lost)} lost, {units.money(seen.cost.so_far)}"
@@ -148,7 +148,7 @@ class Launch:
                 said = text
                 say(text)
             if seen.state == "stopped" or not (alive or coming or lost):
-                why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
+                why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
             if finished > best:
                 restarts, best = 0, finished

@@ -193,12 +193,13 @@ class TestCleaning:
         """Things of both sides of the age come before it, while workers are alive."""
         real, removed, kept = clean.find_removals, set[str](), 0
 
-        def find_removals(inventory: Inventory, config: clean.CleanConfig) -> clean.Removals:
+        def find_removals(inventory: Inventory, config: clean.CleanConfig) -> list[clean.Removal]:
             nonlocal kept
-            plan = real(inventory, config)
+            plan = list(real(inventory, config))
             if config.older_than_seconds and inventory.living():
-                removed.update(plan.removed)
-                kept += plan.num_kept_young
+                old = [each for each in plan if clean.is_old(inventory, each)]
+                removed.update(each.what for each in old)
+                kept += len(plan) - len(old)
             return plan
 
         monkeypatch.setattr(clean, "find_removals", find_removals)

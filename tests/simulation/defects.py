@@ -347,10 +347,10 @@ def clean_takes_every_orphan() -> Defect:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
     real = clean.find_removals
 
-    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> clean.Removals:
-        plan = real(inventory, config)
-        plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
-        return plan
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
+        yield from real(inventory, config)
+        for _, info in inventory.orphans():
+            yield clean.Removal("orphan outputs", info, None)
 
     return mock.patch.object(clean, "find_removals", find_removals)
 
@@ -427,15 +427,13 @@ def clean_ignores_chunks_at_work() -> Defect:
     """`clean` removes outputs and segments of chunks that a live worker has claimed."""
     real = clean.find_removals
 
-    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> clean.Removals:
-        plan = real(inventory, config)
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
+        yield from real(inventory, config)
         unclaimed = copy.copy(inventory)
         unclaimed.claims = {}
-        bold = real(unclaimed, config)
-        for what in ("orphan outputs", "segments of done chunks"):
-            if what in bold.removed:
-                plan.removed[what] = bold.removed[what]
-        return plan
+        for removal in real(unclaimed, config):
+            if removal.what in ("orphan outputs", "segments of done chunks"):
+                yield removal
 
     return mock.patch.object(clean, "find_removals", find_removals)
 
