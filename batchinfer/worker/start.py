@@ -289,6 +289,8 @@ class _Start:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
+        if self.config.engine.engine == "echo":
+            logger.info("a rehearsal: neither the model nor the lengths of prompts are checked")
 
     def _make_stream(
         self, builder: PromptBuilder, open_chunks: OpenChunks, info: EngineInfo
