@@ -478,20 +478,16 @@ OPTIONS: tuple[Option, ...] = (
             default=True,
         ),
         Option(
-            "--steal/--no-steal", FLAG, "Help others once the own chunks are done.", default=True
+            "--steal/--no-steal",
+            FLAG,
+            "Take others' chunks, too, once the own are taken.",
+            default=True,
         ),
         Option(
             "--grace-seconds",
             number_from(0),
             "Time to finish rows after SIGTERM or SIGINT.",
             default=20.0,
-        ),
-        Option(
-            "--notices/--no-notices",
-            FLAG,
-            "Ask AWS or Google for preemption notices, on their machines only.",
-            default=True,
-            struct="",
         ),
         Option(
             "--max-error-rate",
@@ -509,15 +505,14 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--max-cost",
             number_from(0, 1e9, is_open=True),
-            "Stop (exit 3) once the machines of the run's workers have cost so many dollars, all starts together. Give "
-            "it to every worker. It is looked at once a second, so a run of a few seconds may end above it.",
+            "Stop (exit 3) once this worker's machines have cost so many dollars, all its starts together. `launch` "
+            "divides it among its workers.",
             metavar="DOLLARS",
         ),
         Option(
             "--max-hours",
             number_from(0, 1e9, is_open=True),
-            "Stop (exit 3) once workers of the run were up for so many hours, pauses not counted. Give it to every "
-            "worker.",
+            "Stop (exit 3) once this worker was up for so many hours, all its starts together.",
             metavar="H",
         ),
         Option(

@@ -11,7 +11,7 @@
     - ErrorRateExceeded
     - NoProgress                  too many starts that finished no new row
     - StopRequested               `batchinfer stop`
-    - LimitReached                the run has cost as much, or run as long, as it may
+    - LimitReached                the worker has cost as much, or run as long, as it may
     - Superseded                  a newer process (epoch) of the same worker exists
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
@@ -22,7 +22,7 @@
     - PreconditionFailed          (control flow: the object changed since it was read)
     - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it is renewed
     - ScratchFull                 the local scratch folder is full or unwritable
-  x Interrupted              75   stopped by a signal or a preemption notice with work left
+  x Interrupted              75   stopped by a signal with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
   x RowError                  -   one row is bad; the row becomes an error line, and the work goes on
 
@@ -140,7 +140,7 @@ class StopRequested(PolicyStop):
 
 
 class LimitReached(PolicyStop):
-    """The run has reached --max-cost or --max-hours."""
+    """The worker has reached --max-cost or --max-hours."""
 
 
 class Superseded(PolicyStop):
@@ -197,7 +197,7 @@ class ScratchFull(StorageError):
 
 
 class Interrupted(BatchinferError):
-    """A signal or a preemption notice stopped the worker before its work was done."""
+    """A signal stopped the worker before its work was done."""
 
     exit_status = 75
 
