@@ -142,7 +142,7 @@ class Launch:
             lost = self._restartable(seen)
             alive = sum(view.state in ALIVE_STATES for view in seen.workers)
             coming = sum(launch.coming for launch in seen.launches)
-            finished = seen.rows.done + seen.rows.in_progress
+            finished = seen.rows_finished
             text = (
                 f"{seen.state}: {units.count(finished)} of {units.count(seen.rows.total)} rows, "
                 f"{units.many(alive, 'worker')} at work, {coming} to come, {len(lost)} lost, "
@@ -156,7 +156,7 @@ class Launch:
             if seen.state == "done":
                 return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
-                why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
+                why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
             if finished > best:
                 restarts, best = 0, finished
