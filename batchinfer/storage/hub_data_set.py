@@ -23,7 +23,6 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.retrying import RetryPolicy, retried
-from batchinfer.storage.waits import waiting
 
 T = TypeVar("T")
 
@@ -257,7 +256,7 @@ class HubRepository:
 
         if not sys.stderr.isatty():
             disable_progress_bars()  # a log would get a line for every step of every file
-        with hub_errors(self.url), waiting(self.url):
+        with hub_errors(self.url):
             yield HfApi()
 
 

@@ -20,8 +20,8 @@ from batchinfer.runs import clean as clean_module
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore, forget
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore, forget
 from making import (
     change_marker,
     finish_process,

@@ -23,8 +23,8 @@ from batchinfer.core.errors import InputError
 from batchinfer.split import ranks
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore
 from making import finish_process, start_killed_on_s3, start_process
 from rank_cases import MISTAKES, Killed, assert_refused, shuffled_ranks, statuses_at_once
 

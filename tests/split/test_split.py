@@ -33,7 +33,7 @@ from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.source_files import FoundFile
 from batchinfer.split.sources import CountedSources
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.memory import MemoryStore
+from fakes import MemoryStore
 
 
 @pytest.fixture
