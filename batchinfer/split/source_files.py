@@ -312,6 +312,7 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
     hints = {
         "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for R2 and others AWS_ENDPOINT_URL too",
         "gs": "run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS",
+        "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     }
     return AccessDenied(
         f"{url}: access refused ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})",
