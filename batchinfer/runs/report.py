@@ -23,7 +23,7 @@ from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record
 from batchinfer.ledger.inventory import RunReader, Snapshot, read_newest_markers
-from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.jobs import OpenStore, rows_by_chunk, split_name
 from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
@@ -32,7 +32,6 @@ from batchinfer.runs.overview import (
     Totals,
     add_up,
     overview,
-    rows_by_chunk,
 )
 from batchinfer.runs.samples import Sample, cut, read_samples
 from batchinfer.runs.status import gpus_of, place_of, workers_text
@@ -90,7 +89,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
 
 def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
     """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
-    known = None if snapshot.job is None else rows_by_chunk(snapshot.job, snapshot.run)
+    known = None if snapshot.job is None else rows_by_chunk(snapshot.job)
     wanted = {
         name: seen for name, seen in snapshot.markers.items() if known is None or name in known
     }
