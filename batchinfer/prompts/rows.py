@@ -43,7 +43,7 @@ class RowsReader:
             named = named_template(name)
             self._messages_column = named.messages_column
             if named.source:
-                self._template = PromptTemplate(named.source, name=f"--template {name}")
+                self._template = PromptTemplate(named.source, name=f"--prompt-template {name}")
                 self._prefix = examples_text(name, named, config.few_shot)
         elif config.prompt_template:
             values = {"examples": config.few_shot, "system_prompt": config.system_prompt}

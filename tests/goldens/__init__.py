@@ -175,7 +175,7 @@ SCENES: dict[str, Scene] = {
     "stopped": Scene(
         make_broken,
         [
-            [*LISTED, "--max-error-rate", "0.1", "--min-errors", "2"],
+            [*LISTED, "--max-error-rate", "0.1"],
             ["status", "run", "--json"],
             ["verify", "run"],
             ["clean", "run", "--json"],

@@ -398,16 +398,24 @@ def SEEN(launch: str, lost: list[str], cost: float) -> Any:  # noqa: N802
     return SimpleNamespace(launches=[view], workers=[], cost=SimpleNamespace(so_far=cost))
 
 
-def test_a_prompt_template_and_a_template_of_the_cluster_have_one_option(
+def test_a_launch_may_have_a_template_of_the_prompt_and_one_of_the_cluster(
     job: Path, tmp_path: Path, call: Callable[..., Outcome]
 ) -> None:
     path = tmp_path / "mine.sh"
     path.write_text("#!/bin/bash\n# mine {{ name }} {{ last }}\n{{ command }}\n")
-    options = ("--workers", "2", "--template", "alpaca", "--template", str(path), "--dry-run")
+    options = (
+        "--workers",
+        "2",
+        "--prompt-template",
+        "alpaca",
+        "--template",
+        str(path),
+        "--dry-run",
+    )
     shown = call("launch", str(job), "--run", "r", "--on", "slurm", "--engine", "echo", *options)
     assert shown.status == 0, shown.err
     assert "# mine" in shown.result["submission"]
-    assert "--template alpaca" in shown.result["submission"]
+    assert "--prompt-template alpaca" in shown.result["submission"]
 
 
 # --------------------------------------------------------------------------- what is refused

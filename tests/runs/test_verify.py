@@ -637,12 +637,10 @@ OPTIONS: dict[str, list[str]] = {
     "a system prompt": ["--as-chat", "--system-prompt", HARD, f"--chat-template=-{HARD}"],
     "output": ["--output-format", "completions", "--keep", "prompt,_row", "--keep-prompt"],
     "more output": ["--id-column", "prompt", "--no-timing", "--strip", "--keep", "*"],
-    "sampling": ["--max-tokens", "5", "--top-k", "-1", "--n", "2", "--stop", HARD, "--stop", "-"],
+    "sampling": ["--max-tokens", "5", "--n", "2", "--stop", HARD, "--stop", "-"],
     "named sampling": [
-        "--stop-token-ids",
-        "1,2",
         "--sampling",
-        'logit_bias={"5": -1.5},min_tokens=2,bad_words=["a,b=c","it\'s"]',
+        'logit_bias={"5": -1.5},min_tokens=2,top_k=-1,stop_token_ids=[1,2],bad_words=["a,b=c","it\'s"]',
     ],
     "continued": ["--as-chat", "--continue-final", HARD, "--chat-template-kwargs", '{"a": "b\'c"}'],
     "engine": [
