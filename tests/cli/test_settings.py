@@ -107,6 +107,9 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
         ("sampling: {topk: 1}\n", r"unknown key 'sampling\.topk'", "top_k"),
         ("- a\n- b\n", "expected a mapping", ""),
         ("model: [unclosed\n", "not readable as YAML", ""),
+        ("stop: !!set {a, b}\n", "has a value that is no text", "no tags such as !!set"),
+        ("model: !!binary aGk=\n", "has a value that is no text", "no tags such as !!set"),
+        ("model: 2026-01-02\n", "has a value that is no text", "write dates in quotes"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str, hint: str) -> None:
