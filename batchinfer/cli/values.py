@@ -106,13 +106,6 @@ def _read_integers(flag: str, given: str) -> list[int] | None:
     return [_integer(flag, part) for part in _split_commas(given)] or None
 
 
-def _read_two(flag: str, given: str) -> tuple[int, int]:
-    parts = _read_integers(flag, given) or []
-    if len(parts) != 2:
-        raise ConfigError(f"{flag} {given!r}: expected two numbers, e.g. 5,50")
-    return parts[0], parts[1]
-
-
 _INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
 _REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)
 
@@ -260,14 +253,6 @@ def _write_text(value: str) -> Sequence[str | FromFile]:
     return [FromFile(value, "@")] if value.startswith("@") else _write_plain(value)
 
 
-def _read_rows(flag: str, path: Path) -> list[dict[str, Any]]:
-    lines = _read_file(flag, path).split("\n")
-    try:
-        return [json.loads(_shallow(flag, line)) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
-
-
 def _read_objects(flag: str, path: Path) -> Any:
     try:
         value = json.loads(_shallow(flag, _read_file(flag, path)))
@@ -276,10 +261,6 @@ def _read_objects(flag: str, path: Path) -> Any:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ConfigError(f"{flag} {path}: expected a JSON list of objects")
     return value
-
-
-def _write_rows(value: list[Any]) -> list[FromFile]:
-    return [FromFile("".join(f"{_json(row)}\n" for row in value))]
 
 
 def _read_delimiter(flag: str, given: str) -> str:
@@ -301,12 +282,6 @@ FORMS = {
     ),
     # a whole number, or "auto"
     "auto": _whole_or("auto", "auto"),
-    # a text; the word "row" stands for True
-    "continued": Kind(
-        {"type": str},
-        lambda _flag, given: True if given == "row" else given,
-        lambda value: ["row"] if value is True else [value],
-    ),
     # the character between the fields of CSV
     "delimiter": Kind({"type": str}, _read_delimiter, _write_plain),
     # the name of a file, whose text is the value
@@ -329,12 +304,9 @@ FORMS = {
         read_pairs,
         lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
     ),
-    # the name of a JSON Lines file, whose rows are the value
-    "rows": Kind(_PATH, _read_rows, _write_rows),
     # a whole number; the word "none" stands for None
     "seed": _whole_or("none", None),
     # a text, or @ and the name of a file whose text is the value
     "text": Kind({"type": str}, _read_text, _write_text),
-    "two": Kind({"type": str}, _read_two, _write_commas),
 }
 """Ways in which words become values where the type of a field does not say it, by the names in `Opt.form`."""

@@ -96,12 +96,10 @@ def list_model(url: str, option: str) -> BucketModel:
         StorageError: the store failed after its retries.
     """
     subject = f"{option}: {url}"
-    scheme, rest = split_url(url)
-    if scheme in READ_ONLY_SCHEMES:
-        hint = f"{option} {rest} is the model of this name on the Hub" if scheme == "hf" else ""
+    if split_url(url)[0] in READ_ONLY_SCHEMES:
         raise ConfigError(
             f"{subject} cannot be listed as a folder of a bucket",
-            hint=hint or "give a local folder, a name on the Hub, or a folder in s3:// or gs://",
+            hint="give a local folder, a name on the Hub, or a folder in s3:// or gs://",
         )
     there = {info.key: info for info in open_store(url).list("")}
     if UNFINISHED in there:
@@ -137,15 +135,10 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
     folder = cache.absolute() / model.identity[:20] / name
     if folder.is_dir():
         return folder
-    total = sum(info.bytes for info in model.files)
     building = folder.parent.with_name(f".{uuid.uuid4().hex}") / name
     try:
         building.mkdir(parents=True)
-        if total > (free := shutil.disk_usage(building).free):
-            raise ConfigError(
-                f"{cache}: has {size(free)} free, and {model.url} takes {size(total)}",
-                hint="free space there, or name another folder in HF_HOME",
-            )
+        total = sum(info.bytes for info in model.files)
         logger.info("fetching %s (%d files, %s)", model.url, len(model.files), size(total))
         _download(model, building, stop)
         try:

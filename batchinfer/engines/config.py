@@ -40,17 +40,8 @@ class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     latency_seconds: Annotated[NotNegative, Opt(flag="--echo-latency-seconds")] = 0.0
     """Mean latency of a row."""
-    tokens: Annotated[
-        tuple[int, int] | None, Opt(form="two", flag="--echo-tokens", metavar="LEAST,MOST")
-    ] = None
-    """Tokens of an answer: a random number from LEAST to MOST. Default: those of the prompt."""
-    seed: Annotated[int, Opt(flag="--echo-seed")] = 0
-    """Seed of the random latencies and lengths."""
     load_seconds: Annotated[NotNegative, Opt(flag="--echo-load-seconds")] = 0.0
     """Seconds that loading takes."""
-    fail_marker: Annotated[str | None, NO_OPTION] = None
-    kill_marker: Annotated[str | None, NO_OPTION] = None
-    hang_marker: Annotated[str | None, NO_OPTION] = None
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -224,36 +215,19 @@ def worker_args() -> tuple[str, ...]:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Refuse values that no engine could run, before anything is started. Pure.
+    """Refuse options that contradict each other, before anything is started. Pure.
 
     Raises:
-        ConfigError: a number is out of its range, or options contradict each other.
+        ConfigError: the message names them.
     """
     counts = {
+        "--replicas": None if config.replicas == "auto" else config.replicas,
         "--tensor-parallel-size": config.tensor_parallel_size,
         "--pipeline-parallel-size": config.pipeline_parallel_size,
-        "--replicas": None if config.replicas == "auto" else config.replicas,
-        "--max-concurrency": config.max_concurrency,
-        "--requests-per-minute": config.requests_per_minute,
-        "--tokens-per-minute": config.tokens_per_minute,
     }
     for option, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{option}: is {value}, expected at least 1")
-    seconds = {
-        "--request-timeout-seconds": config.request_timeout_seconds,
-        "--stall-seconds": config.stall_seconds,
-        "--load-timeout-seconds": config.load_timeout_seconds,
-    }
-    for option, limit in seconds.items():
-        if limit <= 0:
-            raise ConfigError(f"{option}: is {limit:g}, expected more than 0")
-    if config.echo.latency_seconds < 0:
-        raise ConfigError(f"echo latency: is {config.echo.latency_seconds:g}, expected 0 or more")
-    if config.echo.tokens and not 1 <= config.echo.tokens[0] <= config.echo.tokens[1]:
-        raise ConfigError(
-            f"echo token counts: are {config.echo.tokens}, expected (least, most) with least >= 1"
-        )
     command = config.server_command
     if command and not any(place in command for place in ("{port}", "{socket}")):
         raise ConfigError(

@@ -23,7 +23,7 @@ from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.options import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.pipeline.running import WORKER_ID, running_alone
-from batchinfer.worker.config import MIN_ERRORS, WorkerConfig
+from batchinfer.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from batchinfer.pipeline.steps import WorkFolder
@@ -166,7 +166,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
             error.hint = "run the same command again: finished rows are kept"
         raise
     if options["max_error_rate"] is not None:
-        work.refuse_errors(options["max_error_rate"], at_least=MIN_ERRORS)
+        work.refuse_errors(options["max_error_rate"], at_least=options["min_errors"])
     collected = work.collect()
     return {**collected, "work": work.config.work, "worker": answered}
 

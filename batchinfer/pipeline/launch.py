@@ -79,8 +79,8 @@ def command(**options: Any) -> dict[str, Any]:
           --on skypilot --workers 16 --gpu L4 --model Qwen/Qwen3-8B \\
           --messages-column conversation --max-tokens 512
 
-    Lost workers of earlier launches are started again, too. --max-cost and --max-hours are the whole run's. `batchinfer
-    status RUN` shows who came, and `batchinfer stop RUN --cancel` ends them all.
+    Lost workers of earlier launches are started again, too. --max-cost is the whole run's, and divided among
+    them. `batchinfer status RUN` shows who came, and `batchinfer stop RUN --cancel` ends them all.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.pipeline.launching import Launch
 

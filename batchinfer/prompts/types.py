@@ -99,12 +99,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Send the prompt as one user message through the chat template."""
     system_prompt: Annotated[str, Opt(form="text")] = ""
     """System message of every conversation, in place of its own: text, or @FILE."""
-    continue_final: Annotated[bool | str, Opt(form="continued")] = False
-    """Text that every answer starts with; row continues the row's own last answer."""
     blank_columns: Annotated[list[str], Opt(form="names", metavar="A,B")] = []
     """Columns to empty before the template sees them."""
-    few_shot: Annotated[list[dict[str, Any]], Opt(form="rows")] = []
-    """JSON Lines file with example rows, which are shown before every prompt."""
     truncate_prompt: Literal["error", "left", "right"] = "error"
     """What to do with prompts longer than the model takes: make them error rows, or cut there."""
     tools_column: str = ""

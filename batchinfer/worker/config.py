@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the declarations of options are read by `--help`, which ans
     from batchinfer.worker.background import Background, Stopper
     from batchinfer.worker.telemetry import Telemetry
 
-MIN_ERRORS = 20
 _LONGEST_DELAY_SECONDS = 60.0
 Dollars = Annotated[float, Meta(gt=0, le=1e9)] | None
 
@@ -119,7 +118,7 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     claims: bool = True
     """Whether to agree with other workers on who does what."""
     steal: bool = True
-    """Help others once the own chunks are done."""
+    """Take others' chunks, too, once the own are taken."""
     grace_seconds: NotNegative = 20.0
     """Time to finish rows after SIGTERM or SIGINT."""
     retry_errors: bool = False
@@ -127,15 +126,15 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail with one
     error, or every row of the run; 1 never stops."""
-    min_errors: Annotated[int, NO_OPTION] = MIN_ERRORS
-    """Number of error rows before `max_error_rate` counts."""
+    min_errors: Count = 20
+    """Failed rows before --max-error-rate counts."""
     max_attempts: Count = 5
     """Starts without a new finished row before the worker gives up (exit 3)."""
     max_cost: Annotated[Dollars, Opt(metavar="DOLLARS")] = None
-    """Stop (exit 3) once the machines of the run's workers have cost so many dollars, all starts together. Give it to
-    every worker. It is looked at once a second, so a run of a few seconds may end above it."""
+    """Stop (exit 3) once this worker's machines have cost so many dollars, all its starts together. launch divides it
+    among its workers."""
     max_hours: Annotated[Dollars, Opt(metavar="H")] = None
-    """Stop (exit 3) once workers of the run were up for so many hours, pauses not counted. Give it to every worker."""
+    """Stop (exit 3) once this worker was up for so many hours, all its starts together."""
     price_per_hour: Annotated[
         Annotated[float, Meta(ge=0, le=1e6)] | None, Opt(metavar="DOLLARS")
     ] = None
@@ -185,6 +184,8 @@ class RunAccess:
     """The objects with which a worker reads and writes its run, put together after it has taken its lease."""
 
     store: Store
+    fingerprint: str = ""
+    """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
     claims: Claims | None
     """The claims of this worker; None if the store ignores preconditions or claims are switched off."""
