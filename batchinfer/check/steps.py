@@ -284,7 +284,7 @@ def refuse_other_run(options: dict[str, Any]) -> None:
     assignment = read_assignment(
         worker.manifests,
         job_url=worker.job,
-        allow_absolute=worker.allow_absolute,
+        allow_absolute=False,
         limit=worker.limit,
         open_store=open_store,
     )

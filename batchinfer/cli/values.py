@@ -263,6 +263,13 @@ def _read_objects(flag: str, path: Path) -> Any:
     return value
 
 
+def _read_place(flag: str, given: str) -> str:
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"{flag}: is {given!r}, expected [HOST:]PORT", hint=f"{flag} 9400")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
 def _read_delimiter(flag: str, given: str) -> str:
     character = "\t" if given in ("tab", "\\t") else given
     if len(character) != 1 or character in '"\r\n':
@@ -304,6 +311,8 @@ FORMS = {
         read_pairs,
         lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
     ),
+    # [HOST:]PORT
+    "place": Kind({"type": str}, _read_place, _write_plain),
     # a whole number; the word "none" stands for None
     "seed": _whole_or("none", None),
     # a text, or @ and the name of a file whose text is the value

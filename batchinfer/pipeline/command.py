@@ -22,6 +22,7 @@ from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.options import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
+from batchinfer.core.shell import quote
 from batchinfer.pipeline.running import WORKER_ID, running_alone
 from batchinfer.worker.config import WorkerConfig
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 STDOUT = "-"
 _GIVEN = {
     "worker_id": WORKER_ID,
-    "allow_absolute": False,
     # Nothing starts `run` again by itself, so nothing has to bring starts to an end.
     "max_attempts": sys.maxsize,
 }
@@ -127,7 +127,9 @@ def tell(result: dict[str, Any], dest: str) -> None:
     rows, failed = result["rows"], result.get("rows_error", 0)
     say(f"{units.many(rows - failed, 'answer')} in {there}, {failed} failed{rate}")
     if dest != STDOUT:
-        say(f"job and run are in {result['work']}: batchinfer report {result['work']}/run")
+        say(
+            f"job and run are in {result['work']}: batchinfer report {quote(result['work'] + '/run')}"
+        )
 
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.options import FIRST, Positive
+from batchinfer.core.options import FIRST
 from batchinfer.core.records import Record
 from batchinfer.worker.config import WorkerConfig
 
@@ -51,12 +51,6 @@ class LaunchConfig(Record, frozen=True, kw_only=True):
     """NAME=VALUE in the environment of the workers."""
     secret: list[str] = []
     """Variable here, or Secret of Kubernetes, by its name."""
-    hours: Positive | None = None
-    """In place of --workers: as many as finish in so many hours."""
-    rate: Positive | None = None
-    """Rows per second of one worker, for --hours."""
-    rate_from: str | None = None
-    """Take the rate of this run's workers."""
     check: bool = True
     """Whether to run batchinfer check first."""
     dry_run: bool = False

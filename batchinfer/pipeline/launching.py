@@ -23,6 +23,7 @@ from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.engines.config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
+from batchinfer.runs.launched import launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -110,7 +111,9 @@ class Launch:
         if state in _ENDED and not (state == "done" and self._options.get("retry_errors")):
             raise ConfigError(f"{self._asked.run}: {_ENDED[state]}")
         lost = [name for launch in seen.launches for name in launch.lost] if seen else []
-        workers = self._check(len(lost)) if self._options["check"] else self._asked.workers
+        workers = self._asked.workers
+        if self._options["check"]:
+            self._check(len(lost))
         found = load_job(self._asked.job, open_store) if self._options["check"] else None
         if found is not None and workers + len(lost) > found[0].num_workers:
             raise ConfigError(
@@ -136,21 +139,28 @@ class Launch:
             PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
                 again and again.
         """
-        restarts, due, best, said = 0, 0.0, -1, ""
-        while (seen := self._look_until_seen()).state != "done":
+        restarts, due, best = 0, 0.0, -1
+        said: list[str] = []
+        while True:
+            seen = self._look_until_seen()
             lost = self._restartable(seen)
             alive = sum(view.state in ALIVE_STATES for view in seen.workers)
             coming = sum(launch.coming for launch in seen.launches)
-            finished = seen.rows.done + seen.rows.in_progress
+            finished = seen.rows_finished
             text = (
                 f"{seen.state}: {units.count(finished)} of {units.count(seen.rows.total)} rows, "
-                f"{alive} workers at work, {coming} to come, {len(lost)} lost, {units.money(seen.cost.so_far)}"
+                f"{units.many(alive, 'worker')} at work, {coming} to come, {len(lost)} lost, "
+                f"{units.money(seen.cost.so_far)}"
             )
-            if text != said:
-                said = text
-                say(text)
+            lines = [text, *(launch_text(each) for each in seen.launches if each.lost)]
+            if lines != said:
+                said = lines
+                for line in lines:
+                    say(line)
+            if seen.state == "done":
+                return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
-                why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
+                why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
             if finished > best:
                 restarts, best = 0, finished
@@ -167,7 +177,6 @@ class Launch:
                 self._submit(self._plan(len(lost), self._left_of(lost, seen)), lost)
             except BatchinferError as error:
                 logger.warning("%s", error.message)
-        return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
 
     # -- what is refused
 
@@ -204,11 +213,11 @@ class Launch:
                 f"--max-cost: no price of {asked.gpu} is known", hint="say --price-per-hour"
             )
 
-    def _check(self, num_lost: int) -> int:
-        """Run `batchinfer check` on all options. Return the number of new workers: as asked, or as it advises.
+    def _check(self, num_lost: int) -> None:
+        """Run `batchinfer check` on all options.
 
         Raises:
-            ConfigError: It finds errors, or advises no number.
+            ConfigError: It finds errors.
         """
         from batchinfer.check.command import command as check
 
@@ -222,14 +231,7 @@ class Launch:
         given = {name: value for name, value in self._options.items() if name in names}
         given |= {"output": asked.run, "job": asked.job, "gpu": gpu, "workers": workers}
         given["server_args"] = self._options.get("server_args", ())
-        result = click.get_current_context().invoke(check, **given, sample_rows=50, show=0)
-        advised = result.get("workers_advised") or 0
-        if self._options["hours"] and not (asked.workers or advised):
-            raise ConfigError(
-                f"--hours {self._options['hours']:g}: the rate of a worker is not known",
-                hint="give --rate or --rate-from RUN",
-            )
-        return asked.workers or advised
+        click.get_current_context().invoke(check, **given, sample_rows=50, show=0)
 
     # -- what is started
 

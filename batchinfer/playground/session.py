@@ -20,7 +20,7 @@ from batchinfer.worker.command import engine_config, prompt_config
 from batchinfer.worker.config import WorkerConfig, rules_of
 
 _SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
-_PROMPT = ("system_prompt", "chat_template_kwargs", "tools", "tool_choice")
+_PROMPT = ("system_prompt", "chat_template_kwargs", "tools")
 _NO_USE = ("replicas", "task", "constraint_column", "lora_column")
 """Options of those sections without a use here: one server answers with texts."""
 

@@ -59,9 +59,6 @@ def make_body(options: Sampling) -> Fields:
             found["tools"] = read_tools(options.tools)
         except Unfit as error:
             raise ConfigError(f"--tools: {error}") from error
-    if choice := options.tool_choice:
-        named = {"type": "function", "function": {"name": choice}}
-        found["tool_choice"] = choice if choice in ("auto", "required", "none") else named
     return found | constraint | extra
 
 
@@ -92,9 +89,8 @@ def _constraint_of(options: Sampling) -> Fields:
     stated: Fields = {
         "json": options.json_schema,
         "choice": options.choices,
-        "regex": options.regex,
     }
-    names = {"json": "--json-schema", "choice": "--choices", "regex": "--regex"}
+    names = {"json": "--json-schema", "choice": "--choices"}
     given = {kind: value for kind, value in stated.items() if value}
     flags = " and ".join(names[kind] for kind in given)
     if len(given) > 1:

@@ -54,16 +54,11 @@ class Sampling(Record, frozen=True, kw_only=True):
     """File with a JSON schema; every answer is JSON that fits it."""
     choices: Annotated[list[str], Opt(metavar="A,B")] = []
     """Every answer is one of these texts: with commas between, or the option once for each."""
-    regex: str = ""
-    """Every answer matches this regular expression."""
     sampling: Annotated[dict[str, Any], Opt(form="pairs", metavar="KEY=VALUE")] = {}
     """Any other field of requests, by its name in the API or in transformers' GenerationConfig; several with commas:
     top_k=20,min_p=0.1,logprobs=2."""
     tools: Annotated[list[dict[str, Any]], Opt(form="objects", section="prompt")] = []
     """File with the tools that answers may call: a JSON list as in a request of the OpenAI API."""
-    tool_choice: Annotated[str, Opt(section="prompt", metavar="auto|required|none|NAME")] = ""
-    """auto: the model decides whether to call; required: every answer is a call; none; or the tool that every answer
-    calls."""
     chat_template_kwargs: Annotated[
         dict[str, Any], Opt(form="json", section="prompt", metavar="JSON")
     ] = {}

@@ -95,8 +95,6 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     """Manifest to work through: path or URL; may be repeated. Default: by rank, see --job."""
     limit: Annotated[Count | None, Opt(section="input", is_recorded=True)] = None
     """Only the first N rows of the job."""
-    allow_absolute: Annotated[bool, Opt(section="input")] = False
-    """Take absolute paths and URLs from a remote manifest."""
     engine: EngineConfig
     prompt: PromptConfig
     sampling: Sampling = Sampling()
@@ -141,12 +139,8 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     """Dollars an hour for this worker's machine. Default, with --max-cost: SkyPilot's catalog if this machine has it,
     else list prices by GPU."""
     price_source: Annotated[str, NO_OPTION] = ""
-    metrics_port: Annotated[Annotated[int, Meta(ge=0, le=65_535)] | None, Opt(metavar="PORT")] = (
-        None
-    )
-    """Serve metrics for Prometheus at this port; 0: at any free one, which the log names."""
-    metrics_host: str = "127.0.0.1"
-    """Address at which metrics are served; 0.0.0.0: at all of this machine's."""
+    metrics: Annotated[str, Opt(form="place", metavar="[HOST:]PORT")] = ""
+    """Serve metrics for Prometheus there. Without HOST: at 127.0.0.1; port 0: a free one, which the log names."""
     scratch_dir: Annotated[str | None, Opt(form="folder")] = None
     """Local folder for chunks and outputs under way."""
     host: Annotated[dict[str, Any], NO_OPTION] = {}

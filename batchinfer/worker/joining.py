@@ -241,7 +241,7 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=config.allow_absolute,
+        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )

@@ -115,7 +115,7 @@ def run_preview(config: WorkerConfig, count: int, *, open_store: OpenStore) -> d
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=config.allow_absolute,
+        allow_absolute=False,
         limit=config.limit,
         open_store=open_store,
     )

@@ -49,7 +49,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"messages_column": "p", "body": make_body(Sampling(json_schema=SCHEMA))}, {"p": "x"}),
     ({"prompt_column": "p", "body": make_body(Sampling(choices=["a,b"]))}, {"p": "x"}),
     (
-        {"messages_column": "p", "body": make_body(Sampling(tools=TOOLS, tool_choice="add"))},
+        {"messages_column": "p", "body": make_body(Sampling(tools=TOOLS))},
         {"p": "x"},
     ),
     (

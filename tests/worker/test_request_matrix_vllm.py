@@ -154,7 +154,7 @@ def test_equal_runs_write_equal_bytes(demo_url: str, tmp_path: Path) -> None:
     "options",
     [
         ["--sampling", 'structured_outputs={"json":{"type":"nothing"}}'],
-        ["--regex", "(["],
+        ["--sampling", 'structured_outputs={"regex": "(["}'],
         ["--sampling", 'logit_bias={"99999":1}'],
         ["--sampling", "stop_token_ids=[99999]"],
         ["--sampling", "bad_words=5"],
