@@ -6,7 +6,6 @@ import importlib.resources
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,14 @@ class Answers:
         found |= {name: name for name in _OPTIONAL if name in _COUNTS or self.one(f"count({name})")}
         return found | {name: name for name in _ERROR}
 
-    def tables(self, columns: dict[str, str], rows: int) -> Iterator[Any]:
-        """Yield all rows in order, as Arrow tables of `rows` rows. Columns are expressions by their names.
+    def table(self, columns: dict[str, str], first: int, stop: int) -> Any:
+        """Return the rows from place `first` up to, not including, `stop` as an Arrow table.
 
-        The first table has no rows.
+        Columns are expressions by their names.
         """
         listed = ", ".join(f"{value} AS {quoted(name)}" for name, value in columns.items())
-        query = f"SELECT {listed} FROM {self._name}"
-        total = self.one("count(*)")
-        for first, stop in pairwise([0, *range(0, total, rows), total]):
-            range_query = f"{query} WHERE rowid >= {first} AND rowid < {stop}"
-            yield self.sql.cursor().sql(range_query).to_arrow_table()
+        query = f"SELECT {listed} FROM {self._name} WHERE rowid >= {first} AND rowid < {stop}"
+        return self.sql.cursor().sql(query).to_arrow_table()
 
 
 def rows_at_once(num_bytes: int, num_rows: int) -> int:
@@ -113,11 +109,6 @@ def connect(scratch: Path) -> Any:
             "autoinstall_known_extensions": False,
         }
     )
-
-
-def arrow_reader(sql: Any, query: str, rows: int = 1024) -> Any:
-    """Return the rows of a query, in order, as an Arrow reader of batches. Other queries may run meanwhile."""
-    return sql.cursor().sql(query).to_arrow_reader(rows)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def make_card(
         name: Name of the data set.
         path: Glob pattern that matches the data files in the repository.
         sources: URLs of the source.
-        tables: What is known of the rows: names and values by the heading of each table.
+        tables: What is known of the rows: names and values by the heading of each table; None is left out.
     """
     import jinja2
 
@@ -39,10 +39,14 @@ def make_card(
     environment.filters |= {"plain": _plain, "code": _code}
     made = {"model": run.config.get("model"), "source": ", ".join(sources), **run.recorded}
     made = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint}
+    tables = {"How it was made": made, **tables}
     return environment.from_string(template).render(
         title=name.rpartition("/")[2],
         front_matter=_front_matter(run, path, sources),
-        tables={"How it was made": {name: each for name, each in made.items() if each}, **tables},
+        tables={
+            heading: {name: each for name, each in rows.items() if each is not None}
+            for heading, rows in tables.items()
+        },
         options=codec.encode_pretty(run.config.get("prompt") or {}).decode(),
     )
 

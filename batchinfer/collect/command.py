@@ -70,12 +70,6 @@ _SHOWN = 10
     "--job", metavar="URL", help="The job, where run.json and the run's place do not tell."
 )
 @click.option(
-    "--manifest",
-    "manifests",
-    multiple=True,
-    help="Chunks in order; for a run over a list without a job.json.",
-)
-@click.option(
     "--scratch-dir", type=click.Path(path_type=Path), help="Local folder for files under way."
 )
 @common_options
@@ -93,7 +87,6 @@ def command(**options: Any) -> dict[str, Any]:
         "dest": layout.without_slash(options["dest"]),
         "format": options["format"] or "",
         "columns": [name.strip() for name in columns.split(",")] if columns else None,
-        "manifests": list(options["manifests"]),
         "scratch_dir": str(scratch_dir) if scratch_dir else None,
     }
     config = CollectConfig(**options | changed)

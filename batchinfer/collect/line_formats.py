@@ -28,7 +28,7 @@ def _error_of(line: OutputLine) -> dict[str, Any]:
     }
 
 
-def openai_batch(line: str, _source: str) -> bytes:
+def openai_batch(line: str, _source: bytes) -> bytes:
     """Return the line of the output file of OpenAI's batch API. Its ids follow from the row."""
     found = read_line(line.encode())
     digest = hashlib.blake2b(f"{found.row}\0{found.id}".encode(), digest_size=12).hexdigest()
@@ -46,7 +46,7 @@ def openai_batch(line: str, _source: str) -> bytes:
     )
 
 
-def completions(line: str, source: str) -> bytes:
+def completions(line: str, source: bytes) -> bytes:
     """Return the row's request and its result. A failed row has no result, but an error."""
     found = read_line(line.encode())
     try:
@@ -60,12 +60,12 @@ def completions(line: str, source: str) -> bytes:
     return _encode({"request": request, "result": {"choices": choices}})
 
 
-def unchanged(line: str, _source: str) -> bytes:
+def unchanged(line: str, _source: bytes) -> bytes:
     """Return the output line itself."""
     return line.encode()
 
 
-ENCODERS: dict[str, Callable[[str, str], bytes]] = {
+ENCODERS: dict[str, Callable[[str, bytes], bytes]] = {
     "openai-batch": openai_batch,
     "completions": completions,
     "lines": unchanged,

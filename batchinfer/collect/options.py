@@ -35,7 +35,6 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     overwrite: bool = False
     is_private: bool = True
     job: str | None = None
-    manifests: list[str] = []
     scratch_dir: str | None = None
 
     @property

@@ -25,7 +25,7 @@ class Selection(NamedTuple):
     """The sound chunks of a run in input order with their markers, and the gaps: chunks that cannot be collected."""
 
     run: Run
-    job: Job | None
+    job: Job
     job_url: str
     sound: list[tuple[ChunkRef, Marker]]
     gaps: list[Gap]
@@ -39,7 +39,6 @@ def select(
     *,
     now: float,
     job_url: str | None = None,
-    manifests: list[str] | None = None,
 ) -> Selection:
     """Select the chunks of a run that can be collected: those with a sound marker and output.
 
@@ -48,7 +47,6 @@ def select(
         open_store: Opens the store of the job.
         now: The present time in Unix seconds.
         job_url: URL of the job. Default: see `job_places`.
-        manifests: Manifests that list the chunks, for a run over a list of files without a job.json.
 
     Raises:
         InputError: there is no run, the run is of a newer format version, its job cannot be found, the run was made
@@ -56,9 +54,8 @@ def select(
     """
     inventory = take_inventory(store, now=now)
     usage = "batchinfer collect {} DEST"
-    target = find_target(
-        store, inventory, open_store, usage=usage, job_url=job_url, manifests=manifests
-    )
+    target = find_target(store, inventory, open_store, usage=usage, job_url=job_url)
+    assert target.job is not None  # it has been found
     refuse_edited(target.run, url=store.url)
     audit = target.audit(inventory)
     sound = audit.check_all()
