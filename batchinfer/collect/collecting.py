@@ -78,7 +78,6 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         "bytes": sum(file.bytes for file in record.files),
         "missing_chunks": len(record.missing),
         "missing": record.missing[:_LISTED],
-        "foreign_objects": selection.num_foreign,
         **({"commit": dest.commit} if isinstance(dest, HubDestination) else {}),
         "run_time_sec": round(seconds, 3),
         "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,
@@ -94,7 +93,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
     gaps, is_part = selection.gaps, config.partial and bool(selection.sound)
     shown = [gap for gap in gaps if not is_part or gap.kind != MISSING]
     for gap in shown[:_SHOWN]:
-        logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
+        logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
     if not gaps or is_part:
         return
     if not selection.sound:
@@ -102,7 +101,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
             f"{config.run}: no chunk is done yet",
             hint=f"see how it goes: batchinfer status {config.run}",
         )
-    names = ", ".join(gap.chunk for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
+    names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
     raise RunUnsound(
         f"{config.run}: {len(gaps)} of {len(gaps) + len(selection.sound)} chunks are not there or not sound ({names})",
         hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
@@ -166,7 +165,7 @@ def _write(
         rows=rows.num_rows,
         rows_error=sum(errors.values()),
         chunks=rows.num_chunks,
-        missing=[gap.chunk for gap in (*selection.gaps, *rows.damaged)],
+        missing=[gap.subject for gap in (*selection.gaps, *rows.damaged)],
         files=files,
         broken_answers=rows.broken_answers,
         json_texts=dict(rows.source_texts),

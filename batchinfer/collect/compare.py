@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import click
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.outputs import sound_outputs
-from batchinfer.collect.selection import Gap, Selection, select
+from batchinfer.collect.selection import Selection, select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import differing_keys
 from batchinfer.storage.scratch import Scratch
-
-logger = logging.getLogger(__name__)
 
 
 def run_compare(
@@ -77,11 +74,8 @@ def run_compare(
 
 
 def _load(answers: Answers, selection: Selection, store: Any, scratch: Scratch) -> None:
-    damaged: list[Gap] = []
-    for outputs in sound_outputs(selection, store, scratch, damaged):
+    for outputs in sound_outputs(selection, store, scratch, []):
         answers.add(list(outputs))
-    for gap in damaged:
-        logger.warning("%s: %s: %s; it is left out", store.url, gap.chunk, gap.problem)
 
 
 def _rows(sql: Any, query: str) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -99,13 +98,13 @@ class JsonAnswers:
 def _value(text: str | None) -> Any:
     """Return the JSON value of a text; None if it is none, or is nested too deep."""
     data = (text or "").encode()
-    if is_deep(data):
+    if not data or is_deep(data):
         return None
-    found = read_object(data)
-    if found is None:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(data)
-    return found
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        has_numbers = b"NaN" in data or b"Infinity" in data  # which JSON does not have
+        return None if has_numbers else read_object(data)
 
 
 def _members(schema: Any) -> Iterable[tuple[str, Any]]:

@@ -13,12 +13,13 @@ from batchinfer.collect.json_answers import JsonAnswers, schema_of
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
 from batchinfer.collect.options import TABLES, CollectConfig
 from batchinfer.collect.outputs import sound_outputs
-from batchinfer.collect.selection import Gap, Selection
+from batchinfer.collect.selection import Selection
 from batchinfer.collect.source import Chunks, Source, open_lines, open_source
 from batchinfer.collect.vectors import VectorColumn
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Marker
 from batchinfer.core.tasks import GENERATE, is_pooling
+from batchinfer.ledger.audit import Finding
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
@@ -56,7 +57,7 @@ class Collection:
         import numpy as np
 
         self._config = config
-        self.damaged: list[Gap] = []
+        self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
         self._is_table = config.kind in TABLES
         self.answers = Answers(connect(scratch.folder), with_lines=not self._is_table)
@@ -64,11 +65,9 @@ class Collection:
         for outputs in sound_outputs(selection, store, scratch, self.damaged):
             self.answers.add(list(outputs))
             found += outputs.values()
-        for gap in self.damaged:
-            logger.warning("%s: %s", gap.chunk, gap.problem)
         if self.damaged and not config.partial:
             raise RunUnsound(
-                f"{self.damaged[0].chunk}: {self.damaged[0].problem}",
+                f"{self.damaged[0].subject}: {self.damaged[0].problem}",
                 hint=f"{_ASK_VERIFY}; --partial leaves it out",
             )
         refs = [ref for ref, _ in found]
