@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
 
 
 def render(found: dict[str, Any]) -> Any:
-    """Lay out the comparison for a terminal."""
+    """Lay out the comparison as a table that is no wider than its texts."""
     from rich.table import Table
     from rich.text import Text
 
@@ -143,6 +142,5 @@ def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any)
     found = run_compare(
         (run_a, run_b), scratch_dir=scratch, open_store=open_store, clock=SystemClock(), **options
     )
-    width = None if sys.stderr.isatty() else 160
-    Console(stderr=True, highlight=False, width=width).print(render(found))
+    Console(stderr=True, highlight=False).print(render(found))  # a pipe gets 80 columns at most
     return found
