@@ -142,5 +142,5 @@ def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any)
     found = run_compare(
         (run_a, run_b), scratch_dir=scratch, open_store=open_store, clock=SystemClock(), **options
     )
-    Console(stderr=True, highlight=False).print(render(found))  # a pipe gets 80 columns at most
+    Console(stderr=True, highlight=False).print(render(found))
     return found
