@@ -29,26 +29,21 @@ def make_card(
     """
     import jinja2
 
-    template = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # noqa: S701 - Markdown; `plain` and `code` escape it
-    )
-    environment.filters |= {"plain": _plain, "code": _code}
+    text = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
     made = {"model": run.config.get("model"), "source": ", ".join(sources), **run.recorded}
     made = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint}
-    tables = {"How it was made": made, **tables}
-    return environment.from_string(template).render(
-        title=name.rpartition("/")[2],
+    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()
+    template = jinja2.Template(text, trim_blocks=True, lstrip_blocks=True)
+    card: str = template.render(
+        title=_plain(name.rpartition("/")[2]),
         front_matter=_front_matter(run, path, sources),
         tables={
-            heading: {name: each for name, each in rows.items() if each is not None}
-            for heading, rows in tables.items()
+            heading: [(_plain(key), _plain(each)) for key, each in rows.items() if each is not None]
+            for heading, rows in {"How it was made": made, **tables}.items()
         },
-        options=codec.encode_pretty(run.config.get("prompt") or {}).decode(),
+        options=_code(options),
     )
+    return card
 
 
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")

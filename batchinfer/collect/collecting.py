@@ -20,7 +20,6 @@ from batchinfer.collect.table import Collection
 from batchinfer.core import codec
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
-from batchinfer.ledger.audit import MISSING
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
@@ -85,27 +84,25 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
 
 
 def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
-    """Refuse a run with chunks that cannot be collected, unless a part of it is asked for.
+    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is asked for.
 
     Raises:
         RunUnsound: see `run_collect`.
     """
-    gaps, is_part = selection.gaps, config.partial and bool(selection.sound)
-    shown = [gap for gap in gaps if not is_part or gap.kind != MISSING]
-    for gap in shown[:_SHOWN]:
+    gaps = selection.gaps
+    for gap in gaps[:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
-    if not gaps or is_part:
-        return
     if not selection.sound:
         raise RunUnsound(
             f"{config.run}: no chunk is done yet",
             hint=f"see how it goes: batchinfer status {config.run}",
         )
-    names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
-    raise RunUnsound(
-        f"{config.run}: {len(gaps)} of {len(gaps) + len(selection.sound)} chunks are not there or not sound ({names})",
-        hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
-    )
+    if gaps and not config.partial:
+        names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
+        raise RunUnsound(
+            f"{config.run}: {len(gaps)} of {len(gaps) + len(selection.sound)} chunks are missing or damaged ({names})",
+            hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
+        )
 
 
 def _open_dest(config: CollectConfig, open_store: OpenStore) -> Destination:

@@ -8,13 +8,10 @@ from typing import Any
 import click
 
 from batchinfer.cli.settings import common_options
-from batchinfer.cli.terminal import say
 from batchinfer.collect.collecting import run_collect
 from batchinfer.collect.options import FORMATS, SHARD_ROWS, CollectConfig
 from batchinfer.core import layout
 from batchinfer.core.clock import SystemClock
-
-_SHOWN = 10
 
 
 @click.command("collect")
@@ -90,7 +87,4 @@ def command(**options: Any) -> dict[str, Any]:
         "scratch_dir": str(scratch_dir) if scratch_dir else None,
     }
     config = CollectConfig(**options | changed)
-    result = run_collect(config, open_store=open_store, clock=SystemClock())
-    for name in result["missing"][:_SHOWN]:
-        say(f"missing: {name}")
-    return result
+    return run_collect(config, open_store=open_store, clock=SystemClock())
