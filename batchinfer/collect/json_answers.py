@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,18 +24,19 @@ class JsonAnswers:
     Args:
         texts: Gives all answers, some at a time: a text, a list of texts or None for each row.
         schema: JSON schema of the run; None if it has none.
-        has_lists: Whether rows have lists of answers.
+        columns: Names of the columns with answers and finish reasons.
     """
 
     def __init__(
-        self, texts: Callable[[], Iterable[list[Any]]], schema: Any, *, has_lists: bool
+        self, texts: Callable[[], Iterable[list[Any]]], schema: Any, columns: Sequence[str]
     ) -> None:
         import pyarrow as pa
 
+        self._texts, self._reasons = columns
         self.num_broken = 0
         """Number of finished answers that break the schema, among those looked at so far."""
         self._validator: Any = _validator(schema) if isinstance(schema, Mapping) else None
-        self._valid_type = pa.list_(pa.bool_()) if has_lists else pa.bool_()
+        self._valid_type = pa.bool_() if self._texts == "text" else pa.list_(pa.bool_())
         known = {
             _PREFIX + name: pa.type_for_alias(_OF_SCHEMA[member["type"]])
             for name, member in _members(schema)
@@ -48,21 +49,18 @@ class JsonAnswers:
             self._is_flat = False
             self._columns = JsonColumns(blocks)
 
-    def arrays(self, texts: list[Any], reasons: list[Any]) -> dict[str, Any]:
-        """Return the columns of some rows as Arrow arrays by their names.
-
-        Args:
-            texts: The rows' answers.
-            reasons: Their finish reasons, or lists of these.
-        """
+    def made(self, table: Any) -> Any:
+        """Return an Arrow table of rows with these columns behind its own."""
         import pyarrow as pa
 
+        texts, reasons = table[self._texts].to_pylist(), table[self._reasons].to_pylist()
         found = self._columns.arrays(list(map(self._row, texts)), self._columns.names)
-        if self._validator is None:
-            return found
-        valid = list(map(self._is_valid, texts, reasons))
-        name = "answer_valid" if "answer_valid" not in found else "_answer_valid"
-        return found | {name: pa.array(valid, self._valid_type)}
+        if self._validator is not None:
+            name = "answer_valid" if "answer_valid" not in found else "_answer_valid"
+            found[name] = pa.array(map(self._is_valid, texts, reasons), self._valid_type)
+        for name, array in found.items():
+            table = table.append_column(name, array)
+        return table
 
     @property
     def json_texts(self) -> list[str]:

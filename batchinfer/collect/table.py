@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -86,14 +87,17 @@ class Collection:
         task = prompt.get("task") or GENERATE
         wanted = () if is_pooling(task) else ("text", "finish_reason")
         self._columns = self.answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
-        self._vectors: VectorColumn | None = None
-        if vectors := self._columns.keys() & {"embedding", "embeddings"}:
-            self._vectors = VectorColumn(self.answers, task, is_list="embeddings" in vectors)
+        self._made: list[VectorColumn | JsonAnswers] = [
+            VectorColumn(self.answers, task, name)
+            for name in self._columns.keys() & {"embedding", "embeddings"}
+        ]
         self._json: JsonAnswers | None = None
         is_json, schema = schema_of(prompt.get("body") or {})
         if wanted and (is_json if config.answer_json is None else config.answer_json):
-            self._texts = [name if name in self._columns else f"{name}s" for name in wanted]
-            self._json = JsonAnswers(self._all_texts, schema, has_lists="text" not in self._columns)
+            names = [name if name in self._columns else f"{name}s" for name in wanted]
+            texts = functools.partial(self._values, names[0])
+            self._json = JsonAnswers(texts, schema, names)
+            self._made.append(self._json)
         chunks = Chunks(refs, open_store, scratch)
         self._source: Source | None = None
         if config.with_source:
@@ -108,11 +112,11 @@ class Collection:
         )[1].schema
         """Names and types of the columns."""
 
-    def _all_texts(self) -> Iterator[list[Any]]:
+    def _values(self, name: str) -> Iterator[list[Any]]:
         for first in range(0, self.num_rows, self._at_once):
-            columns = {"text": self._columns[self._texts[0]]}
-            table = self.answers.table(columns, first, first + self._at_once)
-            yield table["text"].to_pylist()
+            column = {name: self._columns[name]}
+            table = self.answers.table(column, first, first + self._at_once)
+            yield table[name].to_pylist()
 
     @property
     def broken_answers(self) -> int:
@@ -170,26 +174,42 @@ class Collection:
         ]
 
     def _all(self) -> Iterator[Any]:
-        """Yield all rows with the source's columns, in input order."""
+        """Yield all rows with the source's columns, in input order.
+
+        Raises:
+            InputError: rows are missing, or an answer is of another row than its place says.
+        """
+        if self._json:
+            self._json.num_broken = 0
+        done, next_log = 0, time.monotonic() + _LOG_SECONDS
+        for start, stop, source in self._parts():
+            if start != done:
+                break
+            yield self._joined(start, stop, source)
+            done = stop
+            if time.monotonic() > next_log:
+                logger.info("%d of %d rows read", done, self.num_rows)
+                next_log += _LOG_SECONDS
+        if done != self.num_rows:
+            raise InputError("the source does not have all rows any more", hint="collect again")
+
+    def _parts(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield the places of rows that follow each other, from one up to another, with the source's columns."""
         import numpy as np
         import pyarrow as pa
 
-        if self._json:
-            self._json.num_broken = 0
-        next_log = time.monotonic() + _LOG_SECONDS
-        for start in () if self._source else range(0, self.num_rows, self._at_once):
-            yield self._joined(start, min(start + self._at_once, self.num_rows), None)
-        for first_row, source in self._source.read() if self._source else ():
+        if self._source is None:
+            for start in range(0, self.num_rows, self._at_once):
+                yield start, min(start + self._at_once, self.num_rows), None
+            return
+        for first_row, source in self._source.read():
             rows = np.arange(first_row, first_row + len(source))
             chunks = self._first_rows.searchsorted(rows, "right") - 1
             places = self._starts[chunks] + rows - self._first_rows[chunks]
-            is_there = (chunks >= 0) & (places < self._starts[chunks + 1])
-            if is_there.any():
-                start, stop = places[is_there][[0, -1]].tolist()
-                yield self._joined(start, stop + 1, source.filter(pa.array(is_there)))
-            if time.monotonic() > next_log:
-                logger.info("row %d of %d read", first_row, self.num_rows)
-                next_log += _LOG_SECONDS
+            is_wanted = (chunks >= 0) & (places < self._starts[chunks + 1])
+            if is_wanted.any():
+                first, last = places[is_wanted][[0, -1]].tolist()
+                yield first, last + 1, source.filter(pa.array(is_wanted))
 
     def _joined(self, start: int, stop: int, source: Any) -> Any:
         """Return the answers from place `start` up to `stop` as they are in the table, with the source's columns.
@@ -208,16 +228,8 @@ class Collection:
             raise InputError(
                 f"row {rows[wrong[0]]}: another row is in its place in the output", hint=_ASK_VERIFY
             )
-        if self._vectors:
-            index = next(
-                i for i, name in enumerate(table.column_names) if name.startswith("embedding")
-            )
-            array = self._vectors.array(table.column(index))
-            table = table.set_column(index, self._vectors.name, array)
-        if self._json:
-            texts, reasons = (table[name].to_pylist() for name in self._texts)
-            for name, array in self._json.arrays(texts, reasons).items():
-                table = table.append_column(name, array)
+        for columns in self._made:
+            table = columns.made(table)
         if source is None:
             return table
         table = table.rename_columns(list(map(self._apart, table.column_names)))

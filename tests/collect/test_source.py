@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
@@ -168,6 +168,23 @@ def test_a_source_that_is_not_the_same_any_more_is_not_read(what: str, tmp_path:
     found = table_of(run, tmp_path, with_source=True)
     assert found["prompt"].to_pylist() == table["prompt"].to_pylist()
     assert found["number"].to_pylist() == list(range(ROWS))
+
+
+@pytest.mark.parametrize("left", [slice(0, -1), slice(1, None), slice(0, None, 2)])
+def test_a_source_that_loses_rows_meanwhile_loses_no_answers(
+    left: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.collect import source, table
+
+    def shrunk(*arguments: Any) -> source.Source:
+        found = source.open_source(*arguments)
+        return found._replace(read=lambda: iter(list(found.read())[left]))
+
+    run = finished(tmp_path, pa.table(COLUMNS))
+    monkeypatch.setattr(table, "open_source", shrunk)
+    with pytest.raises(InputError, match="not have all rows"):
+        collect(run, tmp_path / "out.parquet", with_source=True)
+    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_times_and_bytes_in_json_lines_and_csv(tmp_path: Path) -> None:
