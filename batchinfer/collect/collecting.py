@@ -20,6 +20,7 @@ from batchinfer.collect.table import Collection
 from batchinfer.core import codec
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.ledger.audit import MISSING
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
@@ -90,7 +91,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
         RunUnsound: see `run_collect`.
     """
     gaps = selection.gaps
-    for gap in gaps[:_SHOWN]:
+    for gap in [gap for gap in gaps if gap.kind != MISSING or not config.partial][:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
     if not selection.sound:
         raise RunUnsound(
