@@ -185,13 +185,14 @@ def _card(
     errors: dict[str, int],
 ) -> str:
     """Return the card of a data set on the Hub. Of local sources it has the last parts of their URLs only."""
+    prompts, answers = rows.answers.one("sum(prompt_tokens)", "sum(completion_tokens)")
     counts = {
         "rows": f"{sum(file.rows for file in record.files):,}",
         "condition": config.where or None,
         "drawn at random": None if config.sample is None else f"seed {config.seed}",
         "failed rows of the run": f"{record.rows_error:,} of {record.rows:,}",
-        "prompt tokens": f"{rows.answers.one('sum(prompt_tokens)') or 0:,}",
-        "completion tokens": f"{rows.answers.one('sum(completion_tokens)') or 0:,}",
+        "prompt tokens": f"{prompts or 0:,}",
+        "completion tokens": f"{answers or 0:,}",
         "chunks that are missing": len(record.missing) or None,
     }
     urls = [source.url for source in selection.job.sources]

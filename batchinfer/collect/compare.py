@@ -11,7 +11,7 @@ import click
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.outputs import sound_outputs
-from batchinfer.collect.selection import Selection, select
+from batchinfer.collect.selection import select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.ledger.jobs import OpenStore
@@ -55,7 +55,7 @@ def run_compare(
     try:
         sql = connect(scratch.folder)
         for name, store, selection in zip("ab", stores, found, strict=True):
-            _load(Answers(sql, name), selection, store, scratch)
+            Answers(sql, sound_outputs(selection, store, scratch, []), scratch, name)
         sql.execute((importlib.resources.files("batchinfer.collect") / "compare.sql").read_text())
         sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
         a, b = (selection.run.config for selection in found)
@@ -70,11 +70,6 @@ def run_compare(
         }
     finally:
         scratch.close()
-
-
-def _load(answers: Answers, selection: Selection, store: Any, scratch: Scratch) -> None:
-    for outputs in sound_outputs(selection, store, scratch, []):
-        answers.add(list(outputs))
 
 
 def _rows(sql: Any, query: str) -> list[dict[str, Any]]:

@@ -18,10 +18,9 @@ from batchinfer.collect.selection import Selection
 from batchinfer.collect.source import Chunks, Source, open_lines, open_source
 from batchinfer.collect.vectors import VectorColumn
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
-from batchinfer.core.records import Marker
 from batchinfer.core.tasks import GENERATE, is_pooling
 from batchinfer.ledger.audit import Finding
-from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
@@ -61,11 +60,10 @@ class Collection:
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
         self._is_table = config.kind in TABLES
-        self.answers = Answers(connect(scratch.folder), with_lines=not self._is_table)
-        found: list[tuple[ChunkRef, Marker]] = []
-        for outputs in sound_outputs(selection, store, scratch, self.damaged):
-            self.answers.add(list(outputs))
-            found += outputs.values()
+        outputs = sound_outputs(selection, store, scratch, self.damaged)
+        sql, with_lines = connect(scratch.folder), not self._is_table
+        self.answers = Answers(sql, outputs, scratch, with_lines=with_lines)
+        found = self.answers.found
         if self.damaged and not config.partial:
             raise RunUnsound(
                 f"{self.damaged[0].subject}: {self.damaged[0].problem}",
@@ -76,7 +74,7 @@ class Collection:
         self._first_rows = np.array([ref.first_row for ref in refs], "int64")
         self._starts = np.cumsum([0, *(marker.rows_ok + marker.rows_error for _, marker in found)])
         self.num_rows = int(self._starts[-1])
-        if self.answers.one("count(*)") != self.num_rows:
+        if self.answers.one("count(*)") != (self.num_rows,):
             raise InputError(
                 f"{store.url}: its outputs do not have the {self.num_rows} lines that their markers count",
                 hint=_ASK_VERIFY,
@@ -107,16 +105,15 @@ class Collection:
         if self._source and not self._source.schema.names:
             self._source = None
         # A wrong condition is refused before anything is written.
-        self.schema = self._fitting(
-            self._joined(0, 0, self._source and self._source.schema.empty_table())
-        )[1].schema
+        nothing = self.answers.read(self._columns).take(0)
+        source = self._source and self._source.schema.empty_table()
+        self.schema = self._fitting(self._joined(nothing, 0, source))[1].schema
         """Names and types of the columns."""
 
     def _values(self, name: str) -> Iterator[list[Any]]:
-        for first in range(0, self.num_rows, self._at_once):
-            column = {name: self._columns[name]}
-            table = self.answers.table(column, first, first + self._at_once)
-            yield table[name].to_pylist()
+        answers = self.answers.read({name: self._columns[name]})
+        for _ in range(0, self.num_rows, self._at_once):
+            yield answers.take(self._at_once)[name].to_pylist()
 
     @property
     def broken_answers(self) -> int:
@@ -181,11 +178,12 @@ class Collection:
         """
         if self._json:
             self._json.num_broken = 0
+        answers = self.answers.read(self._columns)
         done, next_log = 0, time.monotonic() + _LOG_SECONDS
         for start, stop, source in self._parts():
             if start != done:
                 break
-            yield self._joined(start, stop, source)
+            yield self._joined(answers.take(stop - start), start, source)
             done = stop
             if time.monotonic() > next_log:
                 logger.info("%d of %d rows read", done, self.num_rows)
@@ -211,16 +209,15 @@ class Collection:
                 first, last = places[is_wanted][[0, -1]].tolist()
                 yield first, last + 1, source.filter(pa.array(is_wanted))
 
-    def _joined(self, start: int, stop: int, source: Any) -> Any:
-        """Return the answers from place `start` up to `stop` as they are in the table, with the source's columns.
+    def _joined(self, table: Any, start: int, source: Any) -> Any:
+        """Return answers as they are in the table, with the source's columns. The first one has the place `start`.
 
         Raises:
             InputError: an answer is of another row than its place says.
         """
         import numpy as np
 
-        table = self.answers.table(self._columns, start, stop)
-        places = np.arange(start, stop)
+        places = np.arange(start, start + len(table))
         chunks = self._starts.searchsorted(places, "right") - 1
         rows = self._first_rows[chunks] + places - self._starts[chunks]
         wrong = np.flatnonzero(table["_row"].to_numpy() != rows)

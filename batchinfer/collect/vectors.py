@@ -27,8 +27,7 @@ class VectorColumn:
         import pyarrow as pa
 
         self._column, is_list = column, column == "embeddings"
-        least = answers.one(f"min(list_min({_LENGTHS}))")
-        most = answers.one(f"max(list_max({_LENGTHS}))")
+        least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
         self._is_nested = least < 0
         self._is_number = task == "reward" and least == most == 1
         names = {True: "reward", False: "embedding"}
