@@ -34,11 +34,16 @@ FRAME_BYTES = 8 << 20
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
 """Fewest rows of a turn (see `build_in_processes`). The last turn may have fewer."""
-_USUAL_ROWS, _USUAL_BYTES = 5000, 16 << 20
-"""Largest number of rows of a chunk, and about its largest size in bytes of the sources, if no option says its size. A
-worker on one GPU does some ten to fifty rows in a second, fewer if they are long."""
-_CHUNKS_PER_WORKER = 4
-_MOST_CHUNKS = 10_000
+_USUAL_ROWS, _USUAL_BYTES = 2000, 4 << 20
+"""Largest number of rows of a chunk, and about its largest size in bytes of the sources, if no option says its size:
+about a minute of a worker. One on one GPU does some ten to fifty rows in a second, fewer if they are long."""
+_CHUNKS_PER_WORKER, _LEAST_CHUNKS_PER_WORKER = 50, 4
+"""Chunks that each worker gets at least, and those that it gets even if a chunk has fewer than `_FEW_ROWS` rows then.
+
+Workers take whole chunks of each other, so at the end of a run a slow worker keeps the others waiting for a chunk.
+"""
+_FEW_ROWS = 20
+_MOST_CHUNKS = 100_000
 _HASH_BYTES = 8
 _SORTED_HASHES = 4 << 20
 """Number of id hashes that are sorted at once, on average at most. More hashes are sorted in several passes."""
@@ -83,8 +88,8 @@ def usual_num_chunks(counted: CountedSources, rows: int, num_workers: int) -> in
     all_rows = sum(item.rows for item in counted.files)
     all_bytes = sum(item.found.bytes for item in counted.files)
     size = min(_USUAL_ROWS, max(1, _USUAL_BYTES * all_rows // max(1, all_bytes)))
-    enough = min(-(-rows // size), _MOST_CHUNKS)
-    return min(rows, max(enough, _CHUNKS_PER_WORKER * num_workers))
+    enough = max(-(-rows // size), min(_CHUNKS_PER_WORKER * num_workers, rows // _FEW_ROWS))
+    return min(rows, max(min(enough, _MOST_CHUNKS), _LEAST_CHUNKS_PER_WORKER * num_workers))
 
 
 def even_chunk_starts(

@@ -471,7 +471,7 @@ def config_of(context: click.Context) -> SplitConfig:
 @click.option(
     "--num-chunks",
     type=click.IntRange(min=1),
-    help="Make so many chunks, even to one row. Default: chunks of some minutes, at least 4 for each worker.",
+    help="Make so many chunks, even to one row. Default: chunks of about a minute, at least 50 a worker.",
 )
 @click.option(
     "--chunk-rows", type=click.IntRange(min=1), help="Put so many rows in each chunk but the last."

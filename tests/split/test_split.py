@@ -124,16 +124,16 @@ def test_chunks_are_even_whatever_the_numbers(rows, num_chunks, chunk_rows):
     [
         (1, 100, 1, 1),
         (3, 100, 1, 3),
-        (1000, 100, 1, 4),
+        (1000, 100, 1, 50),
+        (999, 100, 1, 49),  # at least 20 rows a chunk, where that gives each worker four
         (1000, 100, 16, 64),
         (40, 100, 16, 40),
-        (20_000, 100, 1, 4),
-        (20_001, 100, 1, 5),
-        (1_000_000, 1500, 16, 200),
-        (1_000, 1 << 20, 1, 63),  # 16 rows of a megabyte
+        (100_000, 100, 1, 50),
+        (100_001, 100, 1, 51),
+        (1_000_000, 1500, 16, 800),
+        (1_000, 1 << 20, 1, 250),  # 4 rows of a megabyte
         (1_000, 1 << 30, 1, 1000),
-        (10**9, 100, 16, 10_000),
-        (10**9, 100, 5000, 20_000),
+        (10**9, 100, 16, 100_000),
     ],
 )
 def test_chunks_have_a_good_size_if_nothing_is_said(rows, row_bytes, num_workers, expected):

@@ -77,7 +77,7 @@ def test_each_task_has_its_body_and_counts_no_text(
     assert len({str(answer) for answer in answers}) == 30
     assert (result["status"], result["total_tokens_generated"]) == ("SUCCESS", 0)
     marker = read_marker(open_store(str(job / "run")), "part-00000")
-    assert (marker.rows_ok, marker.finish_reasons, marker.completion_lengths) == (10, {}, {})
+    assert (marker.rows_ok, marker.finish_reasons) == (10, {})
     assert marker.prompt_tokens > 0
 
 
@@ -110,7 +110,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--task", "embed", "--continue-final", "Sure"), "--continue-final with --task embed"),
+        (("--task", "embed", "--tools-column", "t"), "--tools-column with --task embed"),
         (("--task", "embed", *PAIR), "--pair-columns with --task embed"),
         (("--task", "score"), "--pair-columns with --task score"),
         (("--task", "translate"), "--audio-column"),
