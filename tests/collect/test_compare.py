@@ -80,6 +80,15 @@ def test_a_run_equals_itself(runs: tuple[str, str]) -> None:
     assert found["A"] == found["B"]
 
 
+def test_a_run_that_has_done_nothing_yet_misses_every_row(
+    runs: tuple[str, str], tmp_path: Path
+) -> None:
+    finish_run(tmp_path / "job", tmp_path / "job/runs/c", leave_out=range(5))
+    found = compare(runs[0], str(tmp_path / "job/runs/c"))
+    assert (found["figures"]["rows"], found["figures"]["same answer"]) == (30, 0)
+    assert (found["B"]["missing here only"], found["A"]["missing here only"]) == (30, 0)
+
+
 def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_path: Path) -> None:
     make_job(tmp_path / "other", rows=3, per_chunk=10)
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")
