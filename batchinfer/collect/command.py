@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.collecting import run_collect
 from batchinfer.collect.options import FORMATS, SHARD_ROWS, CollectConfig
@@ -14,7 +15,7 @@ from batchinfer.core import layout
 from batchinfer.core.clock import SystemClock
 
 
-@click.command("collect")
+@click.command("collect", cls=SectionCommand)
 @click.argument("run")
 @click.argument("dest")
 @click.option(
