@@ -110,7 +110,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
 def _open_dest(config: CollectConfig, open_store: OpenStore) -> Destination:
     suffix, overwrite = FORMATS[config.kind], config.overwrite
     if config.dest.startswith("hf://"):
-        is_private = config.is_private
+        is_private = not config.is_public
         return HubDestination(config.dest, suffix, overwrite=overwrite, is_private=is_private)
     folder, name = split_name(config.dest) if suffix_of(config.dest) else (config.dest, "")
     return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
@@ -125,7 +125,7 @@ def _key(config: CollectConfig, selection: Selection) -> str:
         "format",
         "partial",
         "overwrite",
-        "is_private",
+        "is_public",
         "job",
         "scratch_dir",
     ):

@@ -57,13 +57,13 @@ class Chunks(NamedTuple):
             remove_quietly(local.path)
 
 
-def open_source(job: Job, chunks: Chunks, columns: Sequence[str] | None) -> Source:
+def open_source(job: Job, chunks: Chunks, columns: Sequence[str]) -> Source:
     """Return the source's columns.
 
     Args:
         job: The job.
         chunks: Its chunks.
-        columns: Names of the columns; None for all of the job.
+        columns: Names of the columns; none for all of the job.
 
     Raises:
         ConfigError: the source has no such column.
@@ -91,13 +91,13 @@ def open_lines(chunks: Chunks) -> Source:
     return Source(schema, read)
 
 
-def _chosen(columns: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+def _chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return the names of the columns that are asked for.
 
     Raises:
         ConfigError: one of them is not known.
     """
-    for name in columns or ():
+    for name in columns:
         if name not in known:
             names = ", ".join(known[:30])
             raise ConfigError(
@@ -110,7 +110,7 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 # --------------------------------------------------------------------------- chunks
 
 
-def _from_chunks(chunks: Chunks, wanted: Sequence[str] | None) -> Source:
+def _from_chunks(chunks: Chunks, wanted: Sequence[str]) -> Source:
     """Return columns whose types are found from all values, which reads every chunk once or more."""
     import pyarrow as pa
 
@@ -151,7 +151,7 @@ def _mended(line: bytes) -> dict[str, Any]:
 # --------------------------------------------------------------------------- parquet
 
 
-def _from_parquet(job: Job, columns: Sequence[str] | None) -> Source | None:
+def _from_parquet(job: Job, columns: Sequence[str]) -> Source | None:
     """Return the columns of the job's parquet files; None if other files are among them, or one has changed.
 
     Raises:

@@ -303,7 +303,7 @@ class WorkFolder:
         return CollectConfig(
             run=self.run_url,
             dest=config.dest,
-            format=config.format or "",
+            format=config.format,
             with_source=config.with_source,
             partial=config.limit is not None,
             overwrite=True,
