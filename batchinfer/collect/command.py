@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.collect.collecting import run_collect
@@ -17,7 +18,7 @@ from batchinfer.core.clock import SystemClock
 _SHOWN = 10
 
 
-@click.command("collect")
+@click.command("collect", cls=SectionCommand)
 @click.argument("run")
 @click.argument("dest")
 @click.option(

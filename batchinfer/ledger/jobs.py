@@ -469,7 +469,7 @@ def _resolve_elsewhere(
         if is_absolute and is_remote and not allow_absolute:
             raise InputError(
                 f"{manifest}: {line!r} is absolute, and the manifest is not local",
-                hint="if you trust who wrote it, pass --allow-absolute",
+                hint="if you trust who wrote it, copy it to this machine",
             )
         if line.startswith("chunks/") and folder.endswith("manifests"):
             raise InputError(

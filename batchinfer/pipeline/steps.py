@@ -31,6 +31,7 @@ from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import GENERATE
 from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
+from batchinfer.pipeline.command import PipelineConfig
 from batchinfer.pipeline.sources import recognise
 from batchinfer.pipeline.splitting import split_or_append
 from batchinfer.split.command import SplitConfig
@@ -43,20 +44,6 @@ logger = logging.getLogger(__name__)
 
 COLLECTING = "collecting.json"
 """Key of the `CollectingRecord` in the work folder."""
-
-
-class PipelineConfig(Record, frozen=True, kw_only=True):
-    """Options of `run` that are not the worker's. `limit` is the number of first rows to answer now."""
-
-    sources: list[str]
-    dest: str
-    work: str
-    limit: int | None = None
-    delimiter: str = ""
-    format: str = ""
-    with_source: bool = False
-    is_plain: bool = False
-    """Whether prompts of a column are sent as they are, also to a model with a chat template."""
 
 
 class CollectingRecord(Record, frozen=True, kw_only=True):
@@ -316,7 +303,7 @@ class WorkFolder:
         return CollectConfig(
             run=self.run_url,
             dest=config.dest,
-            format=config.format,
+            format=config.format or "",
             with_source=config.with_source,
             partial=config.limit is not None,
             overwrite=True,
