@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from batchinfer.storage import clouds
 from batchinfer.storage.opening import open_store
 from fixtures_azure import ACCOUNT, KEY
 from making import run_process
@@ -46,3 +49,11 @@ def test_a_data_set_on_azure_is_split_answered_verified_and_collected(
     answers = open_store(root).get("answers.jsonl").data.splitlines()
     assert len(answers) == 20
     assert [json.loads(line)["_row"] for line in answers] == list(range(20))
+
+
+def test_a_large_file_goes_up_in_parts(azure_url: Callable[[str], str], tmp_path: Path):
+    store, file = open_store(azure_url("job")), tmp_path / "file"
+    file.write_bytes(os.urandom(2 * clouds.PART_BYTES + 1))
+    store.put_file("outputs/a", file)
+    store.download("outputs/a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
