@@ -90,6 +90,8 @@ class Launch:
         """Ids of the run's launches at the last look."""
         self._budgets: dict[str, float] = {}
         """Dollars that each worker of this command's launches may cost, by its id."""
+        self._most: int | None = None
+        """Most workers to start again at once: a record in the bucket may claim any number. None: not known."""
 
     def page(self) -> str:
         """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
@@ -115,9 +117,10 @@ class Launch:
         if self._options["check"]:
             self._check(len(lost))
         found = load_job(self._asked.job, open_store) if self._options["check"] else None
-        if found is not None and workers + len(lost) > found[0].num_workers:
+        self._most = found[0].num_workers if found else None
+        if self._most is not None and workers + len(lost) > self._most:
             raise ConfigError(
-                f"--workers {workers + len(lost)}: the job has {found[0].num_workers} worker manifests",
+                f"--workers {workers + len(lost)}: the job has {self._most} worker manifests",
                 hint="make it anew with `batchinfer split --num-workers N`, or start fewer workers",
             )
         result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
@@ -323,4 +326,4 @@ class Launch:
             return []
         if most_hours is not None and self._clock.now() - self._began >= most_hours * 3600:
             return []
-        return [name for launch in seen.launches for name in launch.lost]
+        return [name for launch in seen.launches for name in launch.lost][: self._most]

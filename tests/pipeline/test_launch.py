@@ -232,6 +232,24 @@ def test_a_watch_of_workers_that_never_come_gives_up(
     assert len(states()) == 2 * 6
 
 
+def test_a_forged_record_makes_a_watch_start_no_more_workers_than_the_job_has_manifests(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = launching.Launch.watch
+
+    def with_record(launch: launching.Launch) -> dict[str, Any]:
+        forged = msgspec.structs.replace(OTHER, workers=500)
+        record_launch(open_store(str(job / "runs/a")), forged, [], 0.0)
+        os.utime(job / f"runs/a/launches/{OTHER.id}.json", (1, 1))
+        return watch(launch)
+
+    monkeypatch.setattr(launching.Launch, "watch", with_record)
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
+    assert call(*launching_of(job, "--workers", "1", "--watch")).status == 3
+    assert {task["index"] for task in fake_slurm.tasks()} == {0, 1}
+
+
 LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
 
 
