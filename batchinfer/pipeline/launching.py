@@ -23,7 +23,7 @@ from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.engines.config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
-from batchinfer.runs.launched import launch_text
+from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -161,6 +161,10 @@ class Launch:
                 for line in lines:
                     say(line)
             if seen.state == "done":
+                # Machines that would only come to find nothing to do.
+                namespace = self._asked.namespace
+                for line in cancel_launches(self._store, self._clock, namespace) if coming else ():
+                    say(line)
                 return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
                 why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
