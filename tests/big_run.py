@@ -151,7 +151,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         },
         open_chunks=dict.fromkeys(open_chunks, 50),
         chunks_done=len(done),
-        rows_done=rows,
         rows_ok=rows - errors,
         rows_error=errors,
         rows_resumed=40 if is_killed else 0,

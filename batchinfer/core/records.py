@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from batchinfer.core.counts import Counts
+
 FORMAT_VERSION = 1
 """Version of the format of the files below a job's and a run's folder. Programs refuse jobs and runs of a later one."""
 
@@ -237,7 +239,7 @@ class Run(Record, frozen=True, kw_only=True):
     nonce: str
 
 
-class Marker(Record, frozen=True, kw_only=True):
+class Marker(Counts, frozen=True, kw_only=True):
     """Content of a marker (`<chunk>.jsonl.succeed`), which says that a chunk is done and describes its output.
 
     `start` and `end` are times in UTC, as ISO 8601.
@@ -249,28 +251,16 @@ class Marker(Record, frozen=True, kw_only=True):
     chunk: str
     chunk_sha256: str
     generation: int
-    rows_ok: int
-    rows_error: int
-    rows_resumed: int
     fingerprint: str
     worker: str
     epoch: int
     start: str
     end: str
-    prompt_tokens: int
-    completion_tokens: int
     nonce: str
-    cached_tokens: int = 0
-    errors: dict[str, int] = {}
-    """Number of error rows for each error code."""
     chunk_root: str = ""
     """Folder in which the chunk's file was; empty for a chunk of a job."""
     chunk_bytes: int | None = None
     """Size of the chunk's file on storage, in bytes."""
-    finish_reasons: dict[str, int] = {}
-    """Number of ok rows for each finish reason."""
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -322,7 +312,7 @@ class Money(Record, frozen=True, kw_only=True):
     max_hours: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
-class Worker(Record, frozen=True, kw_only=True):
+class Worker(Counts, frozen=True, kw_only=True):
     """Content of workers/<id>.json: a worker's heartbeat, its lease, and the numbers that `status` and `report` read.
 
     Most counters are sums over all starts of the worker. `starts` holds the time of each start. Long lists lose their
@@ -352,19 +342,10 @@ class Worker(Record, frozen=True, kw_only=True):
     """Number of finished rows of each chunk that is open now."""
     chunks_done: int = 0
     chunks_skipped: int = 0
-    rows_done: int = 0
-    rows_ok: int = 0
-    rows_error: int = 0
-    rows_resumed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
     engine_steps: int = 0
     busy_seconds: float = 0.0
     load_seconds: float = 0.0
-    errors: dict[str, int] = {}
     examples: dict[str, ErrorExample] = {}
-    finish_reasons: dict[str, int] = {}
     minutes: list[Minute] = []
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
@@ -382,9 +363,7 @@ class Worker(Record, frozen=True, kw_only=True):
     """Number of rows that have a prompt and wait for the engine."""
     engine_restarts: int = 0
     checkpointed: float = 0.0
-    """Time of the last round of checkpoints whose rows are all on storage, in Unix seconds; 0 before the first one."""
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
+    """Time as of which all finished rows are on storage, in Unix seconds; 0 before the first checkpoint."""
 
     @property
     def engine_load_seconds(self) -> float:

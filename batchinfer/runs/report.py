@@ -18,6 +18,7 @@ from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
@@ -29,7 +30,6 @@ from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
     RECENT_MINUTES,
     Overview,
-    Totals,
     add_up,
     overview,
     rows_by_chunk,
@@ -88,7 +88,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     }
 
 
-def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
+def _read_totals(store: Store, snapshot: Snapshot) -> Counts:
     """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
     known = None if snapshot.job is None else rows_by_chunk(snapshot.job, snapshot.run)
     wanted = {

@@ -57,21 +57,21 @@ def describe(telemetry: Telemetry) -> str:
     The rows are those of the worker's workload. Rates are of this start, since its engine became ready: rows that this
     start finished, and output tokens. The time left is an estimate: the rows left, divided by that rate of rows.
     """
-    work, tally = telemetry.workload, telemetry.tally
+    work, counts = telemetry.workload, telemetry.counts
     of = "" if work.rows is None else f"/{_count(work.rows)}"
     parts = [f"{_count(work.rows_done)}{of} rows"]
     if telemetry.is_loading:
         parts.append(f"loading the engine for {_duration(telemetry.run_seconds)}")
-    elif tally.rows:
+    elif counts.rows_done:
         seconds = max(telemetry.busy_seconds, 1.0)
-        rate = tally.rows / seconds
+        rate = counts.rows_done / seconds
         parts.append(f"{units.short(rate)}/s")
-        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s out")
+        parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s out")
         left = 0 if work.rows is None else work.rows - work.rows_done
         if left > 0:
             parts.append(f"{_duration(left / rate)} left")
-    if tally.num_errors:
-        parts.append(f"{_count(tally.num_errors)} failed")
+    if counts.rows_error:
+        parts.append(f"{_count(counts.rows_error)} failed")
     return ", ".join(parts)
 
 
@@ -94,11 +94,11 @@ class _ProgressLines:
         if now >= self._due:
             self._due = now + LINE_SECONDS
             sums = {
-                "rows": telemetry.tally.rows,
+                "rows": telemetry.counts.rows_done,
                 "rows_resumed": telemetry.rows_resumed,
-                "rows_error": telemetry.tally.num_errors,
-                "prompt_tokens": telemetry.tally.prompt_tokens,
-                "completion_tokens": telemetry.tally.completion_tokens,
+                "rows_error": telemetry.counts.rows_error,
+                "prompt_tokens": telemetry.counts.prompt_tokens,
+                "completion_tokens": telemetry.counts.completion_tokens,
             }
             logger.info("%s", describe(telemetry), extra=event("progress", **sums))
 

@@ -10,6 +10,7 @@ import msgspec
 
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
+from batchinfer.core.counts import MAX_CODES, Counts, most_common
 from batchinfer.core.errors import (
     BatchinferError,
     Interrupted,
@@ -19,18 +20,19 @@ from batchinfer.core.errors import (
     StopRequested,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Worker
+from batchinfer.core.records import EngineInfo, EngineStats, ErrorExample, Failure, Money, Worker
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.checkpoints import FinishedRow, count_rows
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.spending import up_seconds_of
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.tally import Tally
+from batchinfer.worker.minutes import Minutes
 from batchinfer.worker.workload import Workload
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 200
+_MAX_MESSAGE = 500
 
 WAITING_SECONDS = 30.0
 """Seconds after which a start whose engine is ready, but which has had no chunk, counts as waiting for other workers.
@@ -52,8 +54,11 @@ class Telemetry:
         self._money = money
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
-        self.tally = Tally()
+        self.counts = Counts()
         """Sums over the rows that this start finished. Rows taken over from storage are not counted."""
+        self.examples: dict[str, ErrorExample] = {}
+        """First failed row of each error code."""
+        self._minutes = Minutes()
         self.workload = Workload()
         """The chunks of this worker's manifests, and those of other workers that it does, too."""
         self._resumed_in_closed = 0
@@ -136,19 +141,19 @@ class Telemetry:
 
     def log_end(self) -> None:
         """Log the failed rows by error code, and how this start ended."""
-        if self.tally.errors:
+        if self.counts.errors:
             logger.info(
                 "failed rows: %s",
-                ", ".join(f"{count} x {code}" for code, count in self.tally.errors.most_common()),
-                extra=event("row_errors", errors=dict(self.tally.errors)),
+                ", ".join(f"{count} x {code}" for code, count in most_common(self.counts.errors)),
+                extra=event("row_errors", errors=self.counts.errors),
             )
         logger.info(
             "worker %s: %s after %.0f s, %s, %d failed%s",
             self._base.id,
             self._state,
             self.run_seconds,
-            units.many(self.tally.rows, "row"),
-            self.tally.num_errors,
+            units.many(self.counts.rows_done, "row"),
+            self.counts.rows_error,
             f" ({self._reason})" if self._reason else "",
             extra=event(
                 "worker_ended",
@@ -157,12 +162,12 @@ class Telemetry:
                 state=self._state,
                 reason=self._reason,
                 seconds=round(self.run_seconds, 3),
-                rows=self.tally.rows,
-                rows_error=self.tally.num_errors,
+                rows=self.counts.rows_done,
+                rows_error=self.counts.rows_error,
                 rows_resumed=self.rows_resumed,
                 chunks_done=self.chunks_done,
-                prompt_tokens=self.tally.prompt_tokens,
-                completion_tokens=self.tally.completion_tokens,
+                prompt_tokens=self.counts.prompt_tokens,
+                completion_tokens=self.counts.completion_tokens,
             ),
         )
 
@@ -254,14 +259,17 @@ class Telemetry:
             # Write the record now. If this chunk kills the worker, storage must already show this start as an attempt.
             self.snapshot()
             self._write_now()
-        self.chunks_resumed += chunk.counts.resumed > 0
+        self.chunks_resumed += chunk.counts.rows_resumed > 0
         logger.info(
             "chunk %s: open, %s, %d resumed",
             chunk.name,
             units.many(chunk.num_rows, "row"),
-            chunk.counts.resumed,
+            chunk.counts.rows_resumed,
             extra=event(
-                "chunk_open", chunk=chunk.name, rows=chunk.num_rows, resumed=chunk.counts.resumed
+                "chunk_open",
+                chunk=chunk.name,
+                rows=chunk.num_rows,
+                resumed=chunk.counts.rows_resumed,
             ),
         )
 
@@ -271,7 +279,7 @@ class Telemetry:
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
         self._open.pop(chunk.name, None)
-        self._resumed_in_closed += chunk.counts.resumed
+        self._resumed_in_closed += chunk.counts.rows_resumed
         if outcome == "released":
             self.workload.released(chunk.name)
         else:
@@ -282,15 +290,15 @@ class Telemetry:
             "chunk %s: %s, %s ok, %s, %d resumed",
             chunk.name,
             outcome,
-            units.many(chunk.counts.ok, "row"),
-            units.many(sum(chunk.counts.errors.values()), "error"),
-            chunk.counts.resumed,
+            units.many(chunk.counts.rows_ok, "row"),
+            units.many(chunk.counts.rows_error, "error"),
+            chunk.counts.rows_resumed,
             extra=event(
                 f"chunk_{outcome}",
                 chunk=chunk.name,
-                rows_ok=chunk.counts.ok,
-                errors=dict(chunk.counts.errors),
-                resumed=chunk.counts.resumed,
+                rows_ok=chunk.counts.rows_ok,
+                errors=chunk.counts.errors,
+                resumed=chunk.counts.rows_resumed,
                 seconds=round(self._clock.now() - chunk.started, 3),
             ),
         )
@@ -303,12 +311,15 @@ class Telemetry:
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
-        self.tally.add(rows, int(self._clock.now() // 60))
+        counts = count_rows(rows)
+        self.counts = self.counts.plus(counts)
+        self._minutes.add(counts, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
-        example = self.tally.note(chunk, line, failure)
-        if example is not None:
+        if failure.code not in self.examples and len(self.examples) < MAX_CODES:
+            example = ErrorExample(chunk=chunk, line=line, message=failure.message[:_MAX_MESSAGE])
+            self.examples[failure.code] = example
             logger.warning(
                 "%s line %d: %s: %s",
                 chunk,
@@ -345,7 +356,9 @@ class Telemetry:
     @property
     def rows_resumed(self) -> int:
         """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
-        return self._resumed_in_closed + sum(chunk.counts.resumed for chunk in self._open.values())
+        return self._resumed_in_closed + sum(
+            chunk.counts.rows_resumed for chunk in self._open.values()
+        )
 
     @property
     def run_seconds(self) -> float:
@@ -359,7 +372,7 @@ class Telemetry:
 
         Most of its counters are sums over this start and all earlier ones.
         """
-        base = self.tally.on_top_of(self._base)
+        base = self._base.plus(self.counts)
         self.latest = msgspec.structs.replace(
             base,
             state=self._state,
@@ -369,6 +382,8 @@ class Telemetry:
             open_chunks={
                 name: chunk.num_rows - chunk.num_left for name, chunk in self._open.items()
             },
+            examples=dict(list((self.examples | base.examples).items())[:MAX_CODES]),
+            minutes=self._minutes.on_top_of(base.minutes),
             chunks_done=base.chunks_done + self.chunks_done,
             chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,

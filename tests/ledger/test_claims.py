@@ -76,7 +76,7 @@ class TestLease:
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         first = take_lease(store, "w0", clock)
-        first.renew(worker_record(rows_done=41))
+        first.renew(worker_record(rows_ok=41))
         before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(
             lambda _: worker_record()
         )

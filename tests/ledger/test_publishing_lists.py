@@ -17,7 +17,7 @@ from batchinfer.ledger.publishing import Publisher, build_output, check_belongs_
 from batchinfer.storage.memory import MemoryStore
 from fakes import marker_record, worker_record
 from simulation.scenario import JOB, good_row
-from simulation.stage import Stage, when
+from simulation.stage import Stage
 
 
 @pytest.fixture
@@ -99,27 +99,6 @@ def test_a_file_whose_claim_another_of_its_name_holds_is_not_done_with_that() ->
         ending = stage.run("w2", manifest="two.txt")
         with pytest.raises(StorageError, match=OTHER_FILE):
             raise ending.error or AssertionError("it was taken for done")
-
-
-@pytest.mark.usefixtures("_quiet")
-def test_markers_that_were_there_are_read_once_more_for_a_list() -> None:
-    asked: list[str] = []
-
-    def ask(method: str, key: str) -> bool:
-        asked.extend([key] * (method == "get_object" and ".succeed" in key))
-        return False
-
-    with Stage([["one"], ["two"]], num_workers=2) as stage:
-        assert stage.run(manifest=layout.worker_manifest(0, 2), steal=False).is_success
-        assert stage.run(hook=when(ask, "dies_after")).is_success
-        assert sum("part-00000" in key for key in asked) == 1
-    asked.clear()
-    with Stage([["unused"]]) as stage:
-        put_lists(stage)
-        assert stage.run(manifest="two.txt").is_success
-        assert stage.run(manifest="two.txt", hook=when(ask, "dies_after")).is_success
-        # Twice at the start, and once more at the end, since this start has no answer of its own.
-        assert len(asked) == 3 * 2
 
 
 # --------------------------------------------------------------------------- what a marker says

@@ -44,7 +44,7 @@ def hold(stage: Stage, chunk: str, owner: str) -> None:
 
 def put_earlier_start(stage: Stage) -> None:
     """The record of an earlier start of w0, which did a row a second."""
-    record = worker_record(id="w0", epoch=1, nonce="b", rows_done=9, busy_seconds=9.0)
+    record = worker_record(id="w0", epoch=1, nonce="b", rows_ok=9, busy_seconds=9.0)
     stage.put(layout.worker_key("w0"), codec.encode(record))
 
 
@@ -227,7 +227,7 @@ def test_a_claim_that_came_late_of_a_chunk_given_up_keeps_nobody_waiting() -> No
         def beat(count: int = 1) -> None:
             # As fast as w0 was, so that it is not helped.
             record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=count)
-            record = msgspec.structs.replace(record, rows_done=count, busy_seconds=float(count))
+            record = msgspec.structs.replace(record, rows_ok=count, busy_seconds=float(count))
             stage.put(layout.worker_key("w1"), codec.encode(record))
             if count < 40:
                 stage.scheduler.after(1.0, lambda: beat(count + 1))
@@ -482,7 +482,7 @@ def beat_for_ever(
         record = worker_record(
             **{"id": "w9", "epoch": 1, "nonce": "n", "lease_seconds": 6.0, "beat": count} | numbers
         )
-        record = msgspec.structs.replace(record, rows_done=record.rows_done + new_rows * count)
+        record = msgspec.structs.replace(record, rows_ok=record.rows_ok + new_rows * count)
         stage.put(layout.worker_key("w9"), codec.encode(record))
         stage.scheduler.after(frozen_seconds if count == 1 else 1.5, lambda: beat(count + 1))
 

@@ -266,7 +266,7 @@ class TestRunsTheRealWorker:
         "worker/heartbeat",
         "worker/stream",
         "worker/open_chunks",
-        "worker/outgoing",
+        "worker/chunk_life",
         "worker/chunk",
         "worker/opening",
         "ledger/chunk_files",

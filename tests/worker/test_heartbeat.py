@@ -39,9 +39,7 @@ def stage() -> Iterator[Stage]:
 
 def let_another_hold(stage: Stage, *chunks: str) -> None:
     """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
-    ours = worker_record(
-        id="w0", epoch=1, nonce="m", state="stopped", rows_done=1, busy_seconds=9.0
-    )
+    ours = worker_record(id="w0", epoch=1, nonce="m", state="stopped", rows_ok=1, busy_seconds=9.0)
     if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
         stage.put(layout.worker_key("w0"), codec.encode(ours))
     for chunk in chunks:
@@ -54,7 +52,7 @@ def let_another_hold(stage: Stage, *chunks: str) -> None:
             nonce="n",
             lease_seconds=LEASE_SECONDS,
             beat=count,
-            rows_done=count,
+            rows_ok=count,
             busy_seconds=float(count),
         )
         stage.put(layout.worker_key("w9"), codec.encode(record))
