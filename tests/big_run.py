@@ -136,7 +136,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
     cloud, region = clouds[index % 3]
     worker = Worker(
         id=f"sky-2026-{index:03d}",
-        epoch=2 if is_killed else 1,
         nonce="n",
         state="running",
         started=begin,
@@ -200,7 +199,6 @@ def make_marker(name: str, worker: str, output: bytes, shape: Shape, **changes: 
         "rows_resumed": 0,
         "fingerprint": "f" * 32,
         "worker": worker,
-        "epoch": 1,
         "start": iso_utc(shape.now - 100),
         "end": iso_utc(shape.now),
         "prompt_tokens": 1,
@@ -239,7 +237,7 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
         run.create(layout.worker_key(worker.id), codec.encode(worker))
     for worker in workers:
         for chunk, rows in worker.open_chunks.items():
-            key = layout.segment_key(chunk, 1, f"{worker.id}.n", 1, rows)
+            key = layout.segment_key(chunk, f"{worker.id}.n", 1, rows)
             run.create(key, b"finished rows")
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):

@@ -30,7 +30,6 @@ def worker_record(**values: Any) -> Worker:
     return Worker(
         **{
             "id": "w0",
-            "epoch": 0,
             "nonce": "",
             "state": "running",
             "started": 0.0,
@@ -55,7 +54,6 @@ def marker_record(**values: Any) -> Marker:
             "rows_resumed": 0,
             "fingerprint": "f",
             "worker": "w0",
-            "epoch": 1,
             "start": "2026-01-01T00:00:00.000Z",
             "end": "2026-01-01T00:00:01.000Z",
             "prompt_tokens": 1,

@@ -24,9 +24,7 @@ LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
-_SEGMENT = re.compile(
-    r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})(?:\.(?P<rows>[0-9]{1,12}))?\.jsonl$"
-)
+_SEGMENT = re.compile(r"^(?P<writer>.+)-(?P<seq>[0-9]{6})\.(?P<rows>[0-9]{1,12})\.jsonl$")
 _RUN_OBJECT = re.compile(
     r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
 )
@@ -150,25 +148,22 @@ def checkpoint_prefix(name: str) -> str:
 class SegmentName(NamedTuple):
     """The parts of a checkpoint segment's key. `writer` is the worker's id and the nonce of its start.
 
-    `rows` is the number of finished rows in the segment. In segments of earlier versions it is None, and `writer` is
-    the worker's id without a nonce.
+    `rows` is the number of finished rows in the segment.
     """
 
     chunk: str
-    epoch: int
     writer: str
     seq: int
-    rows: int | None
+    rows: int
 
 
-def segment_key(name: str, epoch: int, writer: str, seq: int, rows: int | None = None) -> str:
-    """Key of one checkpoint segment. `rows` is the number of finished rows in it; see `SegmentName`.
+def segment_key(name: str, writer: str, seq: int, rows: int = 0) -> str:
+    """Key of one checkpoint segment; see `SegmentName`.
 
-    >>> segment_key("part-00007", 1, "w0.3f2a", 3, 250)
-    'checkpoints/part-00007/000001-w0.3f2a-000003.250.jsonl'
+    >>> segment_key("part-00007", "w0.3f2a", 3, 250)
+    'checkpoints/part-00007/w0.3f2a-000003.250.jsonl'
     """
-    count = "" if rows is None else f".{rows}"
-    return f"{CHECKPOINTS}{name}/{epoch:06d}-{writer}-{seq:06d}{count}.jsonl"
+    return f"{CHECKPOINTS}{name}/{writer}-{seq:06d}.{rows}.jsonl"
 
 
 def parse_segment(key: str) -> SegmentName | None:
@@ -177,8 +172,7 @@ def parse_segment(key: str) -> SegmentName | None:
     match = _SEGMENT.match(file)
     if match is None:
         return None
-    rows = None if match["rows"] is None else int(match["rows"])
-    return SegmentName(name, int(match["epoch"]), match["writer"], int(match["seq"]), rows)
+    return SegmentName(name, match["writer"], int(match["seq"]), int(match["rows"]))
 
 
 def part_prefix(plan: str) -> str:

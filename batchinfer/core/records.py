@@ -253,7 +253,6 @@ class Marker(Counts, frozen=True, kw_only=True):
     generation: int
     fingerprint: str
     worker: str
-    epoch: int
     start: str
     end: str
     nonce: str
@@ -266,12 +265,14 @@ class Marker(Counts, frozen=True, kw_only=True):
 class Claim(Record, frozen=True, kw_only=True):
     """Content of claims/<chunk>.json, which says which worker works on a chunk.
 
-    The claim holds as long as this worker, at this epoch, renews its heartbeat.
+    The claim holds as long as this start of this worker renews its heartbeat. A released claim names no worker.
     """
 
     worker: str
-    epoch: int
     nonce: str
+    """The worker's start."""
+    number: int = 0
+    """Makes all claims of one start differ."""
 
 
 class ErrorExample(Record, frozen=True, kw_only=True):
@@ -320,8 +321,8 @@ class Worker(Counts, frozen=True, kw_only=True):
     """
 
     id: str
-    epoch: int
     nonce: str
+    """The worker's last start."""
     state: str
     """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show another one, such as
     gone if heartbeats are missing."""

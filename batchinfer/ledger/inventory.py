@@ -47,7 +47,7 @@ class Damaged(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A stored claim, and whether the worker that it names is alive and made it in its present epoch."""
+    """A stored claim, and whether the worker that it names is alive and made it in its present start."""
 
     info: ObjectInfo
     claim: Claim
@@ -196,12 +196,12 @@ class Inventory(Listing):
         self.damaged_workers = _still_damaged(store, self.damaged_workers, Worker)
 
     def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether the worker that a claim names is alive, and made the claim in its present epoch.
+        """Whether the worker that a claim names is alive, and made the claim in its present start.
 
         The worker's record must have been read after the claim.
         """
         found = self.workers.get(claim.worker)
-        return found is not None and found[1].epoch == claim.epoch and self._beats(*found)
+        return found is not None and found[1].nonce == claim.nonce and self._beats(*found)
 
 
 def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -> Inventory:
@@ -378,9 +378,9 @@ class Snapshot(NamedTuple):
     job_url: str
     is_stop_asked: bool
     markers: dict[str, SeenMarker]
-    checkpointed: dict[str, int | None]
+    checkpointed: dict[str, int]
     """Number of finished rows in the segments of each chunk without a marker. A row that is in two segments counts
-    twice. None if the number is not known, because an earlier version wrote a segment."""
+    twice."""
     output_bytes: int
     workers: list[SeenWorker]
     notes: list[str]
@@ -582,14 +582,13 @@ class RunReader:
             return ""
 
 
-def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int | None]:
-    """Return the number of finished rows in the segments of each chunk without a marker; None if it is not known."""
-    found: dict[str, int | None] = {}
+def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int]:
+    """Return the number of finished rows in the segments of each chunk without a marker."""
+    found: dict[str, int] = {}
     for name, infos in listing.segments.items():
         if name not in markers:
             segments = [layout.parse_segment(info.key) for info in infos]
-            rows = [segment.rows for segment in segments if segment is not None]
-            found[name] = None if None in rows else sum(filter(None, rows))
+            found[name] = sum(segment.rows for segment in segments if segment is not None)
     return found
 
 

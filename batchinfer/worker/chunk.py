@@ -247,7 +247,7 @@ class OpenChunk:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
         return next(self._segment_numbers)
 
-    def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
+    def marker(self, *, fingerprint: str, worker: str, start: str, end: str) -> Marker:
         """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""
         marker = Marker(
             output="",
@@ -258,7 +258,6 @@ class OpenChunk:
             generation=self.generation,
             fingerprint=fingerprint,
             worker=worker,
-            epoch=epoch,
             start=start,
             end=end,
             nonce="",

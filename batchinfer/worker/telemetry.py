@@ -75,7 +75,6 @@ class Telemetry:
         """Counters of the engine, as they were last read."""
         self._base = Worker(
             id=worker_id,
-            epoch=0,
             nonce="",
             state="loading",
             started=clock.now(),
@@ -91,7 +90,6 @@ class Telemetry:
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._load_seconds = 0.0
-        self._epoch = 0
         self._num_in_engine = self._num_waiting = 0
         self._checkpointed = 0.0
         self.latest = self._base
@@ -108,9 +106,6 @@ class Telemetry:
                 ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
             )
             self.attempts = before.attempts + 1
-            self._epoch = before.epoch + 1
-        else:
-            self._epoch = 1
         starts = [*self._base.starts, self._clock.now()][-MAX_STARTS:]
         ends = self._base.ends[-(len(starts) - 1) :] if len(starts) > 1 else []
         self._base = msgspec.structs.replace(self._base, starts=starts, ends=ends)
@@ -121,9 +116,12 @@ class Telemetry:
         logger.info(
             "worker %s: start %d",
             self._base.id,
-            self._epoch,
+            len(self._base.starts),
             extra=event(
-                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self.attempts
+                "worker_started",
+                worker=self._base.id,
+                start=len(self._base.starts),
+                attempt=self.attempts,
             ),
         )
         if before is not None:
@@ -158,7 +156,6 @@ class Telemetry:
             extra=event(
                 "worker_ended",
                 worker=self._base.id,
-                epoch=self._epoch,
                 state=self._state,
                 reason=self._reason,
                 seconds=round(self.run_seconds, 3),
@@ -413,7 +410,6 @@ class Telemetry:
             money = msgspec.structs.replace(money, cost=earlier + rate * seconds)
         return msgspec.structs.replace(
             self.latest,
-            epoch=self._epoch,
             heartbeat=self._clock.now(),
             up_seconds=base.up_seconds + seconds,
             money=money,

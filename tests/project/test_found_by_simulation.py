@@ -37,14 +37,14 @@ def quiet() -> Iterator[None]:
 
 def hold(stage: Stage, chunk: str, owner: str) -> None:
     """Let another worker, whose heart beats no more, hold a chunk."""
-    stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, epoch=1, nonce="n")))
-    record = worker_record(id=owner, epoch=1, nonce="n", lease_seconds=6.0)
+    stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, nonce="n")))
+    record = worker_record(id=owner, nonce="n", lease_seconds=6.0)
     stage.put(layout.worker_key(owner), codec.encode(record))
 
 
 def put_earlier_start(stage: Stage) -> None:
     """The record of an earlier start of w0, which did a row a second."""
-    record = worker_record(id="w0", epoch=1, nonce="b", rows_ok=9, busy_seconds=9.0)
+    record = worker_record(id="w0", nonce="b", rows_ok=9, busy_seconds=9.0)
     stage.put(layout.worker_key("w0"), codec.encode(record))
 
 
@@ -64,7 +64,7 @@ def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
         beats = iter(range(1, 100))
 
         def beat() -> None:
-            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=next(beats))
+            record = worker_record(id="w1", nonce="n", lease_seconds=6.0, beat=next(beats))
             stage.put(layout.worker_key("w1"), codec.encode(record))
 
         # The other's heart beats for a while, so that there is nothing to help; then it stops, while our
@@ -226,7 +226,7 @@ def test_a_claim_that_came_late_of_a_chunk_given_up_keeps_nobody_waiting() -> No
 
         def beat(count: int = 1) -> None:
             # As fast as w0 was, so that it is not helped.
-            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=count)
+            record = worker_record(id="w1", nonce="n", lease_seconds=6.0, beat=count)
             record = msgspec.structs.replace(record, rows_ok=count, busy_seconds=float(count))
             stage.put(layout.worker_key("w1"), codec.encode(record))
             if count < 40:
@@ -450,7 +450,7 @@ def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_
     with Stage([["mine"], ["theirs"]]) as stage:
         hold(stage, "part-00000", "w9")
         hold(stage, "part-00001", "w9")
-        record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=6.0)
+        record = worker_record(id="w9", nonce="n", lease_seconds=6.0)
         looks: list[str] = []
 
         class Claims:
@@ -480,7 +480,7 @@ def beat_for_ever(
 
     def beat(count: int = 1) -> None:
         record = worker_record(
-            **{"id": "w9", "epoch": 1, "nonce": "n", "lease_seconds": 6.0, "beat": count} | numbers
+            **{"id": "w9", "nonce": "n", "lease_seconds": 6.0, "beat": count} | numbers
         )
         record = msgspec.structs.replace(record, rows_ok=record.rows_ok + new_rows * count)
         stage.put(layout.worker_key("w9"), codec.encode(record))

@@ -48,7 +48,6 @@ def running(**values: Any) -> Worker:
     """A worker that has finished 30 rows in each of the last ten minutes, 40 of them in its open chunk."""
     return worker_record(
         **{
-            "epoch": 1,
             "started": NOW - 700,
             "starts": [NOW - 700],
             "heartbeat": NOW,
@@ -214,7 +213,7 @@ def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> No
         "minutes": minutes(rows=50, until=now + 60, number=1),
     }
     assert look(running(**young), taken=now).workers[0].recent.rows == pytest.approx(5.0)
-    again = running(**young, epoch=2)
+    again = running(**young | {"starts": [now - 900, now - 40], "ends": [(now - 60, "stopped")]})
     assert look(again, taken=now).workers[0].recent.rows == pytest.approx(50 / 45)
 
 

@@ -84,7 +84,7 @@ def no_fence() -> Defect:
     return mock.patch.object(Publisher, "_put_marker", put_marker)
 
 
-def no_epoch_check() -> Defect:
+def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
     def settle(self: Lease) -> None:
@@ -410,12 +410,12 @@ def lease_renewed_as_of_the_end() -> Defect:
 
 
 def settle_without_the_nonce() -> Defect:
-    """A record of the same epoch counts as one's own, whichever start wrote it."""
+    """Every record of the worker counts as one's own, whichever start wrote it."""
     real = Lease._read
 
     def read(self: Lease) -> tuple[Worker | None, str]:
         found, etag = real(self)
-        if found is not None and found.epoch == self.epoch:
+        if found is not None:
             found = msgspec.structs.replace(found, nonce=self.nonce)
         return found, etag
 
@@ -423,7 +423,7 @@ def settle_without_the_nonce() -> Defect:
 
 
 def every_claim_of_the_id_is_ours() -> Defect:
-    """A claim counts as this start's if it names the worker, whatever its epoch."""
+    """A claim counts as this start's if it names the worker, whichever start wrote it."""
 
     def is_ours(self: Claims, claim: Claim) -> bool:
         return claim.worker == self._lease.worker_id
@@ -458,7 +458,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
     for defect in (
         marker_before_output,
         no_fence,
-        no_epoch_check,
+        no_fence_of_starts,
         dropped_segment,
         changed_segment_is_adopted,
         segments_deleted_first,

@@ -99,7 +99,8 @@ class Oracle:
         self._ghosts: set[str] = set()
         self._closed: set[str] = set()
         """Processes whose worker's record says that they have ended."""
-        self._epochs: dict[str, int] = {}
+        self._nonces: dict[str, str] = {}
+        """Nonce in the record that a process last wrote."""
         self._lost_until: dict[str, float] = {}
         """When a worker's record that was removed or damaged was written again; infinite while it is not."""
         self._seen_damaged: set[tuple[str, str]] = set()
@@ -165,7 +166,7 @@ class Oracle:
             self._renewed[process.name] = self._scheduler.now
             self._ghosts.discard(process.name)
             record = msgspec.json.decode(data)
-            self._epochs[process.name] = record["epoch"]
+            self._nonces[process.name] = record["nonce"]
             if record["state"] in ENDED:
                 self._closed.add(process.name)
             if name in self._lost_until:
@@ -215,7 +216,7 @@ class Oracle:
             self._note_known(process, chunk, shown)
 
     def superseded(self, process: Process) -> None:
-        """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
+        """Note that a process found out about a newer start of itself, at a renewal that was refused."""
         self._ghosts.add(process.name)
 
     def creating(self, name: str, process: Process) -> None:
@@ -225,7 +226,7 @@ class Oracle:
         if len(layout.chunks_of_output(name)) > 1:
             return  # a second try under a name of its own; the marker that would name it is checked
         if process.name in self._ghosts:
-            self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
+            self.fail(f"fence: {process.name} knows of a newer start of itself, and writes {name}")
         if process.name in self._closed:
             self.fail(f"lease: {process.name} has closed its record, and writes {name}")
         # A clock that stood still tells its worker nothing of the time that has passed.
@@ -394,15 +395,12 @@ class Oracle:
         return max(late, default=0.0)
 
     def _is_ghost(self, process: Process) -> bool:
-        """Whether a later start has the worker's record. A worker that has lost it must not write.
-
-        A start that found the record damaged has the same epoch.
-        """
+        """Whether a later start has the worker's record. A worker that has lost it must not write."""
         if process.name in self._ghosts:
             return True
-        epoch = self._epochs.get(process.name)
+        nonce = self._nonces.get(process.name)
         record = self._record(process.name.split("#")[0])
-        return epoch is not None and record is not None and record["epoch"] != epoch
+        return nonce is not None and record is not None and record["nonce"] != nonce
 
     def _record(self, worker: str) -> dict[str, Any] | None:
         """A worker's record; None if it is gone or damaged."""
@@ -509,7 +507,7 @@ class Oracle:
         if before is None or not self.watches_claims:
             return
         old, new = msgspec.json.decode(before), msgspec.json.decode(data)
-        if not old["worker"] or (old["worker"], old["epoch"]) == (new["worker"], new["epoch"]):
+        if not old["worker"] or (old["worker"], old["nonce"]) == (new["worker"], new["nonce"]):
             return
         record = self._record(old["worker"])
         if record is None or self._lost_until.get(layout.worker_key(old["worker"]), -1.0) >= since:

@@ -232,7 +232,7 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
         rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
         write_segment(
             run,
-            layout.segment_key("texts", 1, "w0", index),
+            layout.segment_key("texts", "w0", index),
             encode_rows(rows)[0],
             chunk_sha256=sha256,
             fingerprint="f",
@@ -281,7 +281,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
-        key = layout.segment_key("texts", 1, "w0", seq)
+        key = layout.segment_key("texts", "w0", seq)
         write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
     built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
     marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
@@ -303,7 +303,7 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
     data = b"{}\n"
     source = open_store(str(tmp_path / "job"))
     source.create("texts.jsonl", data)
-    key = layout.segment_key("texts", 1, "w0", 1)
+    key = layout.segment_key("texts", "w0", 1)
 
     class OvertakenStore(LocalStore):
         def get(self, asked: str) -> Object:

@@ -39,16 +39,15 @@ def stage() -> Iterator[Stage]:
 
 def let_another_hold(stage: Stage, *chunks: str) -> None:
     """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
-    ours = worker_record(id="w0", epoch=1, nonce="m", state="stopped", rows_ok=1, busy_seconds=9.0)
+    ours = worker_record(id="w0", nonce="m", state="stopped", rows_ok=1, busy_seconds=9.0)
     if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
         stage.put(layout.worker_key("w0"), codec.encode(ours))
     for chunk in chunks:
-        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", nonce="n")))
 
     def beat(count: int = 1) -> None:
         record = worker_record(
             id="w9",
-            epoch=1,
             nonce="n",
             lease_seconds=LEASE_SECONDS,
             beat=count,
@@ -122,7 +121,7 @@ class TestStartsWithoutARow:
         """That it has a chunk now is told at once, not with the next heartbeat."""
         let_another_hold(stage, "part-00001")
         stage.engine.row_seconds = 1e6
-        free = codec.encode(Claim(worker="", epoch=0, nonce="n"))
+        free = codec.encode(Claim(worker="", nonce="n"))
         options = {"lease_seconds": 100.0, **OPTIONS}
         for num_crashes in range(2):
             let_another_hold(stage, "part-00000")

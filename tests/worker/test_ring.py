@@ -66,15 +66,13 @@ class Idle:
 
     def claim(self, name: str, worker_id: str) -> None:
         """Let a live worker hold a chunk."""
-        claim = Claim(worker=worker_id, epoch=1, nonce="n")
+        claim = Claim(worker=worker_id, nonce="n")
         self.memory.create(layout.claim_key(name), codec.encode(claim))
         self.beat(worker_id, 1)
 
     def beat(self, worker_id: str, number: int) -> None:
         """Let another worker's heart beat."""
-        record = worker_record(
-            id=worker_id, epoch=1, nonce="n", lease_seconds=LEASE_SECONDS, beat=number
-        )
+        record = worker_record(id=worker_id, nonce="n", lease_seconds=LEASE_SECONDS, beat=number)
         key = layout.worker_key(worker_id)
         self.memory.delete([key])
         self.memory.create(key, codec.encode(record))
