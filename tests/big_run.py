@@ -24,6 +24,7 @@ from batchinfer.core.records import (
     Worker,
 )
 from batchinfer.storage import Store
+from fakes import put_worker
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -234,7 +235,7 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     run.create(layout.RUN_KEY, codec.encode_pretty(written))
     workers = make_workers(shape)
     for worker in workers:
-        run.create(layout.worker_key(worker.id), codec.encode(worker))
+        put_worker(run, worker)
     for worker in workers:
         for chunk, rows in worker.open_chunks.items():
             key = layout.segment_key(chunk, f"{worker.id}.n", 1, rows)
@@ -270,7 +271,8 @@ def write_local(folder: Path, shape: Shape | None = None) -> Path:
     for worker in make_workers(shape):
         # Storage's clock is right, whatever the worker's says.
         written = worker.heartbeat - (shape.clock_off_seconds if worker.id.endswith("-001") else 0)
-        os.utime(run / layout.worker_key(worker.id), (written, written))
+        for key in (layout.worker_key(worker.id), layout.statistics_key(worker.id)):
+            os.utime(run / key, (written, written))
     for marker in run.glob("outputs/*.succeed*"):
         os.utime(marker, (shape.now - 10, shape.now - 10))
     return run

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
-from batchinfer.core.records import Marker, Worker
+from batchinfer.core.records import Marker, Worker, WorkerLease
+from batchinfer.storage import Store
 
 
 class FakeClock:
@@ -37,6 +39,19 @@ def worker_record(**values: Any) -> Worker:
         }
         | values
     )
+
+
+def lease_record(**values: Any) -> WorkerLease:
+    """A worker's lease."""
+    return WorkerLease(**{"id": "w0", "nonce": "", "state": "running", "heartbeat": 0.0} | values)
+
+
+def put_worker(store: Store, record: Worker) -> None:
+    """Put a worker's lease and its statistics, over those that are there."""
+    keys = layout.worker_key(record.id), layout.statistics_key(record.id)
+    store.delete(keys)
+    for key in keys:
+        store.create(key, codec.encode(record))  # of a lease, what it has not is ignored
 
 
 def marker_record(**values: Any) -> Marker:

@@ -22,6 +22,7 @@ PROBES = "probes/"
 PARTS = "parts/"
 LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
+STATISTICS_SUFFIX = ".stats.json"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
 _SEGMENT = re.compile(r"^(?P<writer>.+)-(?P<seq>[0-9]{6})\.(?P<rows>[0-9]{1,12})\.jsonl$")
@@ -216,12 +217,18 @@ def worker_key(worker_id: str) -> str:
     Raises:
         InputError: The id has a character that is not allowed, such as a slash, or a wrong length.
     """
-    if not _NAME.match(worker_id):
+    if not _NAME.match(worker_id) or worker_id.endswith(".stats"):
         raise InputError(
-            f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
+            f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or "
+            "digit, and another end than .stats",
             hint="pass another --worker-id",
         )
     return f"{WORKERS}{worker_id}.json"
+
+
+def statistics_key(worker_id: str) -> str:
+    """Key of a worker's statistics, beside its record."""
+    return worker_key(worker_id).removesuffix(".json") + STATISTICS_SUFFIX
 
 
 def launch_key(launch_id: str) -> str:

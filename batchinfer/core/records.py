@@ -313,11 +313,10 @@ class Money(Record, frozen=True, kw_only=True):
     max_hours: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
-class Worker(Counts, frozen=True, kw_only=True):
-    """Content of workers/<id>.json: a worker's heartbeat, its lease, and the numbers that `status` and `report` read.
+class WorkerLease(Record, frozen=True, kw_only=True):
+    """Content of workers/<id>.json: a worker's lease, which it renews regularly.
 
-    Most counters are sums over all starts of the worker. `starts` holds the time of each start. Long lists lose their
-    oldest entries (see worker/telemetry.py).
+    Other workers read it, so it has at most 1 KB.
     """
 
     id: str
@@ -326,7 +325,6 @@ class Worker(Counts, frozen=True, kw_only=True):
     state: str
     """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show another one, such as
     gone if heartbeats are missing."""
-    started: float
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
@@ -334,6 +332,23 @@ class Worker(Counts, frozen=True, kw_only=True):
     attempts: int = 0
     """Number of starts since a start last finished a new row or found all work done. Starts that a signal
     or `batchinfer stop` ended are not counted."""
+
+
+class Worker(Counts, frozen=True, kw_only=True):
+    """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
+
+    It is written with checkpoints and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
+    attempts from the worker's lease. Most counters are sums over all starts of the worker. `starts` holds the time of
+    each start. Long lists lose their oldest entries (see worker/telemetry.py).
+    """
+
+    id: str
+    nonce: str
+    state: str
+    started: float
+    heartbeat: float
+    lease_seconds: float = 120.0
+    attempts: int = 0
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}
@@ -376,3 +391,14 @@ class Worker(Counts, frozen=True, kw_only=True):
     def last_start(self) -> float:
         """Time of the worker's last start, in Unix seconds by its own clock."""
         return self.starts[-1] if self.starts else self.started
+
+    def with_lease(self, lease: WorkerLease) -> Worker:
+        """Return the statistics with what the worker's lease says."""
+        return msgspec.structs.replace(
+            self,
+            nonce=lease.nonce,
+            state=lease.state,
+            heartbeat=lease.heartbeat,
+            lease_seconds=lease.lease_seconds,
+            attempts=lease.attempts,
+        )

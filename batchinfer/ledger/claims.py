@@ -20,8 +20,6 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
@@ -33,7 +31,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
 class Lease:
     """This worker's own record. Call `take` once, then `renew` every `heartbeat_seconds`, from any thread.
 
-    Callers give the record's content. The lease itself fills in id, nonce, beat, heartbeat and lease_seconds.
+    Callers give the worker's statistics, of which the record has state and attempts.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Lease:
         """Name of this process in keys: the worker's id and this start's nonce."""
         return f"{self.worker_id}.{self.nonce}"
 
-    def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
+    def take(self, describe: Callable[[WorkerLease | None], Worker]) -> WorkerLease | None:
         """Write this worker's record. Return the record that was there before, None if none was.
 
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
@@ -240,14 +238,14 @@ class Lease:
                 hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
             )
 
-    def _read(self) -> tuple[Worker | None, str]:
+    def _read(self) -> tuple[WorkerLease | None, str]:
         """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
             return None, ""
         try:
-            return codec.decode(data, Worker, name=self._key), etag
+            return codec.decode(data, WorkerLease, name=self._key), etag
         except InputError as error:
             logger.warning("%s; it is written anew", error)
             return None, etag
@@ -293,13 +291,14 @@ class Lease:
     def _body(self, record: Worker) -> bytes:
         self._beat += 1
         return codec.encode(
-            msgspec.structs.replace(
-                record,
+            WorkerLease(
                 id=self.worker_id,
                 nonce=self.nonce,
-                beat=self._beat,
+                state=record.state,
                 heartbeat=self._clock.now(),
                 lease_seconds=self.lease_seconds,
+                beat=self._beat,
+                attempts=record.attempts,
             )
         )
 
@@ -333,7 +332,7 @@ class Held(NamedTuple):
 class _Sighting(NamedTuple):
     etag: str
     since: float
-    record: Worker
+    record: WorkerLease
 
 
 class Claims:
@@ -413,7 +412,7 @@ class Claims:
             return False
         return True
 
-    def look(self, held: Held) -> Worker | None:
+    def look(self, held: Held) -> WorkerLease | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
         Callers look only at claims of chunks that this process has not opened. Such a claim in this worker's own name
@@ -436,7 +435,7 @@ class Claims:
         seen = self._sightings.get(key)
         if seen is None or seen.etag != etag:
             try:
-                record = codec.decode(data, Worker, name=key)
+                record = codec.decode(data, WorkerLease, name=key)
             except InputError as error:
                 logger.warning("%s; its claims count as lapsed", error)
                 return None

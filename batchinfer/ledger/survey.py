@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.errors import ObjectNotFound
-from batchinfer.core.records import Worker
+from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, Held, decode_claim
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
@@ -44,7 +44,7 @@ class Survey(NamedTuple):
     """Chunks that have their marker."""
     lapsed: dict[str, Held]
     """Chunks whose claim was released, or has lapsed."""
-    alive: dict[str, tuple[Held, Worker]]
+    alive: dict[str, tuple[Held, WorkerLease]]
     """Chunks that are claimed by a worker that is alive, each with the claim and that worker's record."""
     unclaimed: list[str]
     """Chunks that have no claim."""
@@ -132,7 +132,7 @@ def look_at_owners(
     wanted = [name for name in generations if name in left and name not in sampled]
     may_be_claimed = places.claimed(store, left)
     num_sampled = 0
-    owners: dict[tuple[str, str], Worker] = {}
+    owners: dict[tuple[str, str], WorkerLease] = {}
     for name in [*wanted, *(name for name in sample if name in left)]:
         if name in sampled and name in may_be_claimed and num_sampled >= MOST_SAMPLED:
             continue

@@ -116,7 +116,12 @@ class _Start:
             scratch = Scratch(self.config.scratch_dir)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
-                self.store, self._make_lease(), self.telemetry, self.environment.stopper, self.clock
+                self.store,
+                self._make_lease(),
+                self.telemetry,
+                self.environment.stopper,
+                self.clock,
+                statistics_seconds=self.config.checkpoint_seconds,
             )
             self._turn = heartbeat.turned
             heartbeat.start(

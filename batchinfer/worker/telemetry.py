@@ -20,7 +20,15 @@ from batchinfer.core.errors import (
     StopRequested,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo, EngineStats, ErrorExample, Failure, Money, Worker
+from batchinfer.core.records import (
+    EngineInfo,
+    EngineStats,
+    ErrorExample,
+    Failure,
+    Money,
+    Worker,
+    WorkerLease,
+)
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow, count_rows
 from batchinfer.ledger.claims import ENDED_STATES
@@ -52,6 +60,7 @@ class Telemetry:
     ) -> None:
         self._clock = clock
         self._money = money
+        self._host = host
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
         self.counts = Counts()
@@ -96,23 +105,26 @@ class Telemetry:
 
     # -- life
 
-    def begin(self, before: Worker | None) -> Worker:
-        """Begin this start's record. `before` is the record that this worker's last start left; None without one."""
-        if before is not None:
-            self._base = msgspec.structs.replace(
-                before,
-                host=self._base.host,
-                started=before.started,
-                ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
-            )
-            self.attempts = before.attempts + 1
-        starts = [*self._base.starts, self._clock.now()][-MAX_STARTS:]
-        ends = self._base.ends[-(len(starts) - 1) :] if len(starts) > 1 else []
-        self._base = msgspec.structs.replace(self._base, starts=starts, ends=ends)
+    def begin(self, before: WorkerLease | None, earlier: Worker | None) -> Worker:
+        """Begin this start's record.
+
+        Args:
+            before: The lease that this worker's last start left; None without one.
+            earlier: The statistics that it left; None without any.
+        """
+        base = self._base if earlier is None else msgspec.structs.replace(earlier, host=self._host)
+        ends = list(base.ends)
+        if base.starts:
+            ended = (base.heartbeat, base.state)
+            ends.append(ended if before is None else (before.heartbeat, before.state))
+        self.attempts = 1 if before is None else before.attempts + 1
+        starts = [*base.starts, self._clock.now()][-MAX_STARTS:]
+        ends = ends[-(len(starts) - 1) :] if len(starts) > 1 else []
+        self._base = msgspec.structs.replace(base, starts=starts, ends=ends, open_chunks={})
         return self.snapshot()
 
-    def log_start(self, before: Worker | None) -> None:
-        """Log that this start holds its lease, and how the last start ended. `before` is the last start's record."""
+    def log_start(self, before: WorkerLease | None) -> None:
+        """Log that this start holds its lease, and how the last start ended. `before` is the last start's lease."""
         logger.info(
             "worker %s: start %d",
             self._base.id,
@@ -133,7 +145,10 @@ class Telemetry:
                 if is_kill
                 else f"ended as {before.state}",
                 extra=event(
-                    "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
+                    "worker_resumed",
+                    before=before.state,
+                    is_kill=is_kill,
+                    rows=self._base.rows_done,
                 ),
             )
 

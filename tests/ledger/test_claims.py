@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
@@ -70,12 +70,12 @@ class TestLease:
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         first = take_lease(store, "w0", clock)
-        first.renew(worker_record(rows_ok=41))
+        first.renew(worker_record())
         before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(
             lambda _: worker_record()
         )
         assert before is not None
-        assert (before.nonce, before.rows_done) == (first.nonce, 41)
+        assert (before.nonce, before.beat) == (first.nonce, 2)
 
     def test_a_ghost_finds_its_successor_and_never_takes_back(
         self, store: MemoryStore, clock: FakeClock
@@ -88,7 +88,7 @@ class TestLease:
             ghost.require()
         assert not ghost.is_held()
         assert (
-            codec.decode(store.get("workers/w0.json").data, Worker, name="w").nonce
+            codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").nonce
             == successor.nonce
         )
 
@@ -100,7 +100,7 @@ class TestLease:
         for _ in range(3):
             lease.renew(worker_record())
             etags.add(store.stat("workers/w0.json").etag)
-        beats = codec.decode(store.get("workers/w0.json").data, Worker, name="w").beat
+        beats = codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").beat
         assert (len(etags), beats) == (3, 4)
 
     def test_a_lease_that_is_not_renewed_in_time_counts_as_lost(
@@ -181,7 +181,7 @@ class TestLease:
             lose_record(store, damage)
             write(worker_record())
             assert lease.is_held() == (write == lease.renew)
-            stored = codec.decode(store.get(layout.worker_key("a")).data, Worker, name="w")
+            stored = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="w")
             assert stored.nonce == lease.nonce
 
     @pytest.mark.parametrize("damage", [None, b"", b"{}"])
@@ -381,4 +381,4 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
 
     monkeypatch.setattr(store, "replace", overtaken)
     lease.renew(worker_record(state="done"))
-    assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").state == "done"
+    assert codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").state == "done"

@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Claim, Marker, Worker
+from batchinfer.core.records import Claim, Marker, Worker, WorkerLease
 from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -356,7 +356,7 @@ def first_sighting_from_asking() -> Defect:
     """A record counts as seen when its request was sent, although the answer may be much younger."""
     real = Claims.look
 
-    def look(self: Claims, held: Held) -> Worker | None:
+    def look(self: Claims, held: Held) -> WorkerLease | None:
         asked = self._clock.monotonic()
         asking = copy.copy(self)
         asking._clock = SimpleNamespace(monotonic=lambda: asked)  # type: ignore[assignment]
@@ -413,7 +413,7 @@ def settle_without_the_nonce() -> Defect:
     """Every record of the worker counts as one's own, whichever start wrote it."""
     real = Lease._read
 
-    def read(self: Lease) -> tuple[Worker | None, str]:
+    def read(self: Lease) -> tuple[WorkerLease | None, str]:
         found, etag = real(self)
         if found is not None:
             found = msgspec.structs.replace(found, nonce=self.nonce)

@@ -56,6 +56,10 @@ def row_seed(run_seed: int, chunk: str, line: int) -> int:
     return int(digest.hexdigest(), 16) // 2
 
 
+def _is_lease(name: str) -> bool:
+    return name.startswith(layout.WORKERS) and not name.endswith(layout.STATISTICS_SUFFIX)
+
+
 class Oracle:
     """Watches the bucket (storage.Watcher) and the engines (machine.Ward) of one seed."""
 
@@ -158,7 +162,7 @@ class Oracle:
             self._store_segment(name, data)
         elif name.startswith(layout.CLAIMS):
             self._check_claim(name, data, before, process)
-        elif name.startswith(layout.WORKERS):
+        elif _is_lease(name):
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._writers[name] = process.name
             if self._is_late(process):
@@ -188,7 +192,7 @@ class Oracle:
             if not self._generations(chunk):
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
-        elif name.startswith(layout.WORKERS):
+        elif _is_lease(name):
             # A worker that starts may have written it anew since `clean` read it.
             if process is not None and (process.name, name) not in self._seen_damaged:
                 self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
@@ -197,7 +201,7 @@ class Oracle:
     def read(self, key: str, data: bytes, process: Process) -> None:
         """Note what a process has seen of the run's configuration, and which workers' records it saw damaged."""
         name = key.removeprefix(RUN)
-        if name.startswith(layout.WORKERS):
+        if _is_lease(name):
             if read_record(data) is None:
                 self._seen_damaged.add((process.name, name))
             else:

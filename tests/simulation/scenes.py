@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, Superseded
-from batchinfer.core.records import Claim, Marker, Worker
+from batchinfer.core.records import Claim, Marker, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
@@ -75,7 +75,7 @@ def a_renewal_leaves_the_record_of_another_start_alone() -> None:
     assert earlier.nonce != later.nonce
     with suppress(Superseded):
         earlier.renew(worker_record())
-    assert codec.decode(store.get(key).data, Worker, name=key).nonce == "later"
+    assert codec.decode(store.get(key).data, WorkerLease, name=key).nonce == "later"
 
 
 def rows_beside_vanished_segments_are_saved_again() -> None:

@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Claim
-from fakes import worker_record
+from fakes import lease_record
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
 
@@ -38,22 +38,12 @@ def stage() -> Iterator[Stage]:
 
 
 def let_another_hold(stage: Stage, *chunks: str) -> None:
-    """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
-    ours = worker_record(id="w0", nonce="m", state="stopped", rows_ok=1, busy_seconds=9.0)
-    if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
-        stage.put(layout.worker_key("w0"), codec.encode(ours))
+    """A worker whose heart beats for ever."""
     for chunk in chunks:
         stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", nonce="n")))
 
     def beat(count: int = 1) -> None:
-        record = worker_record(
-            id="w9",
-            nonce="n",
-            lease_seconds=LEASE_SECONDS,
-            beat=count,
-            rows_ok=count,
-            busy_seconds=float(count),
-        )
+        record = lease_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS, beat=count)
         stage.put(layout.worker_key("w9"), codec.encode(record))
         stage.scheduler.after(1.5, lambda: beat(count + 1))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, WorkerLease
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
@@ -50,8 +50,8 @@ def lose_record(stage: Stage, damage: bytes | None) -> None:
         stage.put(RECORD, damage)
 
 
-def record(stage: Stage) -> Worker:
-    return codec.decode(stage.objects()[RECORD], Worker, name=RECORD)
+def record(stage: Stage) -> WorkerLease:
+    return codec.decode(stage.objects()[RECORD], WorkerLease, name=RECORD)
 
 
 DAMAGE = pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from batchinfer.worker import ring
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.ring import Candidate, Ring
 from counting_store import CountingStore
-from fakes import Done, FakeClock, marker_record, worker_record
+from fakes import Done, FakeClock, lease_record, marker_record
 
 LEASE_SECONDS = 120.0
 
@@ -72,7 +72,7 @@ class Idle:
 
     def beat(self, worker_id: str, number: int) -> None:
         """Let another worker's heart beat."""
-        record = worker_record(id=worker_id, nonce="n", lease_seconds=LEASE_SECONDS, beat=number)
+        record = lease_record(id=worker_id, nonce="n", lease_seconds=LEASE_SECONDS, beat=number)
         key = layout.worker_key(worker_id)
         self.memory.delete([key])
         self.memory.create(key, codec.encode(record))

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.counts import MAX_CODES, OTHER
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker, WorkerLease
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
@@ -35,6 +35,15 @@ def make_telemetry(clock: FakeClock) -> Telemetry:
     return Telemetry("w0", clock, host={"cloud": "aws"})
 
 
+def lease_of(record: Worker | None) -> WorkerLease | None:
+    """The lease that a worker with these statistics has left."""
+    names = WorkerLease.__struct_fields__
+    known = [name for name in names if name != "beat"]
+    return (
+        None if record is None else WorkerLease(**{name: getattr(record, name) for name in known})
+    )
+
+
 def open_chunk(folder: Path, name: str, num_rows: int, started: float) -> OpenChunk:
     return OpenChunk(
         ChunkRef(name=name, root="job", key=f"chunks/{name}.jsonl"),
@@ -52,7 +61,7 @@ def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
     """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
     clock = FakeClock()
     telemetry = make_telemetry(clock)
-    telemetry.begin(None)
+    telemetry.begin(None, None)
     telemetry.engine_ready(
         EngineInfo(
             name="echo", version="", model="m", max_model_len=1, max_num_seqs=1, max_in_flight=1
@@ -68,12 +77,12 @@ def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
 def test_counters_add_up_over_epochs() -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
-    first.begin(None)
+    first.begin(None, None)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
     before = first.snapshot()
     clock.seconds += 600
     second = make_telemetry(clock)
-    second.begin(before)
+    second.begin(lease_of(before), before)
     second.rows_finished([finished(2)])
     record = second.snapshot()
     assert (record.rows_done, record.rows_ok, record.rows_error) == (3, 2, 1)
@@ -87,12 +96,12 @@ def test_counters_add_up_over_epochs() -> None:
 def test_time_up_leaves_out_the_time_between_starts() -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
-    first.begin(None)
+    first.begin(None, None)
     clock.seconds += 100
     before = first.snapshot()
     clock.seconds += 5000  # the machine was gone
     second = make_telemetry(clock)
-    second.begin(before)
+    second.begin(lease_of(before), before)
     clock.seconds += 10
     assert second.snapshot().up_seconds == 110
 
@@ -100,14 +109,14 @@ def test_time_up_leaves_out_the_time_between_starts() -> None:
 def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
-    first.begin(None)
+    first.begin(None, None)
     chunk = open_chunk(tmp_path, "part-00000", 4, clock.seconds)
     first.chunk_opened(chunk)
     chunk.finish([finished(0)])
     before = msgspec.structs.replace(first.snapshot(), heartbeat=clock.seconds, state="running")
     assert before.open_chunks == {"part-00000": 1}
     clock.seconds += 900
-    record = make_telemetry(clock).begin(before)
+    record = make_telemetry(clock).begin(lease_of(before), before)
     assert record.open_chunks == {}
     assert record.ends == [(before.heartbeat, "running")]
     assert len(record.starts) == 2
@@ -117,7 +126,7 @@ def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) 
 def test_the_gpu_is_in_the_record() -> None:
     clock = FakeClock()
     telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None)
+    telemetry_.begin(None, None)
     info = EngineInfo(
         name="vllm",
         version="1",
@@ -140,7 +149,7 @@ def test_the_first_rows_say_where_the_seconds_since_the_start_went(
     caplog.set_level("INFO")
     clock = FakeClock()
     telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None)
+    telemetry_.begin(None, None)
     clock.seconds += 2
     telemetry_.engine_loading()
     clock.seconds += 20
@@ -173,7 +182,7 @@ def test_a_record_is_bounded_whatever_happens() -> None:
     record: Worker | None = None
     for _ in range(MAX_STARTS + 5):
         telemetry_ = make_telemetry(clock)
-        record = telemetry_.begin(record)
+        record = telemetry_.begin(lease_of(record), record)
     for index in range(3 * MAX_CODES):
         code = f"code_{index}"
         telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
@@ -198,12 +207,12 @@ def test_a_record_is_bounded_whatever_happens() -> None:
 def test_replicas_lost_are_those_of_this_start() -> None:
     """A new start loads all of them again."""
     first = make_telemetry(FakeClock())
-    first.begin(None)
+    first.begin(None, None)
     first.note_engine_stats(EngineStats(replicas_lost=1))
     before = first.snapshot()
     assert before.replicas_lost == 1
     second = make_telemetry(FakeClock())
-    assert second.begin(before).replicas_lost == 0
+    assert second.begin(lease_of(before), before).replicas_lost == 0
 
 
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:

@@ -381,7 +381,7 @@ class TestStoppedAndStartedAgain:
                 config, dataclasses.replace(environment, open_store=lambda url: Slow(Path(url)))
             )
         record = codec.decode(
-            open_store(f"{job}/runs/a").get(layout.worker_key("w0")).data, Worker, name="w0"
+            open_store(f"{job}/runs/a").get(layout.statistics_key("w0")).data, Worker, name="w0"
         )
         assert (record.state, len(record.starts)) == ("stopped", 1)
 
@@ -434,7 +434,7 @@ class TestStoppedAndStartedAgain:
 def num_starts(run: str) -> int:
     """Number of starts in the record of worker w0, 0 if there is none."""
     try:
-        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.json").data)
+        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.stats.json").data)
     except StorageError:
         return 0
     return len(record["starts"])
