@@ -279,7 +279,7 @@ def write_job(
             file.seek(0)
             digest = codec.sha256_file(file)
             name = layout.chunk_name(index, num_chunks)
-            store.create_file(layout.chunk_file(name, "none"), Path(file.name))
+            store.put_file(layout.chunk_file(name, "none"), Path(file.name))
             chunks.append(
                 Chunk(
                     name=name, first_row=numbers.start, rows=len(numbers), bytes=size, sha256=digest

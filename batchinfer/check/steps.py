@@ -23,7 +23,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
-from batchinfer.storage.opening import leaving_no_folders, open_store, probe
+from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.config import real_environment, rules_of
@@ -169,11 +169,8 @@ class Examination:
             return
         store = open_store(self.options["output"])
         with leaving_no_folders(store.url):
-            is_safe = probe(store).is_safe
-        self.result["storage"] = {"url": store.url, "is_safe": is_safe}
-        if not is_safe:
-            text = f"{store.url}: ignores preconditions, so workers cannot share chunks there"
-            self._problem(ERROR, "access", text, "use a store with conditional writes")
+            check_preconditions(store)
+        self.result["storage"] = {"url": store.url}
         if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)
 

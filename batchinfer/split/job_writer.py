@@ -193,17 +193,23 @@ class JobWriter:
     def _publish_chunk(self, item: BuiltChunk) -> Chunk:
         chunk = item.chunk
         key = layout.chunk_file(chunk.name, self._compression)
-        try:
-            self._store.create_file(key, item.path, is_final=True)
-        except AlreadyExists:
+        held = self._sha256_of(key)
+        if held is not None and held != chunk.sha256:
             if self._appends:
                 chunk = msgspec.structs.replace(chunk, nonce=chunk.sha256[:_NONCE_DIGITS])
                 key = layout.chunk_file(chunk.name, self._compression, chunk.nonce or "")
             else:
                 self._remove_leftover(key)
-            self._store.create_file(key, item.path, is_final=True)
+        self._store.put_file(key, item.path)
         item.path.unlink()
         return chunk
+
+    def _sha256_of(self, key: str) -> str | None:
+        """Return the checksum of what is stored at `key`; None if nothing is."""
+        try:
+            return codec.sha256(self._store.get(key).data)
+        except ObjectNotFound:
+            return None
 
     def _create(self, key: str, data: bytes) -> None:
         try:

@@ -216,7 +216,7 @@ def _record_slice(
         if id_paths:
             whole = scratch.new_path(f"slice-{index}.ids")
             _join(id_paths, whole)
-            store.create_file(layout.part_key(plan, index, "ids"), whole)
+            store.put_file(layout.part_key(plan, index, "ids"), whole)
             whole.unlink()
         store.create(layout.part_key(plan, index, "json"), codec.encode(record))
     except AlreadyExists as error:

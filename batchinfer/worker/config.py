@@ -15,7 +15,7 @@ from batchinfer.engines.models import end_mark
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.prompts import EngineRules, PromptConfig
-from batchinfer.storage import Preconditions, Store
+from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Background, Stopper, ThreadBackground
 from batchinfer.worker.telemetry import Telemetry
@@ -123,7 +123,8 @@ class Environment:
     clock: Clock
     background: Background
     open_store: Callable[[str], Store]
-    probe: Callable[[Store], Preconditions]
+    probe: Callable[[Store], None]
+    """Refuses a store that does not honour preconditions; see `storage.opening.check_preconditions`."""
     create_engine: Callable[[EngineConfig], Engine]
     identify_model: Callable[[EngineConfig], str]
     stopper: Stopper
@@ -140,7 +141,7 @@ class RunAccess:
     """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
     claims: Claims | None
-    """The claims of this worker; None if the store ignores preconditions or claims are switched off."""
+    """The claims of this worker; None if claims are switched off."""
     publisher: Publisher
     scratch: Scratch
 
@@ -149,14 +150,14 @@ def real_environment(
     *, grace_seconds: float, show_progress: Callable[[Telemetry], None]
 ) -> Environment:
     """Make the environment of a real worker: real threads, the system's clock, and storage that is opened by URL."""
-    from batchinfer.storage.opening import open_store, probe
+    from batchinfer.storage.opening import check_preconditions, open_store
 
     clock = SystemClock()
     return Environment(
         clock=clock,
         background=ThreadBackground(),
         open_store=open_store,
-        probe=probe,
+        probe=check_preconditions,
         create_engine=create_engine,
         identify_model=identify_model,
         stopper=Stopper(clock, grace_seconds=grace_seconds),

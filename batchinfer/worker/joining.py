@@ -93,6 +93,11 @@ class Membership:
                     units.many(job.duplicate_ids, "row"),
                 )
 
+    @property
+    def is_store_tried(self) -> bool:
+        """Whether the worker that made the run at this place has found that the store honours preconditions."""
+        return self.run is not None and self.run.recorded.get("store") == redact(self._store.url)
+
     def compare(self, marked: dict[str, str]) -> None:
         """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
 
@@ -115,14 +120,13 @@ class Membership:
         assert self.run is not None, "a worker without run.json joins the run before its end"
         confirm_run(self._store, self.run)
 
-    def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
+    def join(self, info: EngineInfo, *, nonce: str) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),
             self._recorded(info),
             nonce=nonce,
-            is_safe=is_safe,
             marked=self._marked,
         )
         self.compare({})
@@ -216,6 +220,7 @@ class Membership:
             **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
             **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
+            "store": redact(self._store.url),
             "created": int(self._environment.clock.now()),
             **(
                 {"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}

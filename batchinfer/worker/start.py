@@ -148,7 +148,7 @@ class _Start:
                 raise
 
     def _look(self) -> Membership:
-        """Read the manifests, check that this worker may run, and find out whether the store respects preconditions.
+        """Read the manifests, and check that this worker may run and that the store honours preconditions.
 
         Afterwards storage is as it was before.
         """
@@ -162,14 +162,8 @@ class _Start:
         )
         self._unless_stopped(membership.check)
         self.config = membership.config
-        probe = partial(self.environment.probe, self.store)
-        self.is_safe = self._unless_stopped(probe, may_finish=True).is_safe
-        if not self.is_safe:
-            logger.warning(
-                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
-                "and one configuration per run are best effort",
-                self.store.url,
-            )
+        if not membership.is_store_tried:
+            self._unless_stopped(partial(self.environment.probe, self.store), may_finish=True)
         return membership
 
     def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
@@ -188,7 +182,6 @@ class _Start:
             self.clock,
             lease_seconds=self.config.lease_seconds,
             nonce=self.nonce,
-            is_safe=self.is_safe,
         )
 
     # -- the work
@@ -258,7 +251,7 @@ class _Start:
 
     def _join(self, membership: Membership, info: EngineInfo) -> str:
         """Agree with the other workers on the run's configuration, and return its fingerprint."""
-        join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
+        join = partial(membership.join, info, nonce=self.nonce)
         run = self._unless_stopped(join, may_finish=True)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
@@ -288,12 +281,8 @@ class _Start:
             raise
 
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
-        claims = None
-        if self.is_safe and self.config.claims:
-            claims = Claims(self.store, lease, self.clock)
-        publisher = Publisher(
-            self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
-        )
+        claims = Claims(self.store, lease, self.clock) if self.config.claims else None
+        publisher = Publisher(self.store, nonce=self.nonce, require_lease=lease.require)
         return RunAccess(
             store=self.store, lease=lease, claims=claims, publisher=publisher, scratch=scratch
         )

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.core import codec, layout
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import chat, finish_run
-from making import change_marker, make_job, overwrite
+from making import change_marker, make_job, output_key, overwrite
 from samples import SCHEMAS
 
 ROWS = 25
@@ -447,7 +447,7 @@ def test_damage_is_noticed_before_a_row_is_written(
 
     def damaging(*arguments: Any, **options: Any) -> Any:
         found = select(*arguments, **options)
-        path = run / "outputs/part-00001.jsonl"
+        path = run / output_key(open_store(str(run)), "part-00001")
         if how == "gone":
             path.unlink(missing_ok=True)
         else:
@@ -463,11 +463,12 @@ def test_damage_is_noticed_before_a_row_is_written(
 
 def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     store = open_store(str(run))
-    data = store.get(layout.output_key("part-00001.jsonl")).data
+    key = output_key(store, "part-00001")
+    data = store.get(key).data
     lines = data.splitlines(keepends=True)
     for changed in ([lines[1], lines[0], *lines[2:]], [*lines[:-1], b"\n"], [*lines[:-1], b"{\n"]):
         other = b"".join(changed)
-        overwrite(store, layout.output_key("part-00001.jsonl"), other)
+        overwrite(store, key, other)
         change_marker(
             store, "part-00001", output_sha256=codec.sha256(other), output_bytes=len(other)
         )
@@ -555,7 +556,7 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(
 
         folder = tmp_path / f"{number}"
         with monkeypatch.context() as patch:
-            for name in ("create", "create_file", "delete"):
+            for name in ("create", "put_file", "delete"):
                 patch.setattr(LocalStore, name, dying(name))
             try:
                 collect(run, folder / dest, shard_rows=10)

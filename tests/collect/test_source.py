@@ -252,7 +252,7 @@ def test_parts_and_samples_take_their_own_rows_of_the_chunks(tmp_path: Path) -> 
     run = finished_lines(tmp_path, lines)
     found = table_of(run, tmp_path, with_source=True, sample=6, where="n % 2 = 0")
     assert found["n"].to_pylist() == found["_row"].to_pylist()
-    path = tmp_path / "job/runs/a/outputs/part-00001.jsonl.succeed"
+    path = tmp_path / "job/runs/a/outputs/part-00001.succeed"
     path.unlink()
     found = table_of(run, tmp_path, with_source=True, partial=True)
     assert found["n"].to_pylist() == found["_row"].to_pylist() == [*range(10), *range(20, ROWS)]

@@ -165,7 +165,7 @@ def url(tmp_path):
     list_model.cache_clear()
     place = f"memory://{secrets.token_hex(4)}/m"
     for path in write_model_stub(tmp_path / "m").iterdir():
-        open_store(place).create_file(path.name, path)
+        open_store(place).put_file(path.name, path)
     yield place
     list_model.cache_clear()
 

@@ -238,7 +238,7 @@ _MASKS = [
     (rf'("(?:{_TIMED})": ?)(?:"[^"]*"|{_VALUE})', r"\1~"),
     (r'("(?:recent|overall|tokens_per_sec)": ?)\{[^{}]*\}', r"\1~"),
     (r'("\w+_per_sec": ?)[\d.]+', r"\1~"),
-    (r"\.[0-9a-f]{16}(\.jsonl|-\d{6}(?:\.\d+)?\.jsonl)", r".NONCE\1"),
+    (r"\.[0-9a-f]{16,}(\.jsonl|-\d{6}(?:\.\d+)?\.jsonl)", r".NONCE\1"),
     (r'("report":"report.html","bytes":)\d+', r"\1~"),
 ]
 

@@ -58,7 +58,7 @@ def test_a_file_is_not_done_because_another_of_its_name_is() -> None:
                 raise ending.error
             assert "another --output" in ending.error.message
         markers = [key for key in stage.objects(layout.OUTPUTS) if key.endswith(".succeed")]
-        assert markers == ["outputs/x.jsonl.succeed", "outputs/y.jsonl.succeed"]
+        assert markers == ["outputs/x.succeed", "outputs/y.succeed"]
         assert json.loads(stage.objects(layout.CLAIMS)[layout.claim_key("x")])["worker"] == ""
         assert stage.run("w1", manifest="one.txt").is_success
 
@@ -129,13 +129,12 @@ def test_markers_hold_no_password_of_a_url() -> None:
     check_belongs_to(with_secret, marker)
 
 
-@pytest.mark.parametrize("is_safe", [True, False])
-def test_who_comes_second_with_another_text_is_not_done(tmp_path: Path, *, is_safe: bool) -> None:
+def test_who_comes_second_with_another_text_is_not_done(tmp_path: Path) -> None:
     """It counted as done by the first one, whose answers are to another file."""
-    store = MemoryStore(f"memory://second-{is_safe}")
+    store = MemoryStore("memory://second")
     store.create("checkpoints/x/1-w1-1.jsonl", b"rows")
     for nonce, sha256, folder in (("n1", "a" * 64, "r/a"), ("n2", "b" * 64, "r/b")):
-        publisher = Publisher(store, is_safe=is_safe, nonce=nonce, require_lease=lambda: None)
+        publisher = Publisher(store, nonce=nonce, require_lease=lambda: None)
         built = build_output(tmp_path / nonce, [folder.encode()])
         marker = marker_record(chunk="x.jsonl", chunk_root=folder, chunk_sha256=sha256)
         if nonce == "n1":

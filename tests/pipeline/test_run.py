@@ -139,7 +139,7 @@ class TestWithTheDemoModel:
     ) -> None:
         url = s3_url("models/demo")
         for path in Path(DEMO_MODEL).glob("*.*"):
-            open_store(url).create_file(path.name, path)
+            open_store(url).put_file(path.name, path)
         (tmp_path / "questions.txt").write_text(
             "What is the capital of France?\nWhat is the capital of Japan?\n"
         )

@@ -39,7 +39,7 @@ UNDONE = "part-00002"
 HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
-UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE))
+UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
 SEGMENT = layout.segment_key(CHUNK, "gone", 1)
 UNDONE_SEGMENT = layout.segment_key(UNDONE, "gone", 1)
 CLAIM = layout.claim_key(CHUNK)

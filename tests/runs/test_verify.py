@@ -148,7 +148,7 @@ DAMAGES = {
     "another run": Damage("foreign", CHUNK, with_marker(fingerprint="f" * 32)),
     "another chunk": Damage("foreign", CHUNK, with_marker(chunk_sha256="0" * 64)),
     "another name": Damage("foreign", CHUNK, with_marker(chunk="chunks/part-00002.jsonl")),
-    "another's output": Damage("foreign", CHUNK, with_marker(output="part-00000.jsonl")),
+    "another's output": Damage("foreign", CHUNK, with_marker(output="part-00000.aaaa.jsonl")),
     "an output elsewhere": Damage("foreign", CHUNK, with_marker(output="../run.json")),
     "a marker of no chunk": Damage(
         "foreign",
@@ -181,7 +181,7 @@ DAMAGES = {
         name: Damage("leftover", key, put(key, data))
         for name, key, data in (
             ("orphan output", f"outputs/{CHUNK}.aaaa.jsonl", b"{}\n"),
-            ("output of no chunk", f"outputs/{NO_CHUNK}.jsonl", b"{}\n"),
+            ("output of no chunk", f"outputs/{NO_CHUNK}.aaaa.jsonl", b"{}\n"),
             ("segment", layout.segment_key(CHUNK, "w", 1, 1), b"{}\n"),
             ("segment of no chunk", layout.segment_key(NO_CHUNK, "w", 1, 1), b"{}\n"),
             ("claim", layout.claim_key(CHUNK), CLAIM),

@@ -407,8 +407,8 @@ class Dying(LocalStore):
     def create(self, key: str, data: bytes) -> str:
         return self._write(lambda: super(Dying, self).create(key, data))
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        return self._write(lambda: super(Dying, self).create_file(key, path, is_final=is_final))
+    def put_file(self, key: str, path: Path) -> None:
+        return self._write(lambda: super(Dying, self).put_file(key, path))
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         return self._write(lambda: super(Dying, self).replace(key, data, etag))

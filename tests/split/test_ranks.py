@@ -124,7 +124,7 @@ def test_a_rank_may_be_killed_after_any_write(
             return write(key, *arguments, **more)
 
         with monkeypatch.context() as patch:
-            for name in ("create", "create_file"):
+            for name in ("create", "put_file"):
                 write = getattr(store, name)
                 patch.setattr(store, name, lambda key, *a, w=write, **m: count(key, w, *a, **m))
             try:

@@ -395,9 +395,9 @@ def test_overwrite_removes_job_json_first(source, tmp_path):
         "run/run.json",
         "a/b/run.json",
         "run.json",
-        "run/outputs/part-00000.jsonl.succeed",
-        "run/outputs/part-00000.jsonl.succeed.3",
-        "outputs/part-00000.jsonl.succeed",
+        "run/outputs/part-00000.succeed",
+        "run/outputs/part-00000.succeed.3",
+        "outputs/part-00000.succeed",
         "chunks/run/checkpoints/part-00000/000001-w0-000001.jsonl",
     ],
 )
@@ -443,9 +443,9 @@ class Dying(LocalStore):
         self._spend()
         return super().create(key, data)
 
-    def create_file(self, key, path, *, is_final=False):
+    def put_file(self, key, path):
         self._spend()
-        return super().create_file(key, path, is_final=is_final)
+        return super().put_file(key, path)
 
 
 @pytest.mark.parametrize("creates", range(0, 11, 2))

@@ -35,6 +35,7 @@ from fake_endpoint import fake_endpoint
 from making import (
     finish_process,
     make_job,
+    output_key,
     run_worker_here,
     said,
     start_process,
@@ -279,7 +280,7 @@ def answers(run: Path) -> list[dict[str, Any]]:
     store = open_store(str(run))
     found = []
     for name in sorted(finished_chunks(store)):
-        data = store.get(f"outputs/{name}.jsonl").data
+        data = store.get(output_key(store, name)).data
         found += [json.loads(line) for line in data.splitlines()]
     return found
 

@@ -20,6 +20,7 @@ from batchinfer.storage.opening import open_store
 from making import (
     finish_process,
     make_job,
+    output_key,
     read_marker,
     run_worker_here,
     start_process,
@@ -98,7 +99,8 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     options = ["--prompt-column", "", "--audio-column", "sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
     assert result["errors"] == {"media_unavailable": 1}
-    data = open_store(str(tmp_path / "run")).get("outputs/part-00000.jsonl").data
+    store = open_store(str(tmp_path / "run"))
+    data = store.get(output_key(store, "part-00000")).data
     texts = [json.loads(line)["body"]["text"] for line in data.splitlines()[:2]]
     assert texts[0] == texts[1]
     assert texts[0].startswith("[audio:")
