@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.ranks import check_rank, rank_options
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
@@ -460,7 +461,7 @@ def config_of(context: click.Context) -> SplitConfig:
     return config
 
 
-@click.command("split")
+@click.command("split", cls=SectionCommand)
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
 @click.option(
     "--output",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import units
 from batchinfer.core.counts import most_common
@@ -204,7 +205,7 @@ class Membership:
 
     def _recorded(self, info: EngineInfo) -> dict[str, Any]:
         """Return the values that run.json records but the fingerprint does not cover. Contains no secrets."""
-        engine, limits = self.config.engine, self.config.limits
+        engine = self.config.engine
         return {
             "batchinfer_version": __version__,
             "engine": info.name,
@@ -213,18 +214,13 @@ class Membership:
             "device": info.device,
             "tensor_parallel_size": engine.tensor_parallel_size,
             "pipeline_parallel_size": engine.pipeline_parallel_size,
+            "options": without_secrets(recorded_values(self.config)),
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
             "server_args": without_secrets_in(engine.server_args),
-            **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
-            **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
-            **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
             "store": redact(self._store.url),
             "created": int(self._environment.clock.now()),
-            **(
-                {"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}
-            ),
         }
 
 
@@ -251,7 +247,7 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=config.allow_absolute,
+        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )

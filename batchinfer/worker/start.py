@@ -28,7 +28,7 @@ from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage import Store
@@ -303,16 +303,18 @@ class _Start:
         if self.config.retry_errors:
             left = self.looks.to_repair(own, done)
         names_left = {ref.name for ref in left}
-        for ref in own:
-            if ref.name not in names_left:
-                self.telemetry.workload.done(ref.name)
         may_steal = access.claims is not None and membership.may_steal
+        work, job = self.telemetry.workload, membership.assignment.job
+        if may_steal and job is not None:
+            work.set_job(rows_by_chunk(job, self.config.limit))
+            work.done(*done)
+        work.done(*(ref.name for ref in own if ref.name not in names_left))
         return Ring(
             left,
             environment=self.environment,
             run=access,
             everything=membership.all_chunks if may_steal else None,
-            num_workers=job.num_workers if (job := membership.assignment.job) else 1,
+            num_workers=job.num_workers if job else 1,
             done=done if not self.config.retry_errors else (),
         )
 
@@ -351,8 +353,7 @@ class _Start:
                 if ring.is_finished and has_run:
                     return None
                 ring.tick(is_hungry=True)
-                for name in ring.take_found_done():
-                    self.telemetry.workload.done(name)
+                self.telemetry.workload.done(*ring.take_found_done())
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
         # A stop request is raised before the job's own error. An engine that is stopped while it loads raises an error

@@ -209,7 +209,7 @@ def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path):
         fetch(listed, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--model-cache"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         fetch(listed, tmp_path / "file")
 
 

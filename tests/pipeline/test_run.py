@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -145,9 +146,9 @@ class TestWithTheDemoModel:
         )
         done = subprocess.run(
             [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "a.jsonl", "--model", url,
-             "--model-cache", "cache", "--max-tokens", "16", "--temperature", "0",
+             "--max-tokens", "16", "--temperature", "0",
              "--kv-cache-memory-bytes", "67108864"],
-            capture_output=True, text=True, cwd=tmp_path,
+            capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HF_HOME": "cache"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f"fetching {url} (" in done.stderr

@@ -354,7 +354,7 @@ def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
         assert stage.run(hook=hook, within_seconds=2000.0).is_success
 
 
-def test_two_processes_of_one_epoch_did_not_overwrite_each_others_checkpoints() -> None:
+def test_two_starts_of_one_worker_did_not_overwrite_each_others_checkpoints() -> None:
     """Epochs begin anew after a worker's record was lost."""
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
         stage.engine.max_in_flight = 2

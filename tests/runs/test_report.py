@@ -74,8 +74,8 @@ def text_of(page: str) -> str:
 def test_the_page_has_every_section_of_a_run_at_work(root: str) -> None:
     page = make(write(root))
     assert ids(page) >= SECTIONS
-    for word in ("sky-2026-000", "prompt_too_long", "sampling.temperature", "running", "time left"):
-        assert word in text_of(page).replace("_ ", "_").replace(". ", ".")
+    for word in ("sky-2026-000", "prompt_too_long", "running", "time left"):
+        assert word in text_of(page)
     assert "time left" not in make(write(f"{root}/b", SMALL._replace(done_share=1.0)))
 
 

@@ -392,7 +392,18 @@ OPTIONS: dict[str, list[str]] = {
     "limit and seed": ["--limit", "13", "--seed", "none"],
     "model and server": ["--model", "an echo", "--max-model-len", "4096", "--trust-remote-code"],
     "a system prompt": ["--as-chat", "--system-prompt", HARD, f"--chat-template=-{HARD}"],
-    "sampling": ["--max-tokens", "5", "--top-k", "-1", "--n", "2", "--stop", HARD, "--stop", "-"],
+    "sampling": [
+        "--max-tokens",
+        "5",
+        "--sampling",
+        "top_k=-1",
+        "--n",
+        "2",
+        "--stop",
+        HARD,
+        "--stop",
+        "-",
+    ],
     "more sampling": ["--seed", "7", "--temperature", "0.5", "--sampling", 'bad_words=["a,b=c"]'],
 }
 
