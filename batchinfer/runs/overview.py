@@ -16,11 +16,7 @@ from batchinfer.core import units
 from batchinfer.core.counts import Counts, most_common
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
-<<<<<<< HEAD
-from batchinfer.core.records import Job, Record, Run, Worker
-=======
-from batchinfer.core.records import Marker, Record, Run, Worker
->>>>>>> main
+from batchinfer.core.records import Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.ledger.jobs import rows_by_chunk

@@ -106,7 +106,13 @@ class Heartbeat:
         pause = self.lease.heartbeat_seconds
         repeating = background.every(pause, self.beat)
         stack.callback(repeating.cancel)
-        telemetry.when_urgent(partial(background.submit, self.beat), beats_every_seconds=pause)
+        telemetry.when_urgent(
+            partial(background.submit, self._beat_at_once), beats_every_seconds=pause
+        )
+
+    def _beat_at_once(self) -> None:
+        self._statistics_at = float("-inf")
+        self.beat()
 
     def _take(self) -> tuple[WorkerLease | None, Worker | None]:
         """Take the lease, and begin the statistics where the last start left them. Return what it left of both."""

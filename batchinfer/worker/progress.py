@@ -68,22 +68,13 @@ def describe(telemetry: Telemetry) -> str:
         seconds = max(telemetry.busy_seconds, 1.0)
         rate = counts.rows_done / seconds
         parts.append(f"{units.short(rate)}/s")
-<<<<<<< HEAD
-        parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s out")
-        left = 0 if work.rows is None else work.rows - work.rows_done
-        if left > 0:
-            parts.append(f"{_duration(left / rate)} left")
-    if counts.rows_error:
-        parts.append(f"{_count(counts.rows_error)} failed")
-=======
-        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s")
+        parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s")
         left = 0 if work.rows is None else work.rows - work.rows_done
         if left > 0:
             most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
             parts.append(f"{most}{_duration(left / rate)} left")
-    if tally.num_errors:
-        parts.append(f"{_count(tally.num_errors)} failed")
->>>>>>> main
+    if counts.rows_error:
+        parts.append(f"{_count(counts.rows_error)} failed")
     return ", ".join(parts)
 
 

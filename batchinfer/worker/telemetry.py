@@ -326,18 +326,14 @@ class Telemetry:
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
-<<<<<<< HEAD
         counts = count_rows(rows)
         self.counts = self.counts.plus(counts)
         self._minutes.add(counts, int(self._clock.now() // 60))
-=======
-        self.tally.add(rows, int(self._clock.now() // 60))
         if self.busy_seconds >= self._due_seconds < self._beats_every_seconds:
             # The next heartbeat may be half a minute away, and people look whether the first rows come out.
             self._due_seconds *= 2
             self.snapshot()
             self._write_now()
->>>>>>> main
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""

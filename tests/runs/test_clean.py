@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,17 +38,10 @@ HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
 UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
-<<<<<<< HEAD
-SEGMENT = layout.segment_key(CHUNK, "gone", 1)
-UNDONE_SEGMENT = layout.segment_key(UNDONE, "gone", 1)
-CLAIM = layout.claim_key(CHUNK)
-UNDONE_CLAIM = layout.claim_key(UNDONE)
-=======
-SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1)
-UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1)
+SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
+UNDONE_SEGMENT = layout.segment_key(UNDONE, "gone", 1, 1)
 CLAIM, UNDONE_CLAIM = layout.claim_key(CHUNK), layout.claim_key(UNDONE)
 MARKER = layout.marker_key(CHUNK)
->>>>>>> main
 PROBE = f"{layout.PROBES}0123456789abcdef"
 RECORD = layout.worker_key("w9")
 
@@ -186,8 +180,11 @@ CASES = {
         {},
         set(),
     ),
-    "a claim of another epoch": Case(
-        lambda store: [store.create(UNDONE_CLAIM, claim_of("w0", epoch=2)), make_alive(store)],
+    "a claim of another start": Case(
+        lambda store: [
+            store.create(UNDONE_CLAIM, claim_of("w0", nonce="earlier")),
+            make_alive(store),
+        ],
         NOW,
         set(),
         "",
@@ -243,41 +240,9 @@ def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
     assert owner(run) == "w0"
 
 
-<<<<<<< HEAD
-def test_a_worker_that_fell_silent_long_ago_counts_as_gone(run: Store) -> None:
-    leave_everything(run, worker="w0")
-    make_alive(run, "w0")
-    clean(run)
-    assert not keys(run) & {ORPHAN, SEGMENT, CLAIM}
-
-
-def test_a_claim_of_another_start_is_released(run: Store) -> None:
-    run.create(UNDONE_CLAIM, claim_of("w0", nonce="earlier"))
-    make_alive(run, "w0")
-    clean(run, after_seconds=0)
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
-
-
-def test_a_claim_that_changes_hands_meanwhile_is_left_alone(
-    run: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.create(UNDONE_CLAIM, claim_of("gone"))
-    original = MemoryStore.get
-
-    def get(self: MemoryStore, key: str) -> Any:
-        found = original(self, key)
-        if key == UNDONE_CLAIM and taken:
-            taken.pop()
-            self.replace(key, claim_of("w0"), found.etag)
-        return found
-
-    taken = [True]
-    original_take = clean_module.take_inventory
-=======
 def test_what_changes_while_it_looks_stays(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inventory of a large run takes minutes: records are mended, and claims change hands."""
     real, original = clean_module.take_inventory, MemoryStore.get
->>>>>>> main
 
     def take(*args: Any, **values: Any) -> Any:
         found = real(*args, **values)
