@@ -363,7 +363,7 @@ def test_two_starts_of_one_worker_did_not_overwrite_each_others_checkpoints() ->
         before = saved_lines(stage)
         assert before
         stage.server.objects.pop(RUN + layout.worker_key("w0"))
-        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run()
         assert saved_lines(stage) > before
 

@@ -60,8 +60,8 @@ class Idle:
     def finish(self, *names: str) -> None:
         """Put the output and the marker of these chunks."""
         for name in names:
-            self.memory.create(layout.output_key(layout.output_file(name)), b"{}\n")
-            marker = marker_record(chunk=name, output=layout.output_file(name))
+            self.memory.create(layout.output_key(layout.output_file(name, "n")), b"{}\n")
+            marker = marker_record(chunk=name, output=layout.output_file(name, "n"))
             self.memory.create(layout.marker_key(name), codec.encode(marker))
 
     def claim(self, name: str, worker_id: str) -> None:

@@ -127,7 +127,7 @@ def test_in_the_first_minute_the_record_is_written_as_rows_come_out() -> None:
     """`status` said for half a minute that a worker whose rows came out had none."""
     clock = FakeClock()
     telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None)
+    telemetry_.begin(None, None)
     facts = {"name": "vllm", "version": "1", "model": "m", "max_in_flight": 1}
     telemetry_.engine_ready(msgspec.convert(facts, EngineInfo))
     written: list[tuple[float, int]] = []
