@@ -171,7 +171,7 @@ def overview(
     totals = add_up([view.record for view in views])
     chunks, rows, notes = _progress(snapshot, alive, totals.rows_done)
     recent = Rate(
-        seconds=RECENT_MINUTES * 60.0,
+        seconds=max((view.recent.seconds for view in views), default=0.0),
         rows=sum(view.recent.rows for view in views),
         input_tokens=sum(view.recent.input_tokens for view in views),
         output_tokens=sum(view.recent.output_tokens for view in views),

@@ -27,7 +27,6 @@ from batchinfer.ledger.jobs import OpenStore, rows_by_chunk, split_name
 from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
-    RECENT_MINUTES,
     Overview,
     add_up,
     overview,
@@ -135,7 +134,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
     is_over = seen.state in ("done", "stopped")
     rate = seen.overall if is_over else seen.recent
     rows, total = seen.rows_finished, seen.rows.total
-    when = "first start to end" if is_over else f"last {RECENT_MINUTES} min, live workers"
+    when = "first start to end" if is_over else f"last {units.duration(rate.seconds)}, live workers"
     rates = f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s"
     failed = units.percent(seen.totals.rows_error, rows)
     tiles = [

@@ -196,9 +196,8 @@ def _lines(seen: Overview) -> Iterable[tuple[str, str]]:
         yield "reasoning", f"{units.count(totals.reasoning_tokens)} tokens, {share} of the output"
     why = why_no_rows(seen)
     if seen.state not in ("done", "stopped"):
-        minutes = round(seen.recent.seconds / 60)
-        yield "now", why or f"{_rates(seen.recent)} over the last {minutes} minutes"
-    yield "over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}"
+        yield "now", why or _rates(seen.recent)
+    yield "over all", _rates(seen.overall)
     yield "time left", _time_left(seen, why)
     yield "cost", _cost(seen)
     if totals.errors:
@@ -220,7 +219,7 @@ def workers_text(workers: list[WorkerView]) -> str:
 def _rates(rate: Rate) -> str:
     return (
         f"{units.short(rate.rows)} rows/s, {units.short(rate.input_tokens)} tok/s in, "
-        f"{units.short(rate.output_tokens)} out"
+        f"{units.short(rate.output_tokens)} out, over {units.duration(rate.seconds)}"
     )
 
 
