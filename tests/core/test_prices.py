@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.core.prices import Machine, Prices, _table
 
@@ -37,10 +37,10 @@ def test_the_package_has_a_dated_table() -> None:
 def test_every_price_of_the_table_is_a_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
-        machine = msgspec.structs.replace(L4, accelerator=name)
+        machine = replace(L4, accelerator=name)
         on_demand, spot = (
             prices.price(machine),
-            prices.price(msgspec.structs.replace(machine, is_spot=True)),
+            prices.price(replace(machine, is_spot=True)),
         )
         assert on_demand is not None, name
         assert spot is not None, name
@@ -50,8 +50,8 @@ def test_every_price_of_the_table_is_a_price() -> None:
 def test_spot_is_cheaper_and_gpus_add_up() -> None:
     prices = Prices(catalogs=NO_CATALOG)
     spot, four = (
-        prices.price(msgspec.structs.replace(L4, is_spot=True)),
-        prices.price(msgspec.structs.replace(L4, gpus=4)),
+        prices.price(replace(L4, is_spot=True)),
+        prices.price(replace(L4, gpus=4)),
     )
     one = prices.price(L4)
     assert spot is not None
@@ -63,31 +63,29 @@ def test_spot_is_cheaper_and_gpus_add_up() -> None:
 
 def test_what_is_in_no_table_has_no_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
-    assert prices.price(msgspec.structs.replace(L4, accelerator="")) is None
-    assert prices.price(msgspec.structs.replace(L4, accelerator="X9000")) is None
+    assert prices.price(replace(L4, accelerator="")) is None
+    assert prices.price(replace(L4, accelerator="X9000")) is None
 
 
 def test_the_users_price_wins_for_every_machine(tmp_path: Path) -> None:
-    price = Prices(7.5, catalogs=catalog(tmp_path)).price(
-        msgspec.structs.replace(L4, accelerator="X9000")
-    )
+    price = Prices(7.5, catalogs=catalog(tmp_path)).price(replace(L4, accelerator="X9000"))
     assert price == (7.5, "--price-per-hour")
 
 
 def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
     prices = Prices(catalogs=catalog(tmp_path))
     assert prices.price(L4) == (0.8, "SkyPilot's catalog")
-    assert prices.price(msgspec.structs.replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
-    assert prices.price(msgspec.structs.replace(L4, gpus=4)) == (4.6, "SkyPilot's catalog")
-    assert prices.price(msgspec.structs.replace(L4, region="")) == (0.7, "SkyPilot's catalog")
+    assert prices.price(replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
+    assert prices.price(replace(L4, gpus=4)) == (4.6, "SkyPilot's catalog")
+    assert prices.price(replace(L4, region="")) == (0.7, "SkyPilot's catalog")
 
 
 def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
     prices = Prices(catalogs=catalog(tmp_path))
     for machine in (
-        msgspec.structs.replace(L4, cloud="gcp"),
-        msgspec.structs.replace(L4, gpus=3),
-        msgspec.structs.replace(L4, cloud="../x"),
+        replace(L4, cloud="gcp"),
+        replace(L4, gpus=3),
+        replace(L4, cloud="../x"),
     ):
         price = prices.price(machine)
         assert price is not None
