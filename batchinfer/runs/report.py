@@ -17,6 +17,7 @@ from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import codec, units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
@@ -27,7 +28,6 @@ from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
     Overview,
-    Totals,
     add_up,
     overview,
 )
@@ -85,7 +85,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     }
 
 
-def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
+def _read_totals(store: Store, snapshot: Snapshot) -> Counts:
     """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
     known = None if snapshot.job is None else rows_by_chunk(snapshot.job)
     wanted = {

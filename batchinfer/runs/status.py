@@ -298,7 +298,7 @@ _COLUMNS = (
     _Column("rows/s", lambda view: units.short(view.recent.rows)),
     _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
     _Column("errors", lambda view: units.count(view.record.rows_error), is_vital=False),
-    _Column("starts", lambda view: str(view.record.epoch), is_vital=False),
+    _Column("starts", lambda view: str(len(view.record.starts)), is_vital=False),
     _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
 

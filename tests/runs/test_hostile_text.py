@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> str:
     url = str(tmp_path / "job" / "runs" / "a")
     run_worker_here(tmp_path / "job", url, "--worker-id", "w0")
     store = open_store(url)
-    key = layout.worker_key("w0")
+    key = layout.statistics_key("w0")
     record = codec.decode(store.get(key).data, Worker, name=key)
     record = msgspec.structs.replace(
         record,

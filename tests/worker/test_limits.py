@@ -32,7 +32,7 @@ def stage() -> Iterator[Stage]:
 
 
 def up_seconds(stage: Stage) -> float:
-    key = layout.worker_key("w0")
+    key = layout.statistics_key("w0")
     return codec.decode(stage.objects()[key], Worker, name=key).up_seconds
 
 
