@@ -47,6 +47,8 @@ class Collected(Record, frozen=True, kw_only=True):
     files: list[CollectedFile]
     broken_answers: int = 0
     """Number of finished answers that break the run's JSON schema."""
+    json_texts: dict[str, int] = {}
+    """Number of the source's values that Arrow has no type for and that are their JSON text, by column."""
 
 
 def raced(where: str) -> InputError:

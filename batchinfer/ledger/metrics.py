@@ -129,7 +129,7 @@ METRICS = (
         "Seconds that the last load of the engine took.",
         _of(lambda w: w.engine_load_seconds),
     ),
-    Metric("batchinfer_starts_total", "Starts of the worker.", _of(lambda w: w.epoch)),
+    Metric("batchinfer_starts_total", "Starts of the worker.", _of(lambda w: len(w.starts))),
     Metric(
         "batchinfer_up_seconds_total",
         "Seconds that the worker's processes have run.",

@@ -15,6 +15,7 @@ from batchinfer.check.command import run_check
 from batchinfer.check.model import has_chat_template
 from batchinfer.check.steps import ERROR, CheckConfig
 from batchinfer.collect.collecting import run_collect
+from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import select
 from batchinfer.core import codec, layout, units
@@ -36,7 +37,6 @@ from batchinfer.pipeline.sources import recognise
 from batchinfer.pipeline.splitting import split_or_append
 from batchinfer.split.command import SplitConfig
 from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources
-from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config
 
@@ -179,7 +179,7 @@ class WorkFolder:
             AccessDenied: the token may not write there.
         """
         if self.config.dest.startswith("hf://"):
-            open_hub(self.config.dest, is_private=True).prepare()
+            HubDestination(self.config.dest).make()
 
     def asked_of_worker(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a worker's options for this work folder. With --limit, a manifest of the first chunks is written."""
@@ -303,7 +303,7 @@ class WorkFolder:
         return CollectConfig(
             run=self.run_url,
             dest=config.dest,
-            format=config.format or "",
+            format=config.format,
             with_source=config.with_source,
             partial=config.limit is not None,
             overwrite=True,

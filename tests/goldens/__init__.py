@@ -170,7 +170,6 @@ SCENES: dict[str, Scene] = {
         [
             LISTED,
             [*LISTED, "--retry-errors"],
-            ["collect", "run", "out.jsonl", "--with-source", "--manifest", "list.txt"],
         ],
     ),
     "stopped": Scene(
