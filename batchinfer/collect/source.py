@@ -141,13 +141,9 @@ def _from_parquet(job: Job | None, columns: Sequence[str] | None) -> Source | No
     import pyarrow as pa
     from pyarrow import dataset
 
-    if job is None or job.group_by or any(each.format != "parquet" for each in job.sources):
+    if job is None or any(each.format != "parquet" for each in job.sources):
         return None
-    found = [file for source in job.sources for file in source.files]
-    if not found or (
-        isinstance(job.appends, list) and sum(file.rows for file in found) != job.rows
-    ):
-        return None  # --limit has left out rows in the midst
+    found = job.files
     footers = list(map(_footer_of, found))
     schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
     schema = pa.unify_schemas(schemas, promote_options="permissive")
