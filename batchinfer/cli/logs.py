@@ -1,4 +1,4 @@
-"""The log: its events, which docs/logs.md lists too, its two formats, and its set-up."""
+"""The log: its two formats, and its set-up. Its events are in `batchinfer.core.events`."""
 
 from __future__ import annotations
 
@@ -9,51 +9,6 @@ from typing import Any
 
 from batchinfer.cli.terminal import StderrHandler
 from batchinfer.core.printable import one_entry, printable_values
-
-EVENTS: dict[str, str] = {
-    "worker_started": "A worker has its lease and begins. `epoch` counts its starts from 1.",
-    "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: killed, or running.",
-    "manifests_read": "The manifests' chunks are known, and how many of them were done before.",
-    "engine_loading": "The engine starts to load the model.",
-    "engine_ready": "The engine has loaded; generation begins.",
-    "first_rows": "The first rows of this start are in the engine. The fields say where the time until then went.",
-    "engine_preempted": "The KV cache is too small for the rows that run at once; some are computed again.",
-    "replica_restarted": "A replica died or stalled. Its rows are tried again, and it is started again.",
-    "replica_lost": "A replica ended too often without a finished row. Its GPUs idle until the worker's next start.",
-    "chunk_open": "The worker begins with a chunk; `resumed` rows came from checkpoints.",
-    "chunk_taken_over": "Another worker's claim on the chunk has lapsed, and this worker has it now.",
-    "chunk_helped": "The chunk's worker is slow or stuck. This worker does the chunk too; the first to finish wins.",
-    "chunk_held": "Another worker has claimed the chunk.",
-    "chunk_skipped": "The chunk was already done.",
-    "chunk_done": "The chunk's output and marker are published.",
-    "publish_output": "Debug: the chunk's output is being written.",
-    "publish_marker": "Debug: the chunk's output is durable, and its marker is being written.",
-    "publish_tidy": "Debug: the chunk's marker is written, and its segments and claim are being removed.",
-    "chunk_lost": "Another worker published the chunk first. Nothing is lost but this worker's effort.",
-    "chunk_released": "The chunk is given back unfinished; its finished rows are checkpointed.",
-    "chunk_retry": "Storage failed while the chunk was opened or published. It is tried again.",
-    "chunk_failed": "This worker gives the chunk up; its other chunks go on.",
-    "checkpoints": "Finished rows of unfinished chunks are safe. At most one line a minute, with sums since the last.",
-    "checkpoint": "Debug: one segment is written; `bytes` is its size.",
-    "deaths_noted": "The rows that were in the engine when it died are noted on storage.",
-    "row_error": "The first row of this worker that failed with this code.",
-    "row_errors": "The failed rows of this start, by code. Logged when it ends.",
-    "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
-    "heartbeat_failed": "The worker's record could not be written; it is tried again.",
-    "run_cost": "With `--max-cost` or `--max-hours`: what the run has cost until now, and how long it has lasted.",
-    "stop_requested": "The worker ends early: a signal, `batchinfer stop`, or a limit of cost or time, for example.",
-    "worker_ended": "The last line: state, reason and sums of this start.",
-}
-"""Meaning of each event, by the event's name. Names must not change, because people search logs for them."""
-
-
-def event(name: str, /, **fields: Any) -> dict[str, Any]:
-    """Return the argument `extra` of a log call that makes its line an event.
-
-    >>> event("chunk_held", chunk="part-00000", worker="w0")
-    {'event': 'chunk_held', 'fields': {'chunk': 'part-00000', 'worker': 'w0'}}
-    """
-    return {"event": name, "fields": fields}
 
 
 class JsonFormatter(logging.Formatter):

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from batchinfer.cli.values import FromFile, Kind
+from batchinfer.cli.values import Kind
+from batchinfer.core.shell import FromFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 

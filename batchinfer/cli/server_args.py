@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from batchinfer.cli.options import SectionCommand
-from batchinfer.cli.settings import FROM_FILE, is_secret, unknown_variables, write_option
+from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.redaction import redact
+from batchinfer.core.redaction import is_secret, redact
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 _NAME = re.compile(r"--?[A-Za-z][\w.-]*")

@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,7 +19,8 @@ from batchinfer.cli.origins import remember_command, remember_file
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.redaction import redact
+from batchinfer.core.redaction import without_secrets
+from batchinfer.core.yaml_text import parse_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -302,28 +302,6 @@ def _load(path: Path) -> dict[Any, Any]:
     return loaded
 
 
-def parse_yaml(text: str, name: str) -> Any:
-    """Parse YAML whose values are all texts, numbers, truth values, lists and mappings.
-
-    Raises:
-        ConfigError: It is no YAML, or has other values, such as a date, `!!set` or `!!binary`. The message begins with
-            `name`.
-    """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(text)
-        json.dumps(loaded)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{name}: not readable as YAML ({error})") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: has a value that is no text, number, list or mapping ({error})",
-            hint="write dates in quotes, and no tags such as !!set",
-        ) from error
-    return loaded
-
-
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Return a command's options by each of their names, without leading dashes and with _ in place of -."""
     found: dict[str, click.Option] = {}
@@ -395,12 +373,6 @@ def _text(value: Any) -> str:
 
 # --------------------------------------------------------------------------- --show-config
 
-_SECRET_NAME = re.compile(
-    r"(^|[_-])(token|secret|password|passwd|credentials?|(api|access|secret)[_-]?key)$",
-    re.IGNORECASE,
-)
-_HIDDEN = "(secret)"
-
 _ORIGINS = {
     "COMMANDLINE": "command line",
     "ENVIRONMENT": "environment",
@@ -408,47 +380,6 @@ _ORIGINS = {
     "DEFAULT": "default",
     "PROMPT": "command line",
 }
-
-
-def is_secret(name: str) -> bool:
-    """Whether the name of a setting says that its value must not be shown.
-
-    >>> is_secret("hf_token"), is_secret("max_tokens"), is_secret("stop_token_ids")
-    (True, False, False)
-    """
-    return _SECRET_NAME.search(name) is not None
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a value with each secret replaced by "(secret)", and those in URLs by "…".
-
-    A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, the option
-    before it in a list of words, or KEY in a text KEY=VALUE.
-    """
-    if isinstance(value, dict):
-        return {key: without_secrets(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        shown, option = list[Any](), name
-        for item in value:
-            if isinstance(item, str) and item.startswith("--"):  # words of a command line
-                option, has_value, _ = item.lstrip("-").partition("=")
-                is_hidden = has_value and is_secret(option)
-                shown.append(f"--{option}={_HIDDEN}" if is_hidden else redact(item))
-            else:
-                shown.append(without_secrets(item, option))
-        return shown
-    if value in (None, "", False):
-        return value
-    if is_secret(name):
-        return _HIDDEN
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, str):
-        key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
-        if equals and is_secret(key):
-            return f"{key}={_HIDDEN}"
-        return redact(value)
-    return value
 
 
 def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,7 @@ import click
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import redact
-
-
-class FromFile(NamedTuple):
-    """A word of a command line that stands for a file with this text."""
-
-    text: str
-    prefix: str = ""
-    """Characters before the file's name, such as "@"."""
+from batchinfer.core.shell import FromFile
 
 
 class Kind(NamedTuple):

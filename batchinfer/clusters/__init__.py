@@ -14,9 +14,9 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
-from batchinfer.cli.shell import quote
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record
+from batchinfer.core.shell import quote
 
 RESTART_STATUSES = (33, 34, 75)
 """Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or a signal came."""

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from batchinfer.cli.shell import quote
 from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.shell import quote
 
 IS_REMOTE = True
 _INDEX = "batch.kubernetes.io/job-completion-index"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.cli.settings import parse_yaml
-from batchinfer.cli.shell import quote
 from batchinfer.clusters import Fate, Plan, name_of, read_template, run_client
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.shell import quote
+from batchinfer.core.yaml_text import parse_yaml
 
 IS_REMOTE = True
 _CHECKOUT = Path(batchinfer.__file__).resolve().parents[1]

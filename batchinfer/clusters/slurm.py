@@ -13,9 +13,9 @@ import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from batchinfer.cli.shell import quote
 from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.shell import quote
 
 IS_REMOTE = False
 _ENDED = "COMPLETED CANCELLED"

@@ -1,8 +1,10 @@
-"""Masks the secrets in URLs (user, password, query) before the URLs are shown or recorded. Pure."""
+"""Masks secrets before values are shown or recorded: those in URLs, and values whose names say so. Pure."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 _USER = r"[^/?#\s]*@|(?!arn:)[^/?#\s:@]*:(?!\d+(?:[/?#\s]|$))[^?#\s@]*@"
 """User and password at the start of a URL. The second form is for a password with a slash, which a secret key of
@@ -50,3 +52,51 @@ def _masked(found: re.Match[str]) -> str:
         masked = "&".join(f"{name}={_MASK}" if equals else _MASK for name, equals, _ in fields)
         query = f"?{masked}{query[len(body) :]}"
     return f"{scheme}{_MASK + '@' if user else ''}{rest}{query}"
+
+
+_SECRET_NAME = re.compile(
+    r"(^|[_-])(token|secret|password|passwd|credentials?|(api|access|secret)[_-]?key)$",
+    re.IGNORECASE,
+)
+_HIDDEN = "(secret)"
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of a setting says that its value must not be shown.
+
+    >>> is_secret("hf_token"), is_secret("max_tokens"), is_secret("stop_token_ids")
+    (True, False, False)
+    """
+    return _SECRET_NAME.search(name) is not None
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a value with each secret replaced by "(secret)", and those in URLs by "…".
+
+    A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, the option
+    before it in a list of words, or KEY in a text KEY=VALUE.
+    """
+    if isinstance(value, dict):
+        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        shown, option = list[Any](), name
+        for item in value:
+            if isinstance(item, str) and item.startswith("--"):  # words of a command line
+                option, has_value, _ = item.lstrip("-").partition("=")
+                is_hidden = has_value and is_secret(option)
+                shown.append(f"--{option}={_HIDDEN}" if is_hidden else redact(item))
+            else:
+                shown.append(without_secrets(item, option))
+        return shown
+    if value in (None, "", False):
+        return value
+    if is_secret(name):
+        return _HIDDEN
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
+        if equals and is_secret(key):
+            return f"{key}={_HIDDEN}"
+        return redact(value)
+    return value

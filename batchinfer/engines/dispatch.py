@@ -14,8 +14,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from batchinfer.cli.logs import event
 from batchinfer.core.errors import EngineDied
+from batchinfer.core.events import event
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines import lists
 from batchinfer.engines.config import EngineConfig

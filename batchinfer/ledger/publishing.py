@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from batchinfer.cli.logs import event
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     AccessDenied,
@@ -27,6 +26,7 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
+from batchinfer.core.events import event
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.jobs import ChunkRef

@@ -12,7 +12,6 @@ import msgspec
 
 from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.shell import in_bash, quote
 from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
@@ -21,6 +20,7 @@ from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.prices import Machine, Prices, accelerator_name
+from batchinfer.core.shell import in_bash, quote
 from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig

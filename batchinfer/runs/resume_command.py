@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.shell import in_bash, quote
 from batchinfer.core import codec
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
+from batchinfer.core.shell import in_bash, quote
 from batchinfer.prompts import PromptConfig
 
 _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")

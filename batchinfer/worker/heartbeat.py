@@ -6,7 +6,6 @@ import contextlib
 import logging
 from functools import partial
 
-from batchinfer.cli.logs import event
 from batchinfer.core import layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
@@ -16,6 +15,7 @@ from batchinfer.core.errors import (
     StopRequested,
     StorageError,
 )
+from batchinfer.core.events import event
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Priority, Stopper, unless_stopped

@@ -13,11 +13,10 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.server_args import without_secrets_in
-from batchinfer.cli.settings import without_secrets
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
-from batchinfer.core.redaction import redact
+from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig

@@ -11,10 +11,10 @@ import contextlib
 import logging
 from typing import Any
 
-from batchinfer.cli.logs import event
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, LimitReached
+from batchinfer.core.events import event
 from batchinfer.core.records import Worker
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.spending import Spending

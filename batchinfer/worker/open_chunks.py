@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from batchinfer.cli.logs import event
 from batchinfer.core.errors import BatchinferError, InputError, ScratchFull, StorageError
+from batchinfer.core.events import event
 from batchinfer.core.records import RowKey
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.publishing import Published

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from batchinfer.cli.logs import event
 from batchinfer.core import layout, units
 from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError, Superseded
+from batchinfer.core.events import event
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from batchinfer.cli.logs import event
 from batchinfer.core import units
+from batchinfer.core.events import event
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)

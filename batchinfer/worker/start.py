@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from batchinfer.cli.logs import event
 from batchinfer.core import units
 from batchinfer.core.errors import (
     BatchinferError,
@@ -25,6 +24,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
+from batchinfer.core.events import event
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.cli.logs import event
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
@@ -19,6 +18,7 @@ from batchinfer.core.errors import (
     RunMismatch,
     StopRequested,
 )
+from batchinfer.core.events import event
 from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Span, Worker
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow

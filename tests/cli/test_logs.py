@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer.cli.logs import EVENTS
 from batchinfer.cli.terminal import say
+from batchinfer.core.events import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

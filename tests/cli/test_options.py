@@ -13,8 +13,9 @@ import pytest
 from batchinfer.cli.main import group
 from batchinfer.cli.options import Option
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.values import FromFile, read_pairs
+from batchinfer.cli.values import read_pairs
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.shell import FromFile
 from batchinfer.engines.config import EchoOptions, EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.worker.config import Limits, WorkerConfig

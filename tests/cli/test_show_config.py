@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.cli.settings import is_secret, without_secrets
+from batchinfer.core.redaction import is_secret, without_secrets
 from making import ECHO
 
 REPOSITORY = Path(__file__).resolve().parents[2]

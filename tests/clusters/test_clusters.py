@@ -20,11 +20,11 @@ import pytest
 import yaml
 
 from batchinfer import clusters
-from batchinfer.cli.shell import quote
 from batchinfer.clusters import CLUSTERS, Fate, Plan, find_cluster, skypilot
 from batchinfer.clusters.launches import find_launches, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from typing import NamedTuple
 
-from batchinfer.cli.values import FromFile
+
+class FromFile(NamedTuple):
+    """A word of a command line that stands for a file with this text."""
+
+    text: str
+    prefix: str = ""
+    """Characters before the file's name, such as "@"."""
 
 
 def quote(text: str) -> str:
