@@ -71,11 +71,12 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 
 
 def raw_members(line: bytes) -> dict[str, msgspec.Raw] | None:
-    """Return the members of a JSON object as they are spelled; None if `read_object` cannot read the line."""
+    """Return the members of a JSON object as they are spelled, however deep they are; None for any other line."""
     try:
+        line.decode()
         return _decode_members(line)
     except _DECODE_ERRORS:
-        if read_object(line) is None:
+        if not is_deep(line) or read_object(line) is None:
             return None
         return {name: msgspec.Raw(text.encode()) for name, text in _members(line.decode())}
 

@@ -91,7 +91,8 @@ class Job(Record, frozen=True, kw_only=True):
     broken_lines: Count = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: Count = 0
-    """Number of rows with an `_id` that an earlier row has, among the rows that were split or appended together."""
+    """Number of rows with an `_id` that an earlier row has, among the first ten million that were split or appended
+    together."""
     generation: Count = 0
     """Number of times that data were appended."""
     first_sha256: str = ""

@@ -102,7 +102,8 @@ def _json_block(part: Part, lines: list[bytes], first_row: int) -> Block:
             kept = {name: members[name] for name in part.columns if name in members}
             body = msgspec.json.encode(kept)[:-1]
         own = _id_of(members.get(part.id_column))
-        ids += [] if own is None else [own]
+        if own is not None:
+            ids.append(own.strip(b'"'))
         comma = b"" if body.strip(_SPACE) == b"{" else b","
         tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
         done.append(body + comma + tail)

@@ -94,7 +94,9 @@ class Sources(Record, frozen=True, kw_only=True):
         first = sum(part.counted.rows for part in self.parts[:index])
         part = msgspec.structs.replace(self.parts[index], first_row=first)
         block = next(_FORMATS[part.found.format][1](part))
-        return first, block.encode(0, min(count, block.num_rows, self.rows - first)).split(b"\n")[:-1]
+        return first, block.encode(0, min(count, block.num_rows, self.rows - first)).split(b"\n")[
+            :-1
+        ]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""

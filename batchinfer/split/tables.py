@@ -64,36 +64,43 @@ def read_parquet(part: Part) -> Iterator[Block]:
     """Yield the rows of a parquet file. Memory holds at most the columns that are needed of one row group."""
     url, row = part.found.url, part.first_row
     needed = list(dict.fromkeys([*part.names, *filter(None, [part.id_column])]))
-    with opened(url) as file, pq.ParquetFile(file) as parquet:
+    with opened(url) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         row_bytes = sum(group.total_byte_size for group in groups) / part.counted.rows
         kinds = {name: parquet.schema_arrow.field(name).type for name in needed}
-        schema = pa.schema([(name, _plain(kind, url, name)) for name, kind in kinds.items()])
-        values = [_as_text(kind, pl.col(name)).alias(name) for name, kind in kinds.items()]
+        # The names in polars are numbers, because it gives some names, such as * and ^a$, a meaning.
+        schema = pa.schema(
+            [(str(i), _plain(kinds[name], url, name)) for i, name in enumerate(needed)]
+        )
+        values = [
+            _as_text(kinds[name], pl.col(str(i))).alias(str(i)) for i, name in enumerate(needed)
+        ]
         # A name with a dot may bring other columns along, which `select` leaves out.
         for batch in parquet.iter_batches(
             batch_size=max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1)))),
             columns=needed,
         ):
-            table = pa.Table.from_batches([batch.select(needed)]).cast(schema)
-            frame = cast("pl.DataFrame", pl.from_arrow(table)).select(values)
-            yield _frame_block(frame, part, row)
+            table = pa.Table.from_batches([batch.select(needed)]).rename_columns(schema.names)
+            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).select(values)
+            yield _frame_block(frame, needed, part, row)
             row += frame.height
 
 
-def _frame_block(frame: pl.DataFrame, part: Part, first_row: int) -> Block:
+def _frame_block(frame: pl.DataFrame, names: list[str], part: Part, first_row: int) -> Block:
     row = pl.int_range(first_row, first_row + frame.height, dtype=pl.Int64)
     own, ids = pl.lit(None, pl.String), pl.Series(dtype=pl.Binary)
-    if name := part.id_column:
-        if frame.schema[name].is_nested():
+    if part.id_column:
+        column = frame.to_series(names.index(part.id_column))
+        if column.dtype.is_nested():
             raise InputError(
-                f"{part.found.url}: column {name!r} holds {frame.schema[name]}, expected texts or numbers for _id",
+                f"{part.found.url}: column {part.id_column!r} holds {column.dtype}, expected texts or numbers for _id",
                 hint="name another --id-column, or --id-column _row for row numbers",
             )
-        own = pl.col(name).cast(pl.String)
-        ids = frame.select(own.cast(pl.Binary)).to_series().drop_nulls()
-    text = pl.coalesce(own, row.cast(pl.String))
-    rows = frame.select(*part.names, row.alias("_row"), text.alias("_id"))
+        own = pl.col(column.name).cast(pl.String)
+        ids = column.cast(pl.String).cast(pl.Binary).drop_nulls()
+    kept = [pl.col(str(names.index(name))).alias(name) for name in part.names]
+    own_id = pl.coalesce(own, row.cast(pl.String))
+    rows = frame.select(*kept, row.alias("_row"), own_id.alias("_id"))
 
     def encode(start: int, stop: int) -> bytes:
         lines = io.BytesIO()

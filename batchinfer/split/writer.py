@@ -14,6 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import polars as pl
+
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     AlreadyExists,
@@ -35,7 +38,7 @@ _THREADS = 4
 _ZSTD_LEVEL = 3
 _USUAL_ROWS, _USUAL_BYTES = 1000, 16 << 20
 _CHUNKS_PER_WORKER, _MOST_CHUNKS = 50, 100_000
-_PARTS = 256
+_MOST_IDS = 10_000_000
 
 
 def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
@@ -82,39 +85,21 @@ class Written(NamedTuple):
 
 
 class _Repeats:
-    """Counts ids that earlier rows have, by hashes in files, each of which fits into memory."""
+    """Counts ids that earlier rows have, by their hashes, among the first `_MOST_IDS`: memory holds no more."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._edges: Any = None
-        self._files: list[Any] = []
+    def __init__(self) -> None:
+        self._hashes = [np.empty(0, np.uint64)]
+        self._num = 0
 
     def add(self, ids: Any) -> None:
         """Note the ids of some rows: a list of bytes or a series of polars."""
-        import numpy as np
-        import polars as pl
-
-        if not len(ids):
-            return
-        if not self._files:
-            self._files = [(self._folder / f"ids-{part}").open("w+b") for part in range(_PARTS)]
-            self._edges = np.arange(1, _PARTS, dtype=np.uint64) << np.uint64(56)
-        hashes = np.sort(pl.Series(ids, dtype=pl.Binary).hash().to_numpy())
-        pieces = np.split(hashes, np.searchsorted(hashes, self._edges))
-        for file, piece in zip(self._files, pieces, strict=True):
-            file.write(piece.tobytes())
+        if len(ids) and self._num < _MOST_IDS:
+            self._hashes.append(pl.Series(ids, dtype=pl.Binary).hash().to_numpy())
+            self._num += len(ids)
 
     def count(self) -> int:
-        """Return the number of rows whose id an earlier row has, and close the files."""
-        import numpy as np
-
-        found = 0
-        for file in self._files:
-            with file:
-                file.seek(0)
-                hashes = np.frombuffer(file.read(), np.uint64)
-            found += hashes.size - np.unique(hashes).size
-        return found
+        """Return the number of rows whose id an earlier row has."""
+        return self._num - np.unique(np.concatenate(self._hashes)).size
 
 
 class _ChunkFile:
@@ -171,7 +156,7 @@ def write_chunks(
         ScratchFull: The scratch folder is full.
     """
     with contextlib.closing(Scratch()) as scratch, scratch_errors(scratch.folder):
-        repeats, waiting, chunks = _Repeats(scratch.folder), deque[Future[Chunk]](), list[Chunk]()
+        repeats, waiting, chunks = _Repeats(), deque[Future[Chunk]](), list[Chunk]()
         num_broken = 0
 
         def take() -> None:

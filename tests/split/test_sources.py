@@ -1,0 +1,357 @@
+"""Files, folders, globs and URLs of every kind are found and read; what cannot be used is refused with what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError
+from batchinfer.split.sources import Sources, count_sources
+from fake_hub import TOKEN, FakeHub, commit_of
+
+
+def write_parquet(path: Path, **columns: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def rows_of(counted: Sources) -> list[dict[str, Any]]:
+    blocks = [block.encode(0, block.num_rows) for block in counted.blocks()]
+    return [json.loads(line) for line in b"".join(blocks).split(b"\n")[:-1]]
+
+
+def numbers(*sources: str | Path, **options: Any) -> list[int]:
+    rows = rows_of(count_sources([str(source) for source in sources], **options))
+    assert [row["_row"] for row in rows] == list(range(len(rows)))
+    return [int(row["n"]) for row in rows]
+
+
+def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "data"
+    write_parquet(data / "b.parquet", n=[2])
+    write_parquet(data / "a" / "c.parquet", n=[1])
+    write_parquet(data / ".hidden" / "d.parquet", n=[9])
+    write_parquet(data / "_tmp.parquet", n=[9])
+    write_parquet(tmp_path / "elsewhere.parquet", n=[3])
+    (data / "link.parquet").symlink_to("../elsewhere.parquet")
+    (data / "nowhere.parquet").symlink_to("gone")
+    for name in ("README.md", "infos.json", "notes.txt"):
+        (data / name).write_text("{}")
+    with caplog.at_level("INFO"):
+        assert numbers(data) == [1, 2, 3]
+    assert "left out 3 other files" in caplog.text
+
+
+def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "d" / "a.parquet", n=[1])
+    monkeypatch.chdir(tmp_path)
+    for argument in ("d", "d/", "d/*.parquet", "**/a.*", "d/a.parquet"):
+        assert [file.url for file in count_sources([argument]).sources[0].files] == ["d/a.parquet"]
+    url = f"file://{tmp_path}/d/a%2Eparquet"
+    assert numbers(url) == [1]
+    (tmp_path / "x[1].jsonl").write_text('{"n":5}')
+    assert numbers("x[1].jsonl") == [5]
+
+
+def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", n=[0, 1, 2])
+    write_parquet(tmp_path / "none.parquet", n=[])
+    line = b'{"n":3}\n{"n":4}'
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(line[:8]) + gzip.compress(line[8:]))
+    pack = zstandard.ZstdCompressor().compress
+    (tmp_path / "c.json.zst").write_bytes(pack(b'{"n":5}\n') + pack(b'{"n":6}'))
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"n\n7\n"))
+    names = ["a.parquet", "none.parquet", "b.jsonl.gz", "c.json.zst", "d.csv.gz"]
+    sources = [tmp_path / name for name in names]
+    assert numbers(*sources) == list(range(8))
+    limited = count_sources([str(source) for source in sources], limit=4)
+    assert limited.rows == 4
+    assert [len(source.files) for source in limited.sources] == [1, 1, 1, 0, 0]
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
+    lines = "".join(f'{{"n":{n},"text":"{"x" * 1000}"}}\n' for n in range(10_000))
+    (tmp_path / "a.jsonl").write_text(lines)
+    csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
+    (tmp_path / "b.csv").write_text(csv)
+    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000)):
+        assert numbers(tmp_path / name) == list(range(count))
+        assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
+
+
+BAD: list[tuple[str, dict[str, str | bytes], str, str]] = [
+    ("d", {"d/README.md": "x"}, "holds 1 file, none of a known format", "check the path"),
+    ("d/*.csv", {"d/a.jsonl": "{}"}, "holds no file", "check the path"),
+    ("e", {}, "no such file, folder or bucket", "check the spelling"),
+    ("d", {"d/a.jsonl": "{}", "d/b.csv": "n\n1"}, "files of several formats, csv (", "*.parquet"),
+    ("a.jsonl", {"a.jsonl": ""}, "holds no rows", "check the path"),
+    ("a.json", {"a.json": '[{"n":1}]'}, "is a JSON array", "jq -c '.[]'"),
+    ("a.json", {"a.json": '{\n"n":\n1}'}, "holds no JSON object in 3 lines", "jq -c '.'"),
+    ("a.jsonl", {"a.jsonl": '{"n":1}'.encode("utf-16")}, "in UTF-8", "convert"),
+    ("a.jsonl", {"a.jsonl": '{"_row":1}'}, "has a column '_row'", "rename it in the source"),
+    ("a.csv", {"a.csv": "n,_id\n1,2"}, "has a column '_id'", "--columns"),
+    ("a.csv", {"a.csv": 'n,m\n1,"2\n3,4\n'}, "perhaps a quote is not closed", "close it"),
+    (
+        "a.csv",
+        {"a.csv": "n,m\n1,2\n3\n"},
+        "line 3: 1 values, expected the header's 2",
+        "--delimiter",
+    ),
+    ("a.csv", {"a.csv": "n,n\n1,2\n"}, "column 'n' is there twice", "rename"),
+    ("a.csv", {"a.csv": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
+    ("a.txt", {"a.txt": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
+    ("a.parquet", {"a.parquet": "PAR1 and no more"}, "a.parquet: corrupt or truncated", "again"),
+    ("a.jsonl.gz", {"a.jsonl.gz": gzip.compress(b'{"n":1}\n' * 99)[:-9]}, "truncated", "again"),
+    ("a.jsonl.gz", {"a.jsonl.gz": '{"n":1}'}, "corrupt or truncated", "again"),
+    ("a.csv.zst", {"a.csv.zst": zstandard.compress(b"n\n1\n" * 99)[:-3]}, "truncated", "again"),
+    ("s3:/bucket/x", {}, "lacks a slash", "s3://bucket/x"),
+    ("nothing://b/x.csv", {}, "no filesystem for nothing://", "s3://"),
+    ("az://b/x.csv", {}, "no filesystem for az://", "pip install adlfs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "what", "hint"), BAD, ids=[f"{b[0]} {b[2]}" for b in BAD]
+)
+def test_bad_input_is_refused_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    files: dict[str, str | bytes],
+    what: str,
+    hint: str,
+) -> None:
+    if source.startswith("az:") and "adlfs" in sys.modules:
+        pytest.skip("adlfs is installed")
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises((InputError, ConfigError)) as caught:
+        rows_of(count_sources([source]))
+    assert what in caught.value.message
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.message + caught.value.hint
+
+
+@pytest.mark.parametrize("cut", [10, 60, 90])
+def test_a_truncated_parquet_is_named(tmp_path: Path, cut: int) -> None:
+    path = write_parquet(tmp_path / "whole.parquet", n=list(range(1000)))
+    (tmp_path / "x.parquet").write_bytes(path.read_bytes()[: path.stat().st_size * cut // 100])
+    with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
+        count_sources([str(tmp_path / "x.parquet")])
+
+
+def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", n=[f"text {n}" for n in range(1000)])
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
+        rows_of(count_sources([str(path)]))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_missing_column_is_named_with_a_near_one(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        write_parquet(path, prompt=["a"], n=[1])
+    else:
+        path.write_text('{"prompt":"a"}\n{"n":1}\n' if kind == "jsonl" else "prompt,n\na,1\n")
+    for options in ({"columns": ["promt"]}, {"id_column": "promt"}):
+        with pytest.raises(InputError, match="has no column 'promt'.*did you mean 'prompt'"):
+            count_sources([str(path)], **options)
+
+
+def test_a_column_that_only_some_files_have_is_told_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / "a.parquet", n=[1], label=["x"])
+    write_parquet(tmp_path / "b.parquet", n=[2])
+    assert [row.get("label") for row in rows_of(count_sources([str(tmp_path)]))] == ["x", None]
+    assert "column 'label': in some files only" in caplog.text
+    with pytest.raises(InputError, match=r"b\.parquet: has no column 'label'"):
+        count_sources([str(tmp_path)], columns=["n", "label"])
+    assert numbers(tmp_path, columns=["n"]) == [1, 2]
+
+
+def test_a_column_that_only_a_late_line_has_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"n":1}\n' * 3000 + '{"late":2}')
+    assert len(rows_of(count_sources([str(tmp_path / "x.jsonl")], columns=["late"]))) == 3001
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "txt"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "touched"])
+def test_a_source_that_changes_meanwhile_is_named(tmp_path: Path, kind: str, change: str) -> None:
+    path, other = tmp_path / f"x.{kind}", tmp_path / f"y.{kind}"
+    for place, count in ((path, 10), (other, 20 if change == "longer" else 5)):
+        if kind == "parquet":
+            write_parquet(place, n=list(range(count)))
+        else:
+            line = '{"n":1}\n' if kind == "jsonl" else "n\n"
+            place.write_text(line * count)
+    counted = count_sources([str(path)])
+    if change == "touched":
+        os.utime(path, ns=(1, 1))
+    else:
+        other.replace(path)
+    with pytest.raises(InputError, match=rf"x\.{kind}: changed while it was being split"):
+        rows_of(counted)
+        counted.check_unchanged()
+
+
+def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "d" / "a.parquet", n=[1])
+    for source, output in (
+        (tmp_path / "d", tmp_path / "d/job"),
+        (tmp_path / "d/*.parquet", tmp_path),
+    ):
+        with pytest.raises(InputError, match="is not apart from the source"):
+            count_sources([str(source)]).check_apart(str(output))
+    count_sources([str(tmp_path / "d/*.parquet")]).check_apart(str(tmp_path / "d/job"))
+
+
+def test_memory_urls_are_read() -> None:
+    with fsspec.open("memory://sources/a.jsonl", "wb") as file:
+        file.write(b'{"n":1}')
+    assert numbers("memory://sources/") == [1]
+
+
+@pytest.mark.s3
+def test_s3_files_folders_and_globs_are_read(
+    s3_url: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_url()
+    path = write_parquet(tmp_path / "a.parquet", n=[1, 2, 3], text=["x"] * 3)
+    system = fsspec.filesystem("s3", use_listings_cache=False)
+    system.pipe({f"{bucket}/data/a.parquet": path.read_bytes()})
+    system.pipe({f"{bucket}/lines/b.jsonl.gz": gzip.compress(b'{"n":4}')})
+    for argument in ("data/a.parquet", "data", "data/*.parquet", "**/a.parquet"):
+        assert numbers(f"{bucket}/{argument}", columns=["n"]) == [1, 2, 3]
+    assert numbers(f"{bucket}/lines") == [4]
+    r2 = f"{bucket}/lines".replace("s3://", "r2://")
+    assert count_sources([r2]).sources[0].files[0].url == f"{r2}/b.jsonl.gz"
+    counted = count_sources([f"{bucket}/data"])
+    system.pipe({f"{bucket}/data/a.parquet": path.read_bytes() + b" "})
+    with pytest.raises(InputError, match="changed while it was being split"):
+        counted.check_unchanged()
+    with pytest.raises(InputError, match="no such file, folder or bucket"):
+        count_sources([f"{bucket}-other/x.jsonl"])
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    with pytest.raises(ConfigError, match="requests would go to AWS"):
+        count_sources(["r2://another/b.jsonl"])
+
+
+def test_missing_credentials_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(AccessDenied, match="access refused") as caught:
+        count_sources(["s3://bucket/x.jsonl"])
+    assert "AWS_PROFILE" in caught.value.hint
+
+
+# It leaves as the command line does: pyarrow's threads now and then abort an orderly exit on a busy machine.
+READ_HUB = """
+import json, os, sys
+from batchinfer.core.errors import BatchinferError
+from batchinfer.split.sources import count_sources
+for url in sys.argv[1:]:
+    try:
+        counted = count_sources([url])
+        lines = b"".join(block.encode(0, block.num_rows) for block in counted.blocks())
+        source = counted.sources[0]
+        numbers = [json.loads(line)["n"] for line in lines.splitlines()]
+        print(json.dumps({"n": numbers, "revision": source.revision, "url": source.files[0].url}))
+    except BatchinferError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error.message} ({error.hint})"}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path: Path) -> None:
+    hub = FakeHub()
+    write_parquet(tmp_path / "native/data/train-0.parquet", n=[1, 2])
+    write_parquet(tmp_path / "native/data/train-1.parquet", n=[3])
+    (tmp_path / "native/README.md").write_text("# data")
+    write_parquet(tmp_path / "old/data/train-0.parquet", n=[0])
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/script.py").write_text("")
+    write_parquet(tmp_path / "converted/default/train/0000.parquet", n=[9])
+    for repo, revision, folder in (
+        ("org/native", "main", "native"),
+        ("org/native", "v1", "old"),
+        ("org/script", "main", "script"),
+        ("org/script", "refs/convert/parquet", "converted"),
+        ("org/gated", "main", "native"),
+    ):
+        hub.add(repo, revision, tmp_path / folder)
+    hub.gated.add("org/gated")
+
+    def read(*urls: str, **environment: str) -> list[dict[str, Any]]:
+        urls = tuple(f"hf://datasets/org/{url}" for url in urls)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_HUB, *urls],
+            env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    commit = commit_of("org/native", "main")
+    with hub.serving() as endpoint:
+        here = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+        [whole] = read("native", **here)
+        url = f"hf://datasets/org/native@{commit}/data/train-0.parquet"
+        assert whole == {"n": [1, 2, 3], "revision": commit, "url": url}
+        found = read(
+            "native@v1",
+            f"native@{commit}/data/train-1.parquet",
+            "native/data/train-*.parquet",
+            "script@refs/convert/parquet/default",
+            "script",
+            "nothing",
+            "native@nothing",
+            "native/nothing.parquet",
+            "gated",
+            **here,
+        )
+        assert [each["n"] for each in found[:4]] == [[0], [3], [1, 2, 3], [9]]
+        expected = [
+            "refs/convert/parquet",
+            "InputError: .*no such repository",
+            "InputError: .*no such revision",
+            "InputError: .*no such file",
+            "AccessDenied: .*HF_TOKEN",
+        ]
+        for each, what in zip(found[4:], expected, strict=True):
+            assert re.search(what, each["error"]), each
+        [allowed] = read("gated", HF_TOKEN=TOKEN, **here)
+        assert allowed["n"] == [1, 2, 3]
+    for offline, what in (("0", "cannot be reached"), ("1", "HF_HUB_OFFLINE is set")):
+        [said] = read("native", HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE=offline)
+        assert what in said["error"]
+        assert "hf download" in said["error"]

@@ -1,0 +1,497 @@
+"""`split` makes a job of data sets, goes on after a kill, appends, and takes files by reference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.records import Job
+from batchinfer.ledger.jobs import chunk_key, load_job
+from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.split.writer import even_bounds, usual_num_chunks
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.opening import open_store
+from crashing import crash_everywhere
+from making import run_process, run_worker_here
+
+MODULES = [
+    f"batchinfer.{name}"
+    for name in (
+        "split.sources",
+        "split.writer",
+        "split.append",
+        "split.references",
+        "storage.local",
+    )
+]
+
+
+def make_source(path: Path, *numbers: int) -> Path:
+    rows = [{"prompt": f"say {n}", "n": n} for n in numbers]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_source(tmp_path / "a.parquet", *range(100))
+
+
+def split(source: Any, output: Any, **options: Any) -> dict[str, Any]:
+    sources = [str(each) for each in (source if isinstance(source, list) else [source])]
+    config = SplitConfig(sources=sources, output=str(output), **options)
+    return run_split(config, store=open_store(str(output)))
+
+
+def job_at(output: Any) -> Job:
+    found = load_job(str(output), open_store)
+    assert found is not None
+    return found[0]
+
+
+def rows_at(output: Any) -> list[dict[str, Any]]:
+    """All rows of a job, in order, after a look that job.json and the manifests tell the truth of its chunks."""
+    job, store, rows = job_at(output), open_store(str(output)), []
+    for chunk in job.chunks:
+        data = store.get(chunk_key(job, chunk)).data
+        assert (chunk.bytes, chunk.sha256) == (len(data), codec.sha256(data))
+        if job.compression == "zstd":
+            data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+        lines = data.split(b"\n")[:-1]
+        assert (chunk.first_row, chunk.rows) == (len(rows), len(lines))
+        rows += map(json.loads, lines)
+    assert [row["_row"] for row in rows] == list(range(job.rows))
+    keys = [chunk_key(job, chunk) for chunk in job.chunks]
+    listed = [store.get(item.key).data.decode().split() for item in store.list(layout.MANIFESTS)]
+    everything, *workers = listed
+    assert everything == keys == [key for each in workers for key in each]
+    sizes = [len(each) for each in workers]
+    assert len(sizes) == job.num_workers
+    assert max(sizes) - min(sizes) <= 1
+    return rows
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_job_holds_every_row_once_in_order(
+    source: Path, tmp_path: Path, compression: str
+) -> None:
+    result = split(source, tmp_path / "job", num_chunks=7, num_workers=3, compression=compression)
+    assert [row["n"] for row in rows_at(tmp_path / "job")] == list(range(100))
+    assert (result["status"], result["rows"], result["chunks"], result["workers"]) == (
+        "done",
+        100,
+        7,
+        3,
+    )
+    job = job_at(tmp_path / "job")
+    assert (job.columns, job.rows, job.id_column) == (["prompt", "n"], 100, "")
+    [file] = job.files
+    assert (file.url, file.rows, file.bytes) == (str(source), 100, source.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_bytes", "workers", "expected"),
+    [
+        (7, 0, 1, 7),
+        (300, 0, 1, 50),
+        (10**6, 0, 1, 1000),
+        (10**6, 0, 40, 2000),
+        (10**9, 0, 1, 100_000),
+    ]
+    + [(5000, 16 << 30, 1, 1024)],
+)
+def test_chunks_are_about_a_minute_of_a_worker(
+    rows: int, num_bytes: int, workers: int, expected: int
+) -> None:
+    assert usual_num_chunks(rows, num_bytes, workers) == expected
+    bounds = even_bounds(rows, expected)
+    sizes = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
+    assert sum(sizes) > 0
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_border_is_the_beginning_of_a_chunk(source: Path, tmp_path: Path) -> None:
+    split(source, tmp_path / "job", num_chunks=3, border=10)
+    assert [chunk.first_row for chunk in job_at(tmp_path / "job").chunks] == [0, 10, 33, 66]
+    assert len(rows_at(tmp_path / "job")) == 100
+
+
+def test_a_limit_and_columns_are_kept(source: Path, tmp_path: Path) -> None:
+    split([source, source], tmp_path / "job", limit=130, columns=["n"], num_chunks=4)
+    rows = rows_at(tmp_path / "job")
+    assert [row["n"] for row in rows] == [*range(100), *range(30)]
+    assert set(rows[0]) == {"n", "_row", "_id"}
+
+
+def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [json.dumps({"id": n % 8, "key": n, "prompt": "x"}) for n in range(10)] + ["broken"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with caplog.at_level("INFO"):
+        result = split(tmp_path / "a.jsonl", tmp_path / "job")
+    assert (result["duplicate_ids"], result["broken_lines"]) == (2, 1)
+    assert "column 'id' names the rows (_id); to take another: --id-column COLUMN" in caplog.text
+    assert "2 of 11 rows have an _id (column 'id') that an earlier row has" in caplog.text
+    assert "lines that are no JSON object, and become error rows: 1" in caplog.text
+    caplog.clear()
+    assert split(tmp_path / "a.jsonl", tmp_path / "other", id_column="key")["duplicate_ids"] == 0
+    assert "--id-column" not in caplog.text
+    assert job_at(tmp_path / "other").id_column == "key"
+
+
+def test_repeats_are_counted_over_files_of_several_formats(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a", "b"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"id":"b"}\n{"id":"c"}')
+    (tmp_path / "c.csv").write_text("id\nc\na\n")
+    sources = [tmp_path / name for name in ("a.parquet", "b.jsonl", "c.csv")]
+    assert split(sources, tmp_path / "job")["duplicate_ids"] == 3
+
+
+def test_the_same_split_again_changes_nothing_wherever_the_files_lie(
+    source: Path, tmp_path: Path
+) -> None:
+    split(source, tmp_path / "job", num_chunks=5)
+    before = tree(tmp_path / "job")
+    moved = source.rename(tmp_path / "moved.parquet")
+    for options in ({}, {"num_chunks": 5}):
+        assert split(moved, tmp_path / "job", **options)["status"] == "unchanged"
+    assert tree(tmp_path / "job") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_chunks": 4}, "chunks (5 there, 4 here)"),
+        ({"num_workers": 2}, "num_workers (1 there, 2 here)"),
+        ({"columns": ["n"]}, "columns"),
+        ({"limit": 50}, "limit"),
+        ({"id_column": "n"}, "id_column"),
+        ({"compression": "zstd"}, "compression"),
+    ],
+)
+def test_another_split_is_refused_with_the_difference(
+    source: Path, tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    split(source, tmp_path / "job", num_chunks=5)
+    with pytest.raises(InputError, match="holds a finished job that differs") as caught:
+        split(source, tmp_path / "job", **options)
+    assert what in caught.value.message
+    make_source(source, *range(1, 101))
+    with pytest.raises(InputError, match="differs in the sources' files"):
+        split(source, tmp_path / "job")
+    split(source, tmp_path / "job", overwrite=True, **options)
+    rows_at(tmp_path / "job")
+
+
+@pytest.mark.parametrize(
+    "key", ["runs/a/claims/x", "tests/b/run.json", "x/outputs/part-0.jsonl.succeed"]
+)
+def test_a_job_with_runs_is_never_split_anew(source: Path, tmp_path: Path, key: str) -> None:
+    split(source, tmp_path / "job")
+    open_store(str(tmp_path / "job")).create(key, b"{}")
+    before = tree(tmp_path / "job")
+    for has_job in (True, False):
+        if not has_job:
+            (tmp_path / "job/job.json").unlink()
+        with pytest.raises(InputError, match="has runs"):
+            split(source, tmp_path / "job", overwrite=has_job)
+    assert tree(tmp_path / "job") == {k: v for k, v in before.items() if k != "job.json"}
+
+
+def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job"
+    split(source, job, num_chunks=5)
+    (job / "job.json").write_text("{")
+    with pytest.raises(InputError) as caught:
+        split(source, job)
+    assert "--overwrite" in caught.value.hint
+    create = LocalStore.create_file
+
+    def checked(*arguments: Any, **options: Any) -> str:
+        assert not (job / "job.json").exists()
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "create_file", checked)
+    split(make_source(source, *range(60)), job, num_chunks=3, overwrite=True)
+    assert len(rows_at(job)) == 60
+    assert sorted(path.name for path in (job / "chunks").iterdir()) == [
+        f"part-0000{n}.jsonl" for n in range(3)
+    ]
+
+
+def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
+    open_store(str(tmp_path / "job")).create("job.json", b'{"format_version":99}')
+    for overwrite in (True, False):
+        with pytest.raises(InputError, match="format version 99"):
+            split(source, tmp_path / "job", overwrite=overwrite)
+
+
+def test_a_split_that_meets_a_finished_one_gives_way(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.split import writer
+
+    build = writer.write_chunks
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(writer, "write_chunks", build)
+        split(make_source(tmp_path / "b.parquet", *range(50)), tmp_path / "job", num_chunks=2)
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(writer, "write_chunks", late)
+    with pytest.raises(InputError, match="another split wrote here at the same time"):
+        split(source, tmp_path / "job", num_chunks=2)
+    assert len(rows_at(tmp_path / "job")) == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_chunks": 101}, "--num-chunks 101: more than the 100 rows"),
+        ({"num_workers": 6, "num_chunks": 5}, "--num-workers 6: more than the 5 chunks"),
+        ({"delimiter": "|"}, "--delimiter: no source is CSV"),
+        ({"columns": ["_id"]}, "has a column '_id'"),
+        ({"append": True}, "no job.json there"),
+        ({"append": True, "overwrite": True}, "--overwrite: not together with --append"),
+        ({"by_reference": "list.txt"}, "SOURCE, --by-reference: expected one of them"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises((ConfigError, InputError)) as caught:
+        split(source, tmp_path / "job", **options)
+    assert what in caught.value.message
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"n":1}\n' * 2000 + '{"_id":1}')
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2001: has a column '_id'"):
+        split([source, tmp_path / "b.jsonl"], tmp_path / "job")
+    assert not (tmp_path / "job/job.json").exists()
+
+
+# --------------------------------------------------------------------------- append
+
+
+@pytest.fixture
+def grown(source: Path, tmp_path: Path) -> Path:
+    """A job of `source` with the 9 rows of b.parquet appended."""
+    split(source, tmp_path / "job", num_chunks=5, num_workers=2, compression="zstd")
+    make_source(tmp_path / "b.parquet", *range(100, 109))
+    result = split([source, tmp_path / "b.parquet"], tmp_path / "job", append=True)
+    assert (result["rows_appended"], result["chunks_appended"], result["generation"]) == (9, 2, 1)
+    return tmp_path / "job"
+
+
+def test_appended_rows_go_on_where_the_job_ended_and_its_identity_stays(
+    grown: Path, tmp_path: Path
+) -> None:
+    assert [row["n"] for row in rows_at(grown)] == list(range(109))
+    first = load_job(str(grown), open_store)
+    assert first is not None
+    more = make_source(tmp_path / "c.parquet", 109)
+    assert split(more, grown, append=True)["generation"] == 2
+    assert split(more, grown, append=True)["status"] == "unchanged"
+    assert (
+        split(tmp_path / "a.parquet", grown, num_workers=2, compression="zstd")["status"]
+        == "unchanged"
+    )
+    assert [row["n"] for row in rows_at(grown)] == list(range(110))
+    again = load_job(str(grown), open_store)
+    assert again is not None
+    assert again[1] == first[1] == first[0].first_sha256
+
+
+def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) -> None:
+    make_source(tmp_path / "b.parquet", *range(5))
+    pq.write_table(pa.table({"n": [1], "prompt": ["x"], "more": [2]}), tmp_path / "d.parquet")
+    before = tree(grown)
+    for path, options, what in (
+        ("b.parquet", {}, r"b\.parquet: has changed since its rows became a part"),
+        ("d.parquet", {}, r"d\.parquet: the new files and the job differ in the column 'more'"),
+        ("d.parquet", {"num_workers": 3}, "--num-workers 3: the job has 2"),
+        ("d.parquet", {"id_column": "n"}, "--id-column n: the job has ''"),
+    ):
+        with pytest.raises((InputError, ConfigError), match=what):
+            split(tmp_path / path, grown, append=True, **options)
+    assert tree(grown) == before
+    split(tmp_path / "d.parquet", grown, append=True, columns=["prompt", "n"])
+    split(tmp_path / "a.parquet", tmp_path / "limited", limit=5)
+    with pytest.raises(InputError, match="was made with --limit 5"):
+        split(tmp_path / "b.parquet", tmp_path / "limited", append=True)
+
+
+def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (make_source(tmp_path / f"{n}.parquet", n) for n in (109, 110))
+    replace = LocalStore.replace
+
+    def late(store: LocalStore, key: str, data: bytes, etag: str) -> str:
+        monkeypatch.setattr(LocalStore, "replace", replace)
+        split(second, grown, append=True)
+        return replace(store, key, data, etag)
+
+    monkeypatch.setattr(LocalStore, "replace", late)
+    with pytest.raises(InputError, match="another command changed the job meanwhile"):
+        split(first, grown, append=True)
+    split(first, grown, append=True)
+    assert [row["n"] for row in rows_at(grown)] == [*range(109), 110, 109]
+
+
+def test_a_run_goes_on_with_appended_rows_even_before_the_manifests_list_them(
+    source: Path, tmp_path: Path
+) -> None:
+    job, run = tmp_path / "job", tmp_path / "run"
+    split(source, job, num_chunks=4)
+    manifest = (job / layout.ALL_MANIFEST).read_bytes()
+    assert run_worker_here(job, run)["rows"] == 100
+    split(make_source(tmp_path / "b.parquet", 1, 2, 3), job, append=True)
+    (job / layout.ALL_MANIFEST).write_bytes(manifest)
+    assert run_worker_here(job, run)["rows"] == 3
+
+
+# --------------------------------------------------------------------------- by reference
+
+
+def make_list(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "b.jsonl").write_text('{"prompt":"one"}\n{"prompt":"two"}\nbroken')
+    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"prompt":"three","n":1}\n'))
+    (folder / "list.txt").write_text("b.jsonl\n\na.jsonl.zst\n")
+    return folder / "list.txt"
+
+
+def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> None:
+    place = make_list(tmp_path / "data")
+    result = split([], tmp_path / "job", by_reference=str(place), num_workers=2)
+    assert (result["rows"], result["chunks"], result["columns"]) == (4, 2, ["prompt", "n"])
+    assert sorted(tree(tmp_path / "job")) == [
+        "job.json",
+        *(f"manifests/{name}.txt" for name in ("all", "worker-00000", "worker-00001")),
+    ]
+    assert [chunk.name for chunk in job_at(tmp_path / "job").chunks] == ["b", "a"]
+    assert (
+        split([], tmp_path / "job", by_reference=str(place), num_workers=2)["status"] == "unchanged"
+    )
+    answered = run_worker_here(tmp_path / "job", tmp_path / "run")
+    assert (answered["rows"], answered["rows_error"]) == (4, 1)
+    with pytest.raises(InputError, match="was made with --by-reference"):
+        split(make_source(tmp_path / "c.parquet", 1), tmp_path / "job", append=True)
+    (tmp_path / "data/b.jsonl").write_text('{"prompt":"other"}')
+    with pytest.raises(InputError, match="holds a finished job that differs in the sources' files"):
+        split([], tmp_path / "job", by_reference=str(place), num_workers=2)
+
+
+def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
+    place = make_list(tmp_path / "data")
+    for text, what in (
+        ("b.jsonl\nx/b.jsonl\n", "cannot be the chunk 'b'"),
+        ("gone.jsonl\n", "the chunk is gone"),
+        ("list.txt\n", "holds no JSON object"),
+    ):
+        place.write_text(text)
+        with pytest.raises(InputError, match=what):
+            split([], tmp_path / "job", by_reference=str(place))
+    assert not (tmp_path / "job").exists()
+
+
+# --------------------------------------------------------------------------- kills and S3
+
+
+@pytest.mark.parametrize("kind", ["new", "overwrite", "append", "by-reference"])
+def test_killed_at_any_change_the_same_command_ends_with_the_same_bytes(
+    tmp_path: Path, kind: str
+) -> None:
+    start = tmp_path / "start"
+    make_list(start)
+    make_source(start / "a.parquet", *range(23))
+    command = ["split", "a.parquet", "--output", "job", "--num-chunks", "3", "--num-workers", "2"]
+    if kind == "by-reference":
+        command = ["split", "--by-reference", "list.txt", "--output", "job"]
+    elif kind != "new":
+        split(start / "b.jsonl", start / "job", num_chunks=2)
+        command = [
+            *command[:6],
+            *(["--append", "--columns", "prompt"] if kind == "append" else ["--overwrite"]),
+        ]
+    killed = crash_everywhere(command, ["job/**/[!.]*"], start, modules=MODULES)
+    assert any(each.endswith("/job/job.json") for each in killed)
+    assert len(killed) >= 12
+
+
+@pytest.mark.s3
+def test_from_s3_to_s3_by_copy_and_by_reference(
+    source: Path, tmp_path: Path, s3_url: Callable[..., str]
+) -> None:
+    bucket, store = s3_url(), None
+    store = open_store(bucket)
+    store.create("data/a.parquet", source.read_bytes())
+    split(f"{bucket}/data", f"{bucket}/job", num_chunks=3)
+    assert len(rows_at(f"{bucket}/job")) == 100
+    make_list(tmp_path / "data")
+    for path in (tmp_path / "data").iterdir():
+        store.create(f"lines/{path.name}", path.read_bytes())
+    split([], f"{bucket}/referred", by_reference=f"{bucket}/lines/list.txt")
+    assert run_worker_here(f"{bucket}/referred", tmp_path / "run")["rows"] == 4
+    split([], f"{bucket}/local", by_reference=str(tmp_path / "data/list.txt"))
+    with pytest.raises(InputError, match="not in the job's bucket"):
+        run_worker_here(f"{bucket}/local", tmp_path / "other")
+
+
+def test_memory_is_bounded_by_a_row_group(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys\nfrom batchinfer.cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)\nsys.exit(status)"
+    )
+    peaks = []
+    for count in (20, 160):
+        path = tmp_path / f"{count}.parquet"
+        schema = pa.schema([("prompt", pa.string())])
+        with pq.ParquetWriter(path, schema, compression="none") as writer:
+            for n in range(count):
+                text = [f"{n} {row} " + "x" * 10_000 for row in range(200)]
+                writer.write_table(pa.table({"prompt": text}, schema))
+        words = ["split", str(path), "--output", str(tmp_path / f"job{count}"), "--num-chunks", "2"]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] - peaks[0] < 100, peaks
+
+
+def test_the_command_line_says_what_it_did_in_one_object(source: Path, tmp_path: Path) -> None:
+    done = run_process(
+        ["split", str(source), "--output", str(tmp_path / "job"), "--columns", "n,prompt"]
+    )
+    assert done.status == 0
+    assert done.result["columns"] == ["n", "prompt"]
+    done = run_process(["split", "", "--output", str(tmp_path / "job")])
+    assert done.status == 2
+    assert "an unset variable of the shell?" in done.stderr
