@@ -6,9 +6,10 @@ Importing the package imports none of its modules.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # `typing` would take longer than the rest of cli/entry.py
 if TYPE_CHECKING:
+    from typing import Any
+
     from batchinfer.api import RunHandle, errors, make_job, open_run, run
 
 __all__ = ["RunHandle", "__version__", "errors", "make_job", "open_run", "run"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -41,8 +42,8 @@ CLAIM_CHUNK_ROWS = 40
 CLAIM_SEQS = 8
 CLAIM_LATENCY_SECONDS = 0.05
 ECHO_SEQS = 256
-ECHO_WORDS = "50,250"
-"""Words of an answer, least and most: about 1 KB."""
+ECHO_WORDS = (50, 250)
+"""Words of a prompt, and so of its answer, least and most: about 1 KB."""
 STEPPED_WORKER = str(Path(__file__).with_name("stepped_worker.py"))
 DEFAULT_SECONDS = 30.0
 """The default of --checkpoint-seconds."""
@@ -109,7 +110,7 @@ class Runs:
     def echo(self, job: str, rate: float, seconds: float) -> Measured:
         """Run one worker over the echo engine at `rate` rows a second, with `seconds` between checkpoints."""
         options = (
-            *ECHO, "--max-num-seqs", str(ECHO_SEQS), "--echo-tokens", ECHO_WORDS,
+            *ECHO, "--max-num-seqs", str(ECHO_SEQS),
             "--echo-latency-seconds", str(ECHO_SEQS / rate), "--checkpoint-seconds", str(seconds),
         )  # fmt: skip
         return self._work(job, Path("echo"), {}, *options, program=[STEPPED_WORKER])
@@ -218,8 +219,10 @@ def measure_checkpoints(
     runs: Runs, seconds: float, rate: float, sizes: list[int], repeats: int
 ) -> dict[str, Any]:
     """Measure the worker's CPU a row at a steady rate, by rows a chunk, with the default interval and without."""
+    least, most = ECHO_WORDS
     requests = [
-        {**each, "max_tokens": 256} for each in workload.make_requests(round(seconds * rate))
+        {**each, "prompt": "a word " * (random.randint(least, most) // 2), "max_tokens": most}
+        for each in workload.make_requests(round(seconds * rate))
     ]
     ways: dict[str, Callable[[], Measured]] = {}
     for rows in sizes:

@@ -241,7 +241,6 @@ def _name(command: list[str]) -> str:
     for part, name in (
         ("guard.py", "guard"),
         ("vllm_serve", "server"),
-        ("echo_server", "server"),
         ("EngineCore", "engine core"),
         ("VLLM::Worker", "engine worker"),
         ("spawn_main", "engine core"),

@@ -37,14 +37,14 @@ CHUNK_ROWS = 100
 TALLY = """
 import os, sys
 from batchinfer.cli.main import main
-from batchinfer.engines.echo_engine import EchoEngine
+from batchinfer.engines.http import HttpEngine
 file = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-generate = EchoEngine.generate
+generate = HttpEngine.generate
 def counted(self, source, stop):
     for batch in generate(self, source, stop):
         os.write(file, b"x" * len(batch))
         yield batch
-EchoEngine.generate = counted
+HttpEngine.generate = counted
 sys.exit(main(sys.argv[2:]))
 """
 """A worker that writes one byte to a file for every completion of its engine: SIGKILL does not lose the count."""
@@ -123,7 +123,7 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
     ended = time.monotonic()
     done = num_markers(run)
     if case == "dead" and done < WORKERS * CHUNKS_PER_WORKER:
-        # Without helping, the dead worker's share waits for its restart.
+        # Without --steal, the dead worker's share waits for its restart.
         start(job, run, "w0", "worker-00000.txt", *echo(latency, lease, 0.01 * ideal)).wait()
         ended = time.monotonic()
     seconds = ended - started
@@ -275,7 +275,14 @@ def report(
     if spans:
         figures = ("seconds", "ideal_seconds", "ratio", "rows_generated_per_row")
         print_table(
-            ("4 workers, one", "helping", "seconds", "ideal", "ratio", "rows generated a row"),
+            (
+                "4 workers, one",
+                "takes others' chunks",
+                "seconds",
+                "ideal",
+                "ratio",
+                "rows generated a row",
+            ),
             [
                 (
                     "4 times slower" if span["case"] == "slow" else "dead at half",

@@ -1,7 +1,7 @@
 """`batchinfer worker --engine echo` whose rows finish in steps, as those of a GPU do. For `bookkeeping.py`.
 
 The echo engine by itself gives every row back at its own moment, and the worker's loop would turn for each of them.
-Here the engine's clock stands still within a step, so that all rows of one step come together.
+Here the time of each row ends with a step, so that all rows of one step come together.
 """
 
 from __future__ import annotations
@@ -11,32 +11,21 @@ import sys
 import time
 
 from batchinfer.cli.main import main
-from batchinfer.engines import echo_engine
+from batchinfer.core.records import Call
+from batchinfer.engines import echo
+from batchinfer.engines.config import EngineConfig
 
 STEP_SECONDS = 0.025
+latency_of = echo.latency_of
 
 
-class StepClock:
-    """A clock that moves from one step to the next."""
-
-    def monotonic(self) -> float:
-        """When the step that is under way began."""
-        return math.floor(time.monotonic() / STEP_SECONDS) * STEP_SECONDS
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for the step in which that time is over, at least for the next one."""
-        end = self.monotonic() + max(seconds, STEP_SECONDS)
-        # A little more, so that no rounding leaves it before the step.
-        time.sleep(max(0.0, end - time.monotonic()) + 1e-4)
-
-
-class SteppedEngine(echo_engine.EchoEngine):
-    """The echo engine by that clock."""
-
-    def __init__(self, config: echo_engine.EngineConfig | None = None) -> None:
-        super().__init__(config, StepClock())
+def stepped_latency_of(call: Call, config: EngineConfig) -> float:
+    """Return the seconds until the step ends in which a call that runs from now on finishes."""
+    now = time.monotonic()
+    end = now + latency_of(call, config)
+    return math.ceil(end / STEP_SECONDS) * STEP_SECONDS - now
 
 
 if __name__ == "__main__":
-    echo_engine.EchoEngine = SteppedEngine  # type: ignore[misc]
+    echo.latency_of = stepped_latency_of
     sys.exit(main(["worker", *sys.argv[1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -51,13 +52,12 @@ def demo_config(demo_adapters):
     )
 
 
-@pytest.fixture(scope="session")
-def demo_url(demo_config, tmp_path_factory):
-    """URL of a vLLM server with the demo's model, as for --base-url. The model's name there is its folder."""
+@contextlib.contextmanager
+def served(config, folder):
+    """A vLLM server with these options, by its URL as for --base-url. The model has the name of its folder there."""
     from batchinfer.engines.server import ServerProcess, plan
 
-    folder = tmp_path_factory.mktemp("server")
-    [launch] = plan(demo_config, folder)
+    [launch] = plan(config, folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = launch.command.index("--uds")
@@ -65,15 +65,24 @@ def demo_url(demo_config, tmp_path_factory):
     command = [*launch.command[:place], *listen, *launch.command[place + 2 :]]
     process = ServerProcess(msgspec.structs.replace(launch, command=command), folder / "log")
     process.start()
-    while True:
-        assert process.exit_status() is None, process.reason()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                break
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    yield f"http://127.0.0.1:{port}/v1"
-    process.end(is_kill=True)
+    try:
+        while True:
+            assert process.exit_status() is None, process.reason()
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                    break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.end(is_kill=True)
+
+
+@pytest.fixture(scope="session")
+def demo_url(demo_config, tmp_path_factory):
+    """URL of a vLLM server with the demo's model."""
+    with served(demo_config, tmp_path_factory.mktemp("server")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def start_killed_on_s3(arguments: list[str], writes: int) -> subprocess.Popen[st
     )
 
 
-def finish_process(process: subprocess.Popen[str], timeout_seconds: float = 120) -> Finished:
+def finish_process(process: subprocess.Popen[str], timeout_seconds: float = 240) -> Finished:
     """Wait for a process of `start_process` and read its result. Kills it when the time is up."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)

@@ -14,7 +14,6 @@ from batchinfer.cli.values import (
     ADAPTERS,
     FILE,
     FILE_OF_OBJECTS,
-    FILE_OF_ROWS,
     FLAG,
     FLAG_OR_NONE,
     FOLDER,
@@ -28,22 +27,13 @@ from batchinfer.cli.values import (
     REPEATED_LIST,
     TEXT,
     TEXT_OR_FILE,
-    TWO_INTEGERS,
     WHOLE,
-    Kind,
     at_least,
     number_from,
     one_of,
     whole_or,
 )
 from batchinfer.core.tasks import GENERATE, TASKS
-
-_CONTINUED = Kind(
-    {"type": str},
-    lambda _flag, given: True if given == "row" else given or False,
-    lambda value: ["row"] if value is True else [value] if value else [],
-)
-"""A text, or the word "row". The configuration has the text, True for the word "row", or False for no text."""
 
 TRUNCATIONS = ("error", "left", "right")
 
@@ -202,13 +192,13 @@ OPTIONS: tuple[Option, ...] = (
         Option("--gpus", NAMES_OR_NONE, "GPUs to use, e.g. 2,5. Default: all that are visible."),
         Option(
             "--stall-seconds",
-            NUMBER,
+            number_from(0, is_open=True),
             "Without progress for so long, the engine counts as hung, or an endpoint as down.",
             default=300.0,
         ),
         Option(
             "--load-timeout-seconds",
-            NUMBER,
+            number_from(0, is_open=True),
             "Longest time that the model may take to load.",
             default=1800.0,
         ),
@@ -249,28 +239,14 @@ OPTIONS: tuple[Option, ...] = (
         "EchoOptions",
         Option(
             "--echo-latency-seconds",
-            NUMBER,
+            number_from(0),
             "Mean latency of a row.",
             default=0.0,
             field="latency_seconds",
         ),
         Option(
-            "--echo-tokens",
-            TWO_INTEGERS,
-            "Tokens of an answer: a random number from LEAST to MOST. Default: those of the prompt.",
-            metavar="LEAST,MOST",
-            field="tokens",
-        ),
-        Option(
-            "--echo-seed",
-            WHOLE,
-            "Seed of the random latencies and lengths.",
-            default=0,
-            field="seed",
-        ),
-        Option(
             "--echo-load-seconds",
-            NUMBER,
+            number_from(0),
             "Seconds that loading takes.",
             default=0.0,
             field="load_seconds",
@@ -350,18 +326,12 @@ OPTIONS: tuple[Option, ...] = (
             metavar="JSON",
         ),
         Option(
-            "--continue-final",
-            _CONTINUED,
-            "Text that every answer starts with; `row` continues the row's own last answer.",
-        ),
-        Option(
             "--blank-columns",
             NAMES,
             "Columns to empty before the template sees them.",
             default="",
             metavar="A,B",
         ),
-        Option("--few-shot", FILE_OF_ROWS, "JSON Lines file with example rows."),
         Option(
             "--tools",
             FILE_OF_OBJECTS,
@@ -508,20 +478,16 @@ OPTIONS: tuple[Option, ...] = (
             default=True,
         ),
         Option(
-            "--steal/--no-steal", FLAG, "Help others once the own chunks are done.", default=True
+            "--steal/--no-steal",
+            FLAG,
+            "Take others' chunks, too, once the own are taken.",
+            default=True,
         ),
         Option(
             "--grace-seconds",
             number_from(0),
             "Time to finish rows after SIGTERM or SIGINT.",
             default=20.0,
-        ),
-        Option(
-            "--notices/--no-notices",
-            FLAG,
-            "Ask AWS or Google for preemption notices, on their machines only.",
-            default=True,
-            struct="",
         ),
         Option(
             "--max-error-rate",
@@ -539,15 +505,14 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--max-cost",
             number_from(0, 1e9, is_open=True),
-            "Stop (exit 3) once the machines of the run's workers have cost so many dollars, all starts together. Give "
-            "it to every worker. It is looked at once a second, so a run of a few seconds may end above it.",
+            "Stop (exit 3) once this worker's machines have cost so many dollars, all its starts together. `launch` "
+            "divides it among its workers.",
             metavar="DOLLARS",
         ),
         Option(
             "--max-hours",
             number_from(0, 1e9, is_open=True),
-            "Stop (exit 3) once workers of the run were up for so many hours, pauses not counted. Give it to every "
-            "worker.",
+            "Stop (exit 3) once this worker was up for so many hours, all its starts together.",
             metavar="H",
         ),
         Option(

@@ -113,18 +113,6 @@ def _read_integers(flag: str, given: str | None) -> list[int] | None:
 INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
 """Whole numbers with commas between. The configuration has None in place of an empty list."""
 
-
-def _read_two(flag: str, given: str | None) -> tuple[int, int] | None:
-    if not given:
-        return None
-    parts = _read_integers(flag, given) or []
-    if len(parts) != 2:
-        raise ConfigError(f"{flag} {given!r}: expected two numbers, e.g. 5,50")
-    return parts[0], parts[1]
-
-
-TWO_INTEGERS = Kind({"type": str}, _read_two, _write_commas)
-
 REPEATED = Kind(
     {"type": str, "multiple": True},
     lambda _flag, given: list(given or ()) or None,
@@ -301,14 +289,6 @@ FILE = Kind(
 """The name of a file. The configuration holds the file's text instead of its name."""
 
 
-def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
-    lines = _read_file(flag, path).split("\n") if path else []
-    try:
-        return [json.loads(_shallow(flag, line)) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
-
-
 def _read_objects(flag: str, path: Path | None) -> Any:
     if not path:
         return []
@@ -325,11 +305,3 @@ FILE_OF_OBJECTS = Kind(
     _PATH, _read_objects, lambda value: [FromFile(_json(value))] if value else []
 )
 """The name of a file with a JSON list of objects. The configuration holds the list."""
-
-
-def _write_rows(value: list[Any]) -> list[FromFile]:
-    return [FromFile("".join(f"{_json(row)}\n" for row in value))] if value else []
-
-
-FILE_OF_ROWS = Kind(_PATH, _read_rows, _write_rows)
-"""The name of a JSON Lines file. The configuration holds the file's rows instead of its name."""

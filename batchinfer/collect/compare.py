@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +148,5 @@ def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any)
     found = run_compare(
         (run_a, run_b), scratch_dir=scratch, open_store=open_store, clock=SystemClock(), **options
     )
-    width = None if sys.stderr.isatty() else 160
-    Console(stderr=True, highlight=False, width=width).print(render(found))
+    Console(stderr=True, highlight=False).print(render(found))
     return found

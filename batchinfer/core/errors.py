@@ -11,19 +11,18 @@
     - ErrorRateExceeded
     - NoProgress                  too many starts that finished no new row
     - StopRequested               `batchinfer stop`
-    - LimitReached                the run has cost as much, or run as long, as it may
+    - LimitReached                the worker has cost as much, or run as long, as it may
     - Superseded                  a newer process (epoch) of the same worker exists
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
     - EngineDied
-    - EngineStalled
   x StorageError             34   storage failed; remote storage has been tried several times where that may help
     - ObjectNotFound              (control flow: callers that expect absence catch it)
     - AlreadyExists               (control flow: the create lost)
     - PreconditionFailed          (control flow: the object changed since it was read)
     - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it is renewed
     - ScratchFull                 the local scratch folder is full or unwritable
-  x Interrupted              75   stopped by a signal or a preemption notice with work left
+  x Interrupted              75   stopped by a signal with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
   x RowError                  -   one row is bad; the row becomes an error line, and the work goes on
 
@@ -46,7 +45,6 @@ __all__ = [
     "EngineDied",
     "EngineError",
     "EngineLoadError",
-    "EngineStalled",
     "ErrorRateExceeded",
     "InputError",
     "Interrupted",
@@ -142,7 +140,7 @@ class StopRequested(PolicyStop):
 
 
 class LimitReached(PolicyStop):
-    """The run has reached --max-cost or --max-hours."""
+    """The worker has reached --max-cost or --max-hours."""
 
 
 class Superseded(PolicyStop):
@@ -169,11 +167,7 @@ class EngineLoadError(EngineError):
 
 
 class EngineDied(EngineError):
-    """An engine process ended while it had work."""
-
-
-class EngineStalled(EngineError):
-    """The engine made no progress for longer than `--stall-seconds`."""
+    """No engine process is left, or an endpoint answered nothing for `--stall-seconds`."""
 
 
 class StorageError(BatchinferError):
@@ -203,7 +197,7 @@ class ScratchFull(StorageError):
 
 
 class Interrupted(BatchinferError):
-    """A signal or a preemption notice stopped the worker before its work was done."""
+    """A signal stopped the worker before its work was done."""
 
     exit_status = 75
 

@@ -16,7 +16,6 @@ EVENTS: dict[str, str] = {
     "replica_lost": "A replica ended too often without a finished row. Its GPUs idle until the worker's next start.",
     "chunk_open": "The worker begins with a chunk; `resumed` rows came from checkpoints.",
     "chunk_taken_over": "Another worker's claim on the chunk has lapsed, and this worker has it now.",
-    "chunk_helped": "The chunk's worker is slow or stuck. This worker does the chunk too; the first to finish wins.",
     "chunk_held": "Another worker has claimed the chunk.",
     "chunk_skipped": "The chunk was already done.",
     "chunk_done": "The chunk's output and marker are published.",
@@ -34,7 +33,6 @@ EVENTS: dict[str, str] = {
     "row_errors": "The failed rows of this start, by code. Logged when it ends.",
     "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
     "heartbeat_failed": "The worker's record could not be written; it is tried again.",
-    "run_cost": "With `--max-cost` or `--max-hours`: what the run has cost until now, and how long it has lasted.",
     "stop_requested": "The worker ends early: a signal, `batchinfer stop`, or a limit of cost or time, for example.",
     "worker_ended": "The last line: state, reason and sums of this start.",
 }

@@ -332,8 +332,8 @@ class Worker(Record, frozen=True, kw_only=True):
     beat: int = 0
     """Number of heartbeats. It makes the record's content, and so its etag, differ after every heartbeat."""
     attempts: int = 0
-    """Number of starts since a start last finished a new row or found all work done. Starts that a signal, a preemption
-    notice or `batchinfer stop` ended are not counted."""
+    """Number of starts since a start last finished a new row or found all work done. Starts that a signal
+    or `batchinfer stop` ended are not counted."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}

@@ -1,33 +1,29 @@
-"""The interface of engines, the table of all engines, and the function that creates one.
+"""The interface of engines, and the function that creates one.
 
-An engine takes calls, which are requests to a server that speaks the OpenAI API, and gives replies. All engines but one
-are such servers: those that the worker starts itself (vLLM by default, or any other by ``--server-command``), and
-endpoints that run elsewhere. `http.HttpEngine` speaks to both. The echo engine without options that need a process runs
-inside the worker. Importing this module imports neither an HTTP library nor vllm.
+An engine takes calls, which are requests to a server that speaks the OpenAI API, and gives replies. `http.HttpEngine`
+sends them: to servers that the worker starts itself (vLLM by default, or any other by ``--server-command``), to
+endpoints that run elsewhere, or to the echo engine in the worker's own process. Importing this module imports neither
+an HTTP library nor vllm.
 """
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines.config import EngineConfig, check_config
 
 __all__ = [
     "ENGINES",
     "Engine",
-    "EngineKind",
     "RequestSource",
     "Stop",
     "check_engine",
     "create_engine",
-    "find_engine",
     "has_model",
     "identify_model",
     "is_remote",
@@ -100,7 +96,6 @@ class Engine(Protocol):
         Raises:
             EngineDied: no server is left, or an endpoint answered nothing for `stall_seconds`. Only `close` may be
                 called afterwards.
-            EngineStalled: the engine in this process made no progress for `stall_seconds`. Only `close` may be called.
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
         """
         ...
@@ -138,96 +133,53 @@ class Engine(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------- the table of engines
+# --------------------------------------------------------------------------- the engines
+
+ENGINES = ("vllm", "echo", "openai")
+"""Values of ``--engine``: servers that load a model, a rehearsal without a model, endpoints that run elsewhere."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKind:
-    """The description of an engine, which the rest of the package uses without importing the engine's module."""
-
-    name: str
-    """Value of ``--engine``."""
-    needs_model: bool = False
-    """Whether the engine loads a model. If so, the model's files decide its identity in the run, its longest sequence,
-    and the number of GPUs for each replica. If not, the engine gets no GPU, and its name is the identity."""
-    is_rehearsal: bool = False
-    """Whether the engine only imitates a real engine."""
-    is_remote: bool = False
-    """Whether a program that we do not start, reached by ``--base-url``, runs the model."""
-
-
-ENGINES = {
-    kind.name: kind
-    for kind in (
-        EngineKind(name="vllm", needs_model=True),
-        EngineKind(name="echo", is_rehearsal=True),
-        EngineKind(name="openai", is_remote=True),
-    )
-}
-"""All engines by name. The default engine is the default of `EngineConfig.engine`."""
-
-
-def find_engine(name: str) -> EngineKind:
-    """Return the entry of `ENGINES` with this name.
-
-    Raises:
-        ConfigError: no engine has this name; the message lists all engines.
-    """
-    if name in ENGINES:
-        return ENGINES[name]
-    near = difflib.get_close_matches(name.lower(), ENGINES, n=1, cutoff=0.4)
-    raise ConfigError(
-        f"--engine: {name!r} is not an engine, expected one of {', '.join(ENGINES)}",
-        hint=f"did you mean --engine {near[0]}?"
-        if near
-        else f"the default is --engine {EngineConfig().engine}",
-    )
-
-
-def check_engine(config: EngineConfig) -> EngineKind:
+def check_engine(config: EngineConfig) -> None:
     """Refuse an unknown engine, and a configuration that it could not run. Loads nothing, and asks no other machine.
-
-    Returns:
-        The engine's entry in `ENGINES`.
 
     Raises:
         ConfigError: the message names the option that is wrong.
     """
-    kind = find_engine(config.engine)
-    check_config(config)
-    if not kind.needs_model:
-        for option, is_given in {
-            "--nnodes": config.nnodes > 1,
-            "--server-command": config.server_command,
-        }.items():
-            if is_given:
-                raise ConfigError(
-                    f"{option} with --engine {kind.name}: this engine starts no such server",
-                    hint=f"leave {option} out",
-                )
-    if kind.is_remote and not config.base_urls:
+    name = config.engine
+    if name not in ENGINES:
         raise ConfigError(
-            f"--engine {kind.name}: no --base-url says where the endpoint is",
+            f"--engine: {name!r} is not an engine, expected one of {', '.join(ENGINES)}{near(name, ENGINES)}"
+        )
+    check_config(config)
+    for option, is_given in {
+        "--nnodes": config.nnodes > 1,
+        "--server-command": config.server_command,
+    }.items():
+        if is_given and name != "vllm":
+            raise ConfigError(
+                f"{option} with --engine {name}: this engine starts no such server",
+                hint=f"leave {option} out",
+            )
+    if is_remote(config) and not config.base_urls:
+        raise ConfigError(
+            f"--engine {name}: no --base-url says where the endpoint is",
             hint="add --base-url http://127.0.0.1:8000/v1, for example",
         )
-    if not config.model and (kind.needs_model or kind.is_remote):
+    if not config.model and name != "echo":
         raise ConfigError(
             "--model: is missing, expected a model's folder or its name on the Hub",
             hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
         )
-    return kind
 
 
 def has_model(config: EngineConfig) -> bool:
-    """Whether the configuration names a model, and its engine loads one. An unknown engine counts as one that does."""
-    kind = ENGINES.get(config.engine)
-    return bool(config.model) and (kind is None or kind.needs_model)
+    """Whether the configuration names a model that the engine loads."""
+    return bool(config.model) and config.engine not in ("echo", "openai")
 
 
 def is_remote(config: EngineConfig) -> bool:
-    """Return `EngineKind.is_remote` of the configuration's engine; False if the engine is unknown."""
-    kind = ENGINES.get(config.engine)
-    return kind is not None and kind.is_remote
+    """Whether a program that we do not start, reached by ``--base-url``, runs the model."""
+    return config.engine == "openai"
 
 
 def check_installed(config: EngineConfig) -> None:
@@ -236,7 +188,7 @@ def check_installed(config: EngineConfig) -> None:
     Raises:
         ConfigError: vllm is missing.
     """
-    if not find_engine(config.engine).needs_model or config.server_command:
+    if config.engine != "vllm" or config.server_command:
         return
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -252,12 +204,8 @@ def create_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
     """
-    kind = check_engine(config)
+    check_engine(config)
     check_installed(config)
-    if kind.is_rehearsal and config.replicas in {1, "auto"} and not config.echo.kill_marker:
-        from batchinfer.engines.echo_engine import EchoEngine
-
-        return EchoEngine(config)
     from batchinfer.engines.http import HttpEngine
 
     return HttpEngine(config)
@@ -272,9 +220,9 @@ def identify_model(config: EngineConfig) -> str:
         ConfigError: the engine or the model does not exist, or the configuration cannot work.
         InputError, AccessDenied, StorageError, EngineLoadError: as in `models.describe_model`.
     """
-    kind = check_engine(config)
-    if not kind.needs_model:
-        return kind.name
+    check_engine(config)
+    if not has_model(config):
+        return config.engine
     from batchinfer.engines.models import describe_model
 
     return describe_model(config).identity
@@ -289,7 +237,7 @@ def longest_sequence(config: EngineConfig) -> int | None:
     typed = config.server_options.get("max_model_len")
     if isinstance(typed, int) and typed > 0:
         return typed
-    if not find_engine(config.engine).needs_model:
+    if not has_model(config):
         return None
     from batchinfer.engines.models import describe_model
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import looks_like_path, plain_path
 from batchinfer.storage.hub import hub_errors
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """Names of weight files, in the order in which vLLM prefers them."""
@@ -30,7 +33,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as --max-lora-rank."""
 MOST_SLOTS = 8
 """Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
-_HINT = "vLLM takes plain LoRA adapters in PEFT's format"
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*?(?:\.weight)?"
 )
@@ -63,28 +65,21 @@ def _describe(name: str, place: str, config: EngineConfig) -> AdapterInfo:
     subject = f"--lora {name}"
     folder = _find(subject, place, config)
     weights = next((each for each in WEIGHT_FILES if (folder / each).is_file()), None)
-    if weights is None or not (folder / CONFIG_FILE).is_file():
-        missing = WEIGHT_FILES[0] if weights is None else CONFIG_FILE
-        raise ConfigError(f"{subject}: {place} has no {missing}", hint=_HINT)
     try:
+        if weights is None or not (folder / CONFIG_FILE).is_file():
+            raise ValueError(f"{WEIGHT_FILES[0] if weights is None else CONFIG_FILE} is not there")
         values = json.loads((folder / CONFIG_FILE).read_bytes())
         ranks = {values.get("r"), *(values.get("rank_pattern") or {}).values()}
-    except (ValueError, AttributeError, RecursionError) as error:
+        if not all(type(rank) is int and 0 < rank <= RANKS[-1] for rank in ranks):
+            raise ValueError(f"r is {values.get('r')}, expected 1 to {RANKS[-1]}")
+        for layer, shapes in matrices_of(subject, folder).items():
+            if not _is_pair(shapes, ranks):
+                raise ValueError(f"r is {max(ranks)}, and the matrices of {layer} are {shapes}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{subject}: its {CONFIG_FILE} is not one ({error})", hint=_HINT
+            f"{subject}: {place} is no adapter, or is damaged: {error}",
+            hint="vLLM takes plain LoRA adapters in PEFT's format",
         ) from error
-    if not all(type(rank) is int and 0 < rank <= RANKS[-1] for rank in ranks):
-        raise ConfigError(
-            f"{subject}: its rank (`r` of {CONFIG_FILE}) is {values.get('r')}, expected 1 to {RANKS[-1]}",
-            hint=_HINT,
-        )
-    for layer, shapes in matrices_of(subject, folder).items():
-        if not _is_pair(shapes, ranks):
-            raise ConfigError(
-                f"{subject}: its weights file is damaged, or its config is another's: the matrices of {layer} are "
-                f"{shapes}, and the rank is {max(ranks)}",
-                hint=_HINT,
-            )
     digest = hashlib.sha256()
     for each in (CONFIG_FILE, weights):
         with (folder / each).open("rb") as file:
@@ -133,18 +128,20 @@ def matrices_of(subject: str, folder: Path) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def check_fit(adapters: Sequence[AdapterInfo], model: str) -> None:
+def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:
     """Refuse adapters whose matrices have other widths than the model's layers. Reads headers of safetensors files.
 
     Does nothing where the model's weights cannot be looked into, or its layers have other names (quantized models).
 
+    Args:
+        adapters: The run's adapters.
+        model: Folder of the model, or its name on the Hub.
+        revision: Its commit on the Hub.
+
     Raises:
         ConfigError: an adapter was made for another model; the message has its name.
     """
-    folder = Path(model)
-    layers: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        layers |= read_shapes("--model", path)
+    layers = _layers(model, revision) if adapters else {}
     for adapter in adapters:
         pairs = matrices_of(f"--lora {adapter.name}", Path(adapter.folder))
         known = {layer: layers.get(f"{layer}.weight") for layer in pairs}
@@ -159,6 +156,24 @@ def check_fit(adapters: Sequence[AdapterInfo], model: str) -> None:
                     f"and {model} {has}",
                     hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
                 )
+
+
+def _layers(model: str, revision: str | None) -> dict[str, list[int]]:
+    """Return the shapes of a model's tensors by their names; empty if no safetensors file shows them."""
+    folder = Path(model)
+    if folder.is_dir():
+        paths = sorted(folder.glob("*.safetensors"))
+        return {name: x for path in paths for name, x in read_shapes("--model", path).items()}
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        found = hub.get_safetensors_metadata(model, revision=revision)
+    except (errors.HfHubHTTPError, errors.NotASafetensorsRepoError, OSError) as error:
+        logger.info("%s: its layers cannot be compared with the adapters' (%s)", model, error)
+        return {}
+    files = found.files_metadata.values()
+    return {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
 
 
 def read_shapes(subject: str, path: Path) -> dict[str, list[int]]:

@@ -99,12 +99,10 @@ def list_model(url: str, option: str) -> BucketModel:
         StorageError: the store failed after its retries.
     """
     subject = f"{option}: {url}"
-    scheme, rest = split_url(url)
-    if scheme in READ_ONLY_SCHEMES:
-        hint = f"{option} {rest} is the model of this name on the Hub" if scheme == "hf" else ""
+    if split_url(url)[0] in READ_ONLY_SCHEMES:
         raise ConfigError(
             f"{subject} cannot be listed as a folder of a bucket",
-            hint=hint or "give a local folder, a name on the Hub, or a folder in s3:// or gs://",
+            hint="give a local folder, a name on the Hub, or a folder in s3:// or gs://",
         )
     there = {info.key: info for info in open_store(url).list("")}
     if UNFINISHED in there:
@@ -140,15 +138,10 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
     folder = cache.absolute() / model.identity[:20] / name
     if folder.is_dir():
         return folder
-    total = sum(info.bytes for info in model.files)
     building = folder.parent.with_name(f".{uuid.uuid4().hex}") / name
     try:
         building.mkdir(parents=True)
-        if total > (free := shutil.disk_usage(building).free):
-            raise ConfigError(
-                f"--model-cache: {cache} has {size(free)} free, and {model.url} takes {size(total)}",
-                hint="free space there, or name another folder with --model-cache",
-            )
+        total = sum(info.bytes for info in model.files)
         logger.info("fetching %s (%d files, %s)", model.url, len(model.files), size(total))
         _download(model, building, stop)
         try:

@@ -57,10 +57,10 @@ class Dispatcher:
 
     Args:
         config: Configuration of the engine.
-        targets: The servers, all ours or all endpoints.
+        targets: The servers, all of one kind.
     """
 
-    def __init__(self, config: EngineConfig, targets: Sequence[Endpoint | OwnServer]) -> None:
+    def __init__(self, config: EngineConfig, targets: Sequence[Target]) -> None:
         self.config = config
         self.targets = targets
         self.servers = [target for target in targets if isinstance(target, OwnServer)]
@@ -248,7 +248,7 @@ class Dispatcher:
                 await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))
             server.start()
 
-    def _hand_back(self, server: OwnServer, message: str) -> None:
+    def _hand_back(self, server: Target, message: str) -> None:
         """Tell of all rows in flight that the server died with them."""
         for key, task in list(server.in_flight.items()):
             task.cancel()

@@ -1,8 +1,7 @@
 """An engine without a model: it answers with the prompt.
 
 It is for rehearsals (is the data read and written correctly? how fast is the pipeline without a GPU?), for benchmarks
-of everything but the engine, and for tests. It takes so little time that a benchmark measures the pipeline and not the
-engine. Use it with::
+of everything but the engine, and for tests. Use it with::
 
     batchinfer worker --engine echo …
 
@@ -13,31 +12,30 @@ depend on nothing but the text. Bodies and refusals have the shape that vLLM's s
 (`config.EchoOptions`):
 
 * `latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an exponential
-  distribution. They depend only on the call's body and on `seed`, so they are the same in every worker and at every
-  attempt. At most `max_num_seqs` calls run at once; the others wait.
-* `tokens` (least, most): the answer has a random number of words in this range, and repeats the prompt's words.
+  distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
+  `max_num_seqs` calls run at once; the others wait.
 * `load_seconds`: seconds that `open` takes.
-* `fail_marker`, `kill_marker`, `hang_marker`: a call whose prompt contains this text is refused, kills the engine, or
-  is never answered.
-
-`EchoEngine` (echo_engine.py) runs in the worker's process. Several replicas, and an engine that can be killed, are
-`echo_server`s. This module makes their answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from operator import mul
 from typing import Any
 
 import msgspec
 
+from batchinfer import __version__
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.server import IN_FLIGHT_FACTOR
+from batchinfer.engines.targets import Answer, Target
 
 DEFAULT_MAX_NUM_SEQS = 256
 SPACE = " "
@@ -77,15 +75,11 @@ def answer(call: Call, config: EngineConfig) -> Reply:
     return Reply(key=call.key, status=200, body=found)
 
 
-def is_marked(call: Call, marker: str | None) -> bool:
-    """Whether the call's body contains a marker of the options."""
-    return bool(marker) and str(marker).encode() in call.body
-
-
 def latency_of(call: Call, config: EngineConfig) -> float:
     """Return the seconds that a call runs."""
-    mean = config.echo.latency_seconds
-    return -mean * math.log1p(-_fraction(call.body, config, "latency")) if mean else 0.0
+    digest = hashlib.blake2b(call.body, digest_size=6).digest()
+    fraction = int.from_bytes(digest, "big") / 2**48
+    return -config.echo.latency_seconds * math.log1p(-fraction)
 
 
 def longest(config: EngineConfig) -> int | None:
@@ -100,12 +94,6 @@ def most_at_once(config: EngineConfig) -> int:
     return typed if isinstance(typed, int) else DEFAULT_MAX_NUM_SEQS
 
 
-def _fraction(text: bytes, config: EngineConfig, purpose: str) -> float:
-    """Return a number in [0, 1) that depends on nothing but the seed, the text and the purpose."""
-    name = f"{config.echo.seed}\0{purpose}\0".encode() + text
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "big") / 2**48
-
-
 def _read(call: Call) -> _Body:
     if not call.content_type.startswith("application/json"):
         return {"file": call.body}
@@ -116,7 +104,7 @@ def _read(call: Call) -> _Body:
 
 
 def _check(body: _Body, config: EngineConfig, texts: list[str]) -> list[str]:
-    """Refuse a body that names another model, is marked, or has an empty or too long prompt. Returns the texts."""
+    """Refuse a body that names another model, or has an empty or too long prompt. Returns the texts."""
     model = body.get("model")
     if model not in {None, *config.served_names, *config.loras, config.model}:
         raise Refused(f"The model `{model}` does not exist.", param="model", status=404)
@@ -128,8 +116,6 @@ def _check(body: _Body, config: EngineConfig, texts: list[str]) -> list[str]:
         if most is not None and num_words > most - (not config.is_pooling):
             message = f"the prompt has {num_words} words, of {most} at most"
             raise Refused(message, param="input_tokens")
-        if config.echo.fail_marker and config.echo.fail_marker in text:
-            raise Refused(f"the prompt holds {config.echo.fail_marker!r}")
     return texts
 
 
@@ -151,19 +137,13 @@ def _usage(texts: list[str], num_answered: int = 0) -> dict[str, int]:
     return {"prompt_tokens": prompt, "total_tokens": total, "completion_tokens": num_answered}
 
 
-def _words(text: str, body: _Body, config: EngineConfig) -> tuple[str, int, str]:
+def _words(text: str, body: _Body) -> tuple[str, int, str]:
     """Return the answer to a prompt, its number of words, and the finish reason."""
-    found, num_words = text, num_words_of(text)
-    if config.echo.tokens:
-        least, most = config.echo.tokens
-        fraction = _fraction(text.encode("utf-8", "surrogatepass"), config, "tokens")
-        wanted = least + int(fraction * (most - least + 1))
-        repeated = text.split(SPACE) * (wanted // num_words + 1)
-        found, num_words = SPACE.join(repeated[:wanted]), wanted
+    num_words = num_words_of(text)
     limit = _number(body, "max_completion_tokens", "max_tokens", "max_output_tokens")
     if limit is not None and num_words > limit:
-        return SPACE.join(found.split(SPACE, limit)[:limit]), limit, "length"
-    return found, num_words, "stop"
+        return SPACE.join(text.split(SPACE, limit)[:limit]), limit, "length"
+    return text, num_words, "stop"
 
 
 def _generated(body: _Body, config: EngineConfig) -> _Body:
@@ -172,7 +152,7 @@ def _generated(body: _Body, config: EngineConfig) -> _Body:
     texts = [chat_text(body.get("messages"))] if is_chat else texts_of(body["prompt"])
     choices, num_answered = list[_Body](), 0
     for text in _check(body, config, texts):
-        found, num_words, reason = _words(text, body, config)
+        found, num_words, reason = _words(text, body)
         shown = text + found if body.get("echo") else found
         choice: _Body = {"text": shown}
         if is_chat:
@@ -199,7 +179,7 @@ def _logprobs(text: str, *, is_chat: bool) -> _Body:
 def _response(body: _Body, config: EngineConfig) -> _Body:
     given = body.get("input")
     texts = _check(body, config, [given if isinstance(given, str) else chat_text(given)])
-    found, num_words, _ = _words(texts[0], body, config)
+    found, num_words, _ = _words(texts[0], body)
     part = {"type": "output_text", "text": found, "annotations": []}
     message = {"type": "message", "role": "assistant", "content": [part]}
     usage = {"input_tokens": num_words_of(texts[0]), "output_tokens": num_words}
@@ -386,3 +366,46 @@ def stream_of(reply: Reply) -> Iterator[bytes]:
             piece = {"index": choice["index"], "finish_reason": reason, **part}
             yield _encode({**body, "choices": [piece], "usage": None})
     yield _encode({**body, "choices": []})
+
+
+# --------------------------------------------------------------------------- the engine
+
+
+class EchoTarget(Target):
+    """What answers in this process instead of a server. It is open when `load_seconds` are over."""
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        num_seqs = most_at_once(config)
+        super().__init__(name, "", math.ceil(num_seqs * IN_FLIGHT_FACTOR))
+        self._config = config
+        self._running = asyncio.Semaphore(num_seqs)
+        self._loaded = time.monotonic() + config.echo.load_seconds
+
+    async def look(self, config: EngineConfig) -> str:
+        """See Target.look."""
+        del config
+        self.is_ready = time.monotonic() >= self._loaded
+        return ""
+
+    async def get(self, path: str, most_seconds: float = 0.0) -> Answer:
+        """Answer what `HttpEngine` asks a server when it opens."""
+        del most_seconds
+        facts = {
+            "/version": {"version": __version__},
+            "/v1/models": {"data": [{"max_model_len": longest(self._config)}]},
+        }
+        return Answer(200, _encode(facts[path])) if path in facts else Answer(404, b"")
+
+    async def post(self, call: Call, timeout_seconds: float | None = None) -> Answer:
+        """Answer a call."""
+        del timeout_seconds
+        if seconds := latency_of(call, self._config):
+            async with self._running:
+                await asyncio.sleep(seconds)
+        reply = answer(call, self._config)
+        return Answer(reply.status, reply.body)
+
+    async def events(self, call: Call) -> AsyncIterator[bytes]:
+        """Answer a call word by word."""
+        for event in stream_of(answer(call, self._config)):
+            yield event

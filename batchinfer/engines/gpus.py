@@ -25,14 +25,6 @@ OVERHEAD_BYTES = 2 * GIB
 # Number of tokens that a KV cache should hold: 64 sequences of 1024 tokens each. With fewer sequences at once, the GPU
 # is not used well.
 USEFUL_KV_TOKENS = 65_536
-# Options of the server that do not change the size of the weights. With any other, the computed size is an estimate.
-_HARMLESS = {
-    "max_model_len",
-    "max_num_seqs",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "load_format",
-}
 
 
 class Gpu(Record, frozen=True, kw_only=True):
@@ -66,9 +58,7 @@ def is_cpu_build() -> bool:
 def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
     """Choose the layout with the most replicas. Each replica gets the fewest GPUs that serve the model well.
 
-    A tensor-parallel size serves the model well if the model's heads can be divided by it, and the memory that vLLM may
-    use on each GPU holds that GPU's part of the weights, `OVERHEAD_BYTES`, and a KV cache for `USEFUL_KV_TOKENS` tokens
-    and at least one sequence of the greatest length. A size that the user states is used as it is.
+    A size that the user states is taken as it is; whether it suits the model is for the server to say.
 
     Args:
         model: Sizes of the model. A size of 0 means unknown.
@@ -77,64 +67,31 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
         config: Options of the user.
 
     Raises:
-        ConfigError: more GPUs are asked for than there are, the heads cannot be divided, or the weights do not fit.
+        ConfigError: more GPUs are asked for than there are.
     """
     pipeline, stated = config.pipeline_parallel_size, config.tensor_parallel_size
     wanted = 1 if config.replicas == "auto" else config.replicas
-    if stated and not divides(model, stated):
-        fitting = [each for each in range(1, model.num_heads + 1) if divides(model, each)]
-        raise ConfigError(
-            f"--tensor-parallel-size: is {stated}, but {model.name} has {model.num_heads} attention heads and "
-            f"{model.num_kv_heads} key-value heads, which do not divide by it",
-            hint=f"possible are {', '.join(map(str, fitting))}",
-        )
     if config.nnodes > 1:
         size = stated or max(1, len(gpus)) * config.nnodes // pipeline
         return Layout(tensor_parallel_size=size, replicas=1, explanation=f"{config.nnodes} nodes")
     if not gpus:
-        size = stated or 1
-        if 1 < size > (os.cpu_count() or 1):
-            raise ConfigError(
-                f"--tensor-parallel-size: is {size}, but no GPU is visible and this machine has {os.cpu_count()} cores",
-                hint="leave it out; on a CPU it does not make a model faster",
-            )
-        why = f"{wanted} x tensor parallel {size} on the CPU (no GPU is visible)"
-        return Layout(tensor_parallel_size=size, replicas=wanted, explanation=why)
+        why = f"{wanted} x tensor parallel {stated or 1} on the CPU (no GPU is visible)"
+        return Layout(tensor_parallel_size=stated or 1, replicas=wanted, explanation=why)
     count = len(gpus)
-    if stated or wanted * pipeline > count:
-        size, why = stated or 1, f"tensor parallel {stated or 1} as asked for"
-        _check_enough(count, wanted, size, pipeline)
-    elif any(gpu.id.startswith("MIG-") for gpu in gpus):
-        size, why = 1, "a process can use no more than one MIG slice"
-    else:
+    size, why = stated or 1, f"tensor parallel {stated or 1} as asked for"
+    if (needed := wanted * size * pipeline) > count:
+        options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
+        raise ConfigError(
+            f"{options}: {wanted} x {size} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
+            hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
+        )
+    if not stated:
         size, why = smallest_size(model, gpus, config, count // (wanted * pipeline))
     replicas = count // (size * pipeline) if config.replicas == "auto" else wanted
     shape = f"{replicas} x tensor parallel {size}"
-    if pipeline > 1:
-        shape += f" x pipeline parallel {pipeline}"
+    shape += f" x pipeline parallel {pipeline}" if pipeline > 1 else ""
     explanation = f"{shape} on {replicas * size * pipeline} of {count} GPUs: {why}"
     return Layout(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
-
-
-def _check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
-    needed = replicas * size * pipeline
-    if needed > count:
-        options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
-        raise ConfigError(
-            f"{options}: {replicas} x {size} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
-            hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
-        )
-
-
-def divides(model: ModelInfo, size: int) -> bool:
-    """Whether vLLM can split the model's heads over `size` GPUs.
-
-    If there are fewer key-value heads than GPUs, vLLM repeats them, and `size` must be a multiple of their number.
-    """
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    if heads and heads % size:
-        return False
-    return not kv_heads or kv_heads % size == 0 or size % kv_heads == 0
 
 
 def smallest_size(
@@ -142,47 +99,35 @@ def smallest_size(
 ) -> tuple[int, str]:
     """Return the smallest tensor-parallel size that serves the model well, and the reason.
 
-    If no size up to `most` does, or bytes of GPU or model are unknown, it is the largest possible size. Whether the
-    server can load the model with a small cache is then for the server to say.
-
-    Raises:
-        ConfigError: the weights alone do not fit, and no option changes their size.
+    A size does if the memory that vLLM may use on each GPU holds that GPU's part of the weights, `OVERHEAD_BYTES`, and
+    a KV cache for `USEFUL_KV_TOKENS` tokens and at least one sequence of the greatest length. If no size up to `most`
+    does, it is the largest; whether that can work is for the server to say.
     """
+    if any(gpu.id.startswith("MIG-") for gpu in gpus):
+        return 1, "a process can use no more than one MIG slice"
     # Powers of two suit vLLM best. `most` is tried too, because a large model may need all GPUs.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
-    sizes = [size for size in sizes if divides(model, size)]
+    sizes = [size for size in sizes if model.num_heads % size == 0]
     smallest_gpu = min(gpu.total_bytes for gpu in gpus)
     if not smallest_gpu or not model.parameter_bytes:
-        what = "GPUs' memory" if model.parameter_bytes else "model's size"
-        return sizes[-1], f"the {what} is unknown, so the largest"
+        return sizes[-1], "the size of the model or the GPUs is unknown, so the largest"
     options = config.server_options
     share = options.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
     share = share if isinstance(share, float) else DEFAULT_UTILIZATION
-    most_bytes = int(smallest_gpu * share)
-    usable = most_bytes - OVERHEAD_BYTES
+    usable = int(smallest_gpu * share) - OVERHEAD_BYTES
     typed = options.get("max_model_len")
     tokens = max(USEFUL_KV_TOKENS, typed if isinstance(typed, int) else model.max_model_len)
-    weights = cache = 0
+    room = f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)}"
+    size, parts = 0, ""
     for size in sizes:
         weights = model.parameter_bytes // (size * config.pipeline_parallel_size)
         # Each GPU holds at least one key-value head, so GPUs beyond their number do not make the cache smaller.
         split = min(size, model.num_kv_heads or size) * config.pipeline_parallel_size
         cache = model.kv_bytes_per_token * tokens // split
+        parts = f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU"
         if weights + cache <= usable:
-            room = f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)}"
-            return size, (
-                f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU fit into {room}"
-            )
-    if weights > most_bytes and not set(options) - _HARMLESS:
-        raise ConfigError(
-            f"--model: {model.name} needs {gib(weights)} per GPU for its weights even with tensor parallel "
-            f"{sizes[-1]}, but {gib(smallest_gpu)} x {share:g} = {gib(most_bytes)} are usable",
-            hint="use more or larger GPUs, a quantized model, or --cpu-offload-gb; "
-            "with --tensor-parallel-size stated it is tried all the same",
-        )
-    return sizes[
-        -1
-    ], f"weights {gib(weights)} + KV cache {gib(cache)} per GPU are tight, so the largest"
+            return size, f"{parts} fit into {room}"
+    return size, f"{parts} are tight in {room}, so the largest"
 
 
 def gib(size_bytes: int) -> str:

@@ -20,9 +20,10 @@ import msgspec
 from batchinfer.core.errors import EngineDied, EngineError, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.core.tasks import CLASSIFY, GENERATE, RERANK, SCORE
-from batchinfer.engines import RequestSource, Stop, find_engine, share_out
+from batchinfer.engines import RequestSource, Stop, is_remote, share_out
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.dispatch import LOAD_LOOK_SECONDS, Dispatcher, logger
+from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.headless import Nodes
 from batchinfer.engines.server import ServerProcess, plan, socket_folder
 from batchinfer.engines.targets import Answer, Endpoint, OwnServer, Target, read_parameters
@@ -48,7 +49,7 @@ class HttpEngine:
     """One or more HTTP servers. Implements Engine.
 
     Args:
-        config: Configuration of the engine. It says whether the servers are ours or an endpoint's.
+        config: Configuration of the engine. It says whether the servers are ours, an endpoint's, or only imitated.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,7 +65,7 @@ class HttpEngine:
         self._description: bytes | None = None
 
     @property
-    def targets(self) -> Sequence[Endpoint | OwnServer]:
+    def targets(self) -> Sequence[Target]:
         """The servers."""
         return self._dispatcher.targets
 
@@ -77,12 +78,10 @@ class HttpEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
         try:
-            if find_engine(self.config.engine).is_remote:
-                path = _PATHS.get(self.config.task, "/v1/embeddings")
-                endpoints = [Endpoint(url, self.config, path) for url in self.config.base_urls]
-                self._dispatcher = Dispatcher(self.config, endpoints)
-            else:
+            if self.config.engine == "vllm":
                 self._start_servers(stop)
+            else:
+                self._dispatcher = Dispatcher(self.config, self._others())
             while waiting := [each for each in self.targets if not each.is_ready]:
                 for target in waiting:
                     reason = self._run(target.look(self.config))
@@ -94,13 +93,23 @@ class HttpEngine:
                 self._check_nodes(EngineLoadError)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
-                time.sleep(LOAD_LOOK_SECONDS)
+                if not all(target.is_ready for target in self.targets):
+                    time.sleep(LOAD_LOOK_SECONDS)
             self._run(self._dispatcher.begin_watches())
             return self._describe(time.monotonic() - start)
         except BaseException as error:
             self._dispatcher.failure = error
             self.close()
             raise
+
+    def _others(self) -> Sequence[Target]:
+        """Return the targets that need no start."""
+        config = self.config
+        if is_remote(config):
+            path = _PATHS.get(config.task, "/v1/embeddings")
+            return [Endpoint(url, config, path) for url in config.base_urls]
+        count = 1 if config.replicas == "auto" else config.replicas
+        return [EchoTarget(f"echo {index}", config) for index in range(count)]
 
     def _start_servers(self, stop: Stop) -> None:
         self._scratch = Scratch(self.config.scratch_dir)

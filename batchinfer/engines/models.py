@@ -63,7 +63,6 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     sizes and etags of its files."""
     revision: str = ""
     """Commit of the model on the Hub; empty for any other model."""
-    architecture: str = ""
     max_model_len: int = 0
     parameter_bytes: int = 0
     """Bytes of all weights in memory. This is an estimate: weights that vLLM quantizes while loading take less."""
@@ -118,7 +117,6 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         name=config.model,
         identity=files.identity,
         revision=files.revision,
-        architecture=str((values.get("architectures") or [""])[0]),
         max_model_len=longest_length(values),
         parameter_bytes=weights,
         kv_bytes_per_token=layers * cached * element,
@@ -141,7 +139,7 @@ def model_files(name: str, revision: str | None = None) -> ModelFiles:
     path = plain_path(name)
     if path.is_dir():
         return _files_in(path)
-    if path.is_file():
+    if path.is_file():  # weights in GGUF's format
         return ModelFiles(_hash([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
     if looks_like_path(name):
         raise ConfigError(
@@ -231,9 +229,7 @@ def _files_in_cache(name: str, revision: str | None, cause: BatchinferError | No
     """List the copy of a model in the Hub's cache on this machine, whose folder has the commit's name.
 
     Raises:
-        AccessDenied: the Hub refused access, and the cache has no copy.
-        ConfigError: HF_HUB_OFFLINE is set, and the cache has no copy.
-        EngineLoadError: the Hub did not answer, and the cache has no copy.
+        BatchinferError: the cache has no copy, and the Hub refused access, did not answer, or is switched off.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -243,15 +239,11 @@ def _files_in_cache(name: str, revision: str | None, cause: BatchinferError | No
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         if isinstance(cause, AccessDenied):
             raise cause from error
-        nowhere = f"{name} is no folder on this machine and not in its cache"
-        if cause is None:
-            raise ConfigError(
-                f"--model: {nowhere}, and the Hub is switched off by HF_HUB_OFFLINE",
-                hint="check the spelling, or unset HF_HUB_OFFLINE",
-            ) from error
-        raise EngineLoadError(
-            f"{cause.message}; and {nowhere}",
-            hint="if it is a folder, check the spelling; if it is on the Hub, check the network",
+        reason = cause.message if cause else "the Hub is switched off by HF_HUB_OFFLINE"
+        kind = EngineLoadError if cause else ConfigError
+        raise kind(
+            f"--model: {name} is no folder on this machine and not in its cache, and {reason}",
+            hint="check the spelling and the network",
         ) from error
     return _files_in(folder)._replace(identity=folder.name, revision=folder.name)
 

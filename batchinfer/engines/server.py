@@ -26,7 +26,7 @@ from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.printable import printable
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
-from batchinfer.engines import Stop, find_engine, guard
+from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import (
     AdapterInfo,
     check_fit,
@@ -36,7 +36,6 @@ from batchinfer.engines.adapters import (
 )
 from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
-from batchinfer.engines.echo import most_at_once
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
@@ -109,18 +108,6 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         InputError, AccessDenied, StorageError, EngineLoadError: as in `models.describe_model`.
         Interrupted: `stop` was set.
     """
-    if not find_engine(config.engine).needs_model:
-        seqs = most_at_once(config)
-        program = [sys.executable, "-m", "batchinfer.engines.echo_server"]
-        command = [*program, msgspec.json.encode(config).decode(), "{socket}"]
-        count = 1 if config.replicas == "auto" else config.replicas
-        launches = [_launch(config, command, [], seqs) for _ in range(count)]
-    else:
-        launches = _plan_models(config, stop)
-    return [_listening(each, index, folder) for index, each in enumerate(launches)]
-
-
-def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
     info = describe_model(config)
     gpus = visible_gpus(config.gpus)
     layout = choose_layout(info, gpus, config)
@@ -128,7 +115,7 @@ def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
     model = local_model(config, stop)
     adapters = describe_adapters(config)
-    check_fit(adapters, model)
+    check_fit(adapters, model, info.revision)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     if config.server_command:
         # Braces that are no place of ours stay, as in JSON.
@@ -145,7 +132,8 @@ def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
     if idle := len(gpus) - sum(map(len, groups)):
         logger.warning("%d of %d GPUs stay idle", idle, len(gpus))
     launches = [_launch(config, command, group, seqs) for group in groups]
-    return [msgspec.structs.replace(each, revision=info.revision) for each in launches]
+    launches = [msgspec.structs.replace(each, revision=info.revision) for each in launches]
+    return [_listening(each, index, folder) for index, each in enumerate(launches)]
 
 
 def local_model(config: EngineConfig, stop: Stop | None = None) -> str:
@@ -204,15 +192,13 @@ def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tupl
     typed = config.server_options
     is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
     seqs, tokens = (1024, 16384) if is_large else (256, 8192)
+    length = typed.get("max_model_len", model.max_model_len)
     if gpu is None:
         size = (config.tensor_parallel_size or 1) * config.pipeline_parallel_size
-        seqs, tokens = 256 * size, 4096 * size
+        # Without chunked prefill, a step must have room for the longest prompt.
+        seqs, tokens = 256 * size, max(4096 * size, length if isinstance(length, int) else 0)
     seqs = typed["max_num_seqs"] if isinstance(typed.get("max_num_seqs"), int) else seqs
-    length = typed.get("max_model_len", model.max_model_len)
-    if not isinstance(length, int) or not length or model.is_multimodal:
-        return seqs, 0
-    # Without chunked prefill, as on a CPU, a step must have room for the longest prompt.
-    return seqs, min(seqs * length, max(tokens, length) if gpu is None else tokens)
+    return seqs, 0 if model.is_multimodal or not isinstance(length, int) or not length else tokens
 
 
 def write_vllm_command(
@@ -234,9 +220,13 @@ def write_vllm_command(
     ours += ["--max-num-seqs", str(seqs)]
     if tokens:
         ours += ["--max-num-batched-tokens", str(tokens)]
+    named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]
-    elif not any(name.partition(".")[0] == "structured_outputs_config" for name in typed):
+        # A server has one way to pool. Where a model has several, it is the vector of the whole text.
+        if config.task == "token-embed" and "pooler_config" not in named:
+            ours += ["--pooler-config.task", "token_embed"]
+    elif "structured_outputs_config" not in named:
         ours += ["--structured-outputs-config", json.dumps(CONSTRAINTS)]
     if typed.get("tool_call_parser"):
         ours += ["--enable-auto-tool-choice"]

@@ -150,6 +150,14 @@ class Target:
         url = self.url_of(call.path)
         return self.session().post(url, data=call.body, headers=headers, allow_redirects=False)
 
+    async def look(self, config: EngineConfig) -> str:
+        """Look once whether it is ready, or still well. Returns why it is given up; "" if it is not."""
+        raise NotImplementedError
+
+    def load_error(self, reason: str) -> BatchinferError:
+        """Return the error for a target that did not get ready, for that reason."""
+        return EngineLoadError(f"{self.name}: {reason}", hint="is --base-url right?")
+
     async def close(self) -> None:
         """Close all connections."""
         if self._http is not None:
@@ -240,10 +248,6 @@ class Endpoint(Target):
             )
         self.is_ready = True
         return ""
-
-    def load_error(self, reason: str) -> BatchinferError:
-        """Return the error for an endpoint that is not there."""
-        return EngineLoadError(f"{self.name}: {reason}", hint="is --base-url right?")
 
     def denied(self, found: Answer) -> AccessDenied:
         """Return the error for an endpoint that refuses the key or the account."""

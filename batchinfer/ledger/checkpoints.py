@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import msgspec
@@ -157,8 +157,7 @@ class Segments:
         store: The run's store.
         name: Name of the chunk.
         chunk_sha256: Checksum of the chunk as it is stored now.
-        fingerprint: Returns the run's fingerprint. It is called only after a segment was found. run.json is written
-            before the first segment, so the run has its fingerprint then, unless run.json was removed by hand.
+        fingerprint: The run's.
         first_row: Number in the job of the chunk's first row.
         num_lines: Number of rows to do, counted from the chunk's first. With --limit the chunk may have more rows.
     """
@@ -169,7 +168,7 @@ class Segments:
         name: str,
         *,
         chunk_sha256: str,
-        fingerprint: Callable[[], str],
+        fingerprint: str,
         first_row: int,
         num_lines: int,
     ) -> None:
@@ -237,11 +236,7 @@ class Segments:
                 yield _finished_row(found)
 
     def _is_current(self, header: _Header) -> bool:
-        return (
-            header.chunk_sha256 == self._chunk_sha256
-            and bool(header.fingerprint)
-            and header.fingerprint == self._fingerprint()
-        )
+        return header.chunk_sha256 == self._chunk_sha256 and header.fingerprint == self._fingerprint
 
     def _read_line(self, text: bytes, key: str) -> _Line | None:
         try:

@@ -59,8 +59,6 @@ a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 LEASES_UNTIL_GONE = 1.0
 """Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by
 the clock of the worker that waits."""
-LEASES_UNTIL_HELPED = 1.0
-"""Number of leases without a finished row after which others help a live worker (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
 gone. The number is higher than LEASES_UNTIL_GONE, because the command has not watched the worker's record: it compares
@@ -75,14 +73,6 @@ def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
     If several lengths of a lease are given, the longest counts.
     """
     return silent_seconds >= LEASES_UNTIL_GONE * max(lease_seconds)
-
-
-def stands_still(rowless_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a live worker has finished no row for so long that others may help it.
-
-    If several lengths of a lease are given, the longest counts.
-    """
-    return rowless_seconds >= LEASES_UNTIL_HELPED * max(lease_seconds)
 
 
 def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
@@ -416,13 +406,18 @@ class Claims:
         is_of_start = claim.nonce.startswith(f"{self._lease.nonce}-")
         return claim.worker == self._lease.worker_id and is_of_start
 
-    def release(self, name: str, etag: str) -> None:
-        """Release a chunk's claim, so that any worker may take it. A claim that was taken over meanwhile is left."""
+    def release(self, name: str, etag: str) -> bool:
+        """Release a chunk's claim, so that any worker may take it.
+
+        Returns False for a claim that was taken over meanwhile, or that is gone. It is left as it is.
+        """
         body = codec.encode(Claim(worker="", epoch=0, nonce=self._new_nonce()))
         try:
             self._store.replace(layout.claim_key(name), body, etag)
         except PreconditionFailed:
             logger.info("%s: its claim is somebody else's by now", name)
+            return False
+        return True
 
     def look(self, held: Held) -> Worker | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.

@@ -23,7 +23,7 @@ from batchinfer.core.errors import BatchinferError, InputError, NewerVersion, Ob
 from batchinfer.core.records import Claim, Job, Marker, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.publishing import marker_fingerprint
+from batchinfer.ledger.publishing import find_marker
 from batchinfer.ledger.runs import find_job, job_sha256_of, no_run, read_run
 from batchinfer.storage import ObjectInfo, Store
 
@@ -476,8 +476,9 @@ class RunReader:
         """Return a list with one note if chunks were done with another configuration than that of run.json."""
         suspects = list(suspect_markers(self._store, markers).items())[:_MOST_COMPARED]
         unread = [each for each in suspects if each not in self._fingerprints]
-        found = in_parallel(lambda each: marker_fingerprint(self._store, *each), unread)
-        self._fingerprints |= zip(unread, found, strict=True)
+        found = in_parallel(lambda each: find_marker(self._store, *each), unread)
+        for each, marker in zip(unread, found, strict=True):
+            self._fingerprints[each] = "" if marker is None else marker.fingerprint
         foreign = [
             each[0] for each in suspects if self._fingerprints[each] not in ("", fingerprint)
         ]

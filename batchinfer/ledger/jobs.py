@@ -35,7 +35,7 @@ class ChunkRef(NamedTuple):
     `rows`, `bytes` and `sha256` come from job.json. If the manifest belongs to no job, they are None, and
     `listed_bytes` is the size that the file had when the worker started. `row_limit` is the number of rows to do,
     counted from the first (``--limit``); None for all. `generation` is the generation of the marker that will be
-    published: 0, or more if error rows are done again; then markers up to the generation `repair_goal` follow.
+    published: 0, or more if error rows are done again. Then `base` is the generation whose answered rows are kept.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ChunkRef(NamedTuple):
     sha256: str | None = None
     row_limit: int | None = None
     generation: int = 0
-    repair_goal: int = 0
+    base: int | None = None
     listed_bytes: int | None = None
 
 

@@ -147,7 +147,7 @@ METRICS = (
     ),
     Metric(
         "batchinfer_max_cost_dollars",
-        "The limit --max-cost of the whole run. Missing without one.",
+        "The limit --max-cost of the worker. Missing without one.",
         lambda sample: _known(sample.record.money.max_cost if sample.record.money else None),
     ),
     Metric(

@@ -137,72 +137,23 @@ def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
         )
 
 
-def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
-    """Whether a chunk has a marker of this generation that passes `check_belongs_to`. Costs one request."""
-    key = layout.marker_key(ref.name, generation)
+def has_own_marker(ref: ChunkRef, marker: Marker | None) -> bool:
+    """Whether a chunk's marker is there and passes `check_belongs_to`. Pure."""
     try:
-        check_belongs_to(ref, codec.decode(store.get(key).data, Marker, name=key))
-    except (ObjectNotFound, InputError):
+        if marker is not None:
+            check_belongs_to(ref, marker)
+    except InputError:
         return False
-    return True
+    return marker is not None
 
 
-def _readable_marker(store: Store, chunk: str, generation: int) -> Marker | None:
+def find_marker(store: Store, chunk: str, generation: int) -> Marker | None:
     """Read a chunk's marker of this generation; None if it is gone or cannot be read. Costs one request."""
     key = layout.marker_key(chunk, generation)
     try:
         return codec.decode(store.get(key).data, Marker, name=key)
     except (ObjectNotFound, InputError):
         return None
-
-
-def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
-    """Whether a chunk's marker of this generation counts error rows; False if it cannot be read. Costs one request."""
-    marker = _readable_marker(store, chunk, generation)
-    return marker is not None and marker.rows_error > 0
-
-
-def has_only_errors(store: Store, chunk: str, generation: int) -> bool:
-    """Whether a chunk's marker of this generation counts error rows and no others. Costs one request.
-
-    False if the marker cannot be read.
-    """
-    marker = _readable_marker(store, chunk, generation)
-    return marker is not None and marker.rows_error > 0 and marker.rows_ok == 0
-
-
-def marker_fingerprint(store: Store, chunk: str, generation: int) -> str:
-    """Return the fingerprint in a chunk's marker of this generation; "" if it cannot be read. Costs one request."""
-    marker = _readable_marker(store, chunk, generation)
-    return "" if marker is None else marker.fingerprint
-
-
-def repair_generation(
-    chunks: Iterable[str],
-    done: dict[str, int],
-    have_errors: Callable[[list[tuple[str, int]]], bool],
-) -> int:
-    """Return the generation that ``--retry-errors`` repairs chunks up to.
-
-    It is the highest generation so far, as long as one of `chunks` with error rows is below it; then one more. Some
-    rows fail every time, so a chunk may have error rows even after a repair. Without this limit, a worker that is often
-    stopped would repair the first chunks again after each start, and never reach the last chunks.
-
-    Args:
-        chunks: Names of the chunks of this worker's manifests.
-        done: All chunks that have a marker, with their highest generation.
-        have_errors: Takes (chunk, generation) pairs, and tells whether any of these markers counts error rows.
-    """
-    highest = max(done.values(), default=0)
-    behind = [(name, done[name]) for name in chunks if done.get(name, highest) < highest]
-    if not behind or not have_errors(behind):
-        return highest + 1
-    logger.info(
-        "going on with the repair that was begun (generation %d); chunks that have reached it are tried again by the "
-        "next one",
-        highest,
-    )
-    return highest
 
 
 class Publisher:
@@ -229,12 +180,8 @@ class Publisher:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        repair_goal: int = 0,
     ) -> Published:
         """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
-
-        A repair gives its output further markers, up to the generation `repair_goal`, so that a chunk that earlier
-        repairs have passed over has reached all of them at once. A crash in between leaves it to the next repair.
 
         The caller's `marker` lacks the output's name, size and checksum, and the nonce. They are filled in here. The
         call may be repeated after a failure: the chunk still gets exactly one marker.
@@ -265,11 +212,6 @@ class Publisher:
             # The output that the marker names must exist then, so the output is left for `clean`.
             if self._is_safe:
                 discarded = [layout.output_key(file)]
-        while (
-            marker.generation and current.nonce == self._nonce and current.generation < repair_goal
-        ):
-            marker = msgspec.structs.replace(marker, generation=current.generation + 1)
-            current = self._put_marker(marker, chunk)
         try:
             self._store.delete([*discarded, *leftovers])
         except (StorageError, AccessDenied) as error:

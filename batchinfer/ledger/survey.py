@@ -18,7 +18,12 @@ from batchinfer.core.records import Worker
 from batchinfer.ledger.claims import Claims, Held, decode_claim
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, read_marker
+from batchinfer.ledger.publishing import (
+    SMALLEST_MARKER_BYTES,
+    find_marker,
+    has_own_marker,
+    read_marker,
+)
 from batchinfer.storage import Store
 
 _FEW = 10
@@ -33,7 +38,7 @@ others, the requests would grow with the square of the number of workers."""
 
 
 class Survey(NamedTuple):
-    """Result of one look at a run. A chunk that this worker has open is only in `done`, or in no field."""
+    """Result of one look at a run."""
 
     done: set[str]
     """Chunks that have their marker."""
@@ -100,7 +105,6 @@ def look_at_owners(
     claims: Claims | None,
     generations: dict[str, int],
     *,
-    own: Collection[str] = (),
     listed: Collection[ChunkRef] = (),
     sample: Collection[str] = (),
 ) -> Survey:
@@ -110,7 +114,6 @@ def look_at_owners(
         store: The run's store.
         claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
         generations: Generation of the wanted marker for each chunk to look up, by name. A chunk with it is done.
-        own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
         sample: The chunks in `generations` of which only some claims are read, if many of them have one. The others are
@@ -119,13 +122,14 @@ def look_at_owners(
     places = _Places(generations)
     done = places.done(store, generations)
     for ref in listed:
-        if ref.name in done and not has_own_marker(store, ref, ref.generation):
-            done.remove(ref.name)
+        marker = find_marker(store, ref.name, ref.generation) if ref.name in done else None
+        if not has_own_marker(ref, marker):
+            done.discard(ref.name)
     survey = Survey(done, {}, {}, [])
     if claims is None:
         return survey
     sampled = set(sample)
-    left = {name for name in generations if name not in own and name not in done}
+    left = {name for name in generations if name not in done}
     wanted = [name for name in generations if name in left and name not in sampled]
     may_be_claimed = places.claimed(store, left)
     num_sampled = 0

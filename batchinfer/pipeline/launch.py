@@ -67,8 +67,8 @@ def command(**options: Any) -> dict[str, Any]:
           --model meta-llama/Llama-3.1-8B-Instruct --messages-column conversation --max-tokens 512
 
     Workers of earlier launches that were lost are started again, too. Options of `batchinfer worker` are options of
-    this command; --max-cost and --max-hours are the whole run's. `batchinfer status RUN` shows which of them came, and
-    `batchinfer stop RUN --cancel` ends them all.
+    this command; --max-cost is the whole run's, and divided among them. `batchinfer status RUN` shows which of them
+    came, and `batchinfer stop RUN --cancel` ends them all.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.pipeline.launching import Launch
 

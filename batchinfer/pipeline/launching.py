@@ -85,12 +85,14 @@ class Launch:
         self._began = self._clock.now()
         self._known: set[str] = set()
         """Ids of the run's launches at the last look."""
+        self._budgets: dict[str, float] = {}
+        """Dollars that each worker of this command's launches may cost, by its id."""
 
     def page(self) -> str:
         """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
         if not self._asked.workers:
             raise ConfigError("--workers: is missing", hint="--dry-run looks at no job")
-        return self._cluster.page(self._plan(self._asked.workers))
+        return self._cluster.page(self._plan(self._asked.workers, self._options["max_cost"]))
 
     def start(self) -> dict[str, Any]:
         """Check everything, and submit new workers and those that were lost. Return the command's result.
@@ -115,7 +117,10 @@ class Launch:
             )
         result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
         if workers + len(lost):
-            plan = self._plan(workers + len(lost))
+            budget = self._options["max_cost"]
+            if budget is not None and seen is not None:
+                budget = max(0.01, budget - (seen.cost.so_far or 0.0))
+            plan = self._plan(workers + len(lost), budget)
             self._submit(plan, lost)
             result |= {"on": plan.on, "launch": plan.id, "replaces": lost}
         elif seen is None or not self._options["watch"]:
@@ -157,7 +162,7 @@ class Launch:
             restarts += 1
             due = self._clock.monotonic() + 2**restarts * WATCH_SECONDS
             try:
-                self._submit(self._plan(len(lost)), lost)
+                self._submit(self._plan(len(lost), self._left_of(lost, seen)), lost)
             except BatchinferError as error:
                 logger.warning("%s", error.message)
         return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
@@ -226,11 +231,27 @@ class Launch:
 
     # -- what is started
 
-    def _plan(self, workers: int) -> Plan:
-        """Return the plan of so many workers. Each of them adds up what the whole run costs and how long it lasts."""
-        words = worker_words(self._options)
+    def _plan(self, workers: int, budget: float | None) -> Plan:
+        """Return the plan of so many workers, which divide the budget in dollars among them; None: without a limit."""
+        share = None if budget is None else round(budget / workers, 4)
+        words = worker_words(self._options | {"max_cost": share})
         identity = new_id(self._clock.now())
+        if share is not None:
+            for rank in range(workers):
+                self._budgets[layout.launched_worker(identity, rank)] = share
         return msgspec.structs.replace(self._asked, id=identity, workers=workers, words=words)
+
+    def _left_of(self, lost: list[str], seen: Overview) -> float | None:
+        """Return the dollars that lost workers have left of their budgets together; None without a limit.
+
+        The budget of a worker of an earlier command is not known. It counts as a share of this command's.
+        """
+        if self._options["max_cost"] is None:
+            return None
+        usual: float = self._options["max_cost"] / max(1, len(self._budgets))
+        costs = {view.id: view.cost or 0.0 for view in seen.workers}
+        left = sum(self._budgets.get(name, usual) - costs.get(name, 0.0) for name in lost)
+        return max(0.01, left)
 
     def _submit(self, plan: Plan, replaced: list[str]) -> None:
         """Record the launch, then submit it.

@@ -16,9 +16,9 @@ from batchinfer.prompts.types import (
 _PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_name", "pair_columns")
 """Fields that say what the prompt of a row is."""
 _OF_CHATS = ("system_prompt", "image_columns", "video_columns", "tools_column")
-_OF_TEXTS = ("continue_final", "constraint_column", "tools_column")
+_OF_TEXTS = ("constraint_column", "tools_column")
 """Fields that say something about texts that the model writes."""
-_OTHERS = ("as_chat", "few_shot", "blank_columns", "lora_column", "audio_columns")
+_OTHERS = ("as_chat", "blank_columns", "lora_column", "audio_columns")
 """The other fields that only rows of columns have."""
 
 
@@ -48,10 +48,8 @@ def check_config(config: PromptConfig) -> None:
 
 def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do. Later complaints may follow from the first."""
-    if any(
-        "\ud800" <= char <= "\udfff" for char in f"{config.system_prompt}{config.continue_final}"
-    ):
-        yield "--system-prompt or --continue-final: holds bytes that are no text", "expected UTF-8"
+    if any("\ud800" <= char <= "\udfff" for char in config.system_prompt):
+        yield "--system-prompt: holds bytes that are no text", "expected UTF-8"
     if config.request_format != "rows":
         for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OF_TEXTS, *_OTHERS]):
             yield (
@@ -100,13 +98,3 @@ def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str
         )
     if config.as_chat and (config.messages_column or config.template_name == "sharegpt"):
         yield "--as-chat with a messages column: it is a chat already", "leave out --as-chat"
-    if config.continue_final is True and (config.as_chat or not config.is_chat):
-        yield (
-            "--continue-final without a text: needs answers in a messages column",
-            "give the beginning of the answer: --continue-final 'Sure, '",
-        )
-    if config.few_shot and config.prompt_column:
-        yield (
-            "--few-shot with --prompt-column: a plain column has no answers to show",
-            "use --template NAME, or a --prompt-template that loops over `examples`",
-        )

@@ -25,13 +25,12 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 Message = dict[str, Any]
 
 
-def read_conversation(value: Any, *, num_user_turns: int = 0, num_more: int = 0) -> list[Message]:
+def read_conversation(value: Any, *, num_user_turns: int = 0) -> list[Message]:
     """Turn a column's value into messages with `role` and `content`.
 
     Args:
         value: The column's value, in one of the forms below.
         num_user_turns: Reading stops after this number of user messages; 0 reads the whole conversation.
-        num_more: Number of messages to read after the user message at which reading stops.
 
     Accepted forms: a list of {role, content} or {from, value} objects; one such object; an object with a list of
     roles and a list of contents, as some tables store a list of objects; an object that holds the list in `messages`,
@@ -44,14 +43,11 @@ def read_conversation(value: Any, *, num_user_turns: int = 0, num_more: int = 0)
     if not isinstance(value, list):
         raise Unfit(f"the conversation is a JSON {json_type(value)}, expected a list")
     messages: list[Message] = []
-    end = len(value)
     for index, item in enumerate(value):
-        if index >= end:
-            break
         messages.append(_message(item, index))
-        if messages[-1]["role"] == "user":
-            num_user_turns -= 1
-            end = index + 1 + num_more if num_user_turns == 0 else end
+        num_user_turns -= messages[-1]["role"] == "user"
+        if num_user_turns == 0 and messages[-1]["role"] == "user":
+            break
     return messages
 
 
@@ -159,15 +155,14 @@ def check_turns(turns: str) -> int:
     return number
 
 
-def select_turns(messages: list[Message], turns: int, *, continue_final: bool) -> list[Message]:
+def select_turns(messages: list[Message], turns: int) -> list[Message]:
     """Return the beginning of a conversation, up to the message that the model shall answer.
 
     With a number of turns this is the last of so many user messages, or the last user message if there are fewer. With
-    0 it is the last message that is not the assistant's. With `continue_final` the assistant message that follows is
-    returned as well, and the model continues it.
+    0 it is the last message that is not the assistant's.
 
     Raises:
-        Unfit: no returned user message has text, or `continue_final` finds no assistant message that follows.
+        Unfit: no returned user message has text.
     """
     asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
     others = [index for index, each in enumerate(messages) if each["role"] != "assistant"]
@@ -175,9 +170,7 @@ def select_turns(messages: list[Message], turns: int, *, continue_final: bool) -
     end = ends[-1] + 1 if ends else 0
     if not any(_has_content(messages[index]) for index in asking if index < end):
         raise Unfit("the conversation has no user message with text, expected one")
-    if continue_final and [each["role"] for each in messages[end : end + 1]] != ["assistant"]:
-        raise Unfit("the last chosen turn has no answer after it to continue")
-    return messages[: end + continue_final]
+    return messages[:end]
 
 
 def with_answers(messages: list[Message], turns: int) -> list[Message]:
@@ -191,12 +184,3 @@ def with_answers(messages: list[Message], turns: int) -> list[Message]:
     if not any(map(_has_content, selected)):
         raise Unfit("the conversation has no message with text, expected one")
     return selected
-
-
-def with_beginning(
-    messages: list[Message], system_prompt: str, examples: list[Message]
-) -> list[Message]:
-    """Return the messages with a system prompt, in place of their own, and with worked examples after it."""
-    own = messages[:1] if messages[0]["role"] == "system" else []
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else own
-    return [*system, *examples, *messages[len(own) :]]

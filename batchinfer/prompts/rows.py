@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
 from batchinfer.prompts import conversation
@@ -13,7 +12,7 @@ from batchinfer.prompts.conversation import Message, read_conversation
 from batchinfer.prompts.json_lines import column, json_type, reading
 from batchinfer.prompts.media import read_media, with_media
 from batchinfer.prompts.options import read_constraint, read_tools
-from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
+from batchinfer.prompts.templates import PromptTemplate, named_template
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -30,7 +29,7 @@ class RowsReader:
     """Reads rows whose columns hold data.
 
     Raises:
-        ConfigError: a template or an example cannot be used.
+        ConfigError: the template cannot be used.
     """
 
     def __init__(self, config: PromptConfig, rules: EngineRules) -> None:
@@ -38,34 +37,21 @@ class RowsReader:
         self._rules = rules
         self._messages_column = config.messages_column
         self._template: PromptTemplate | None = None
-        self._prefix = ""
         if name := config.template_name:
             named = named_template(name)
             self._messages_column = named.messages_column
             if named.source:
                 self._template = PromptTemplate(named.source, name=f"--template {name}")
-                self._prefix = examples_text(name, named, config.few_shot)
         elif config.prompt_template:
-            values = {"examples": config.few_shot, "system_prompt": config.system_prompt}
+            values = {"system_prompt": config.system_prompt}
             self._template = PromptTemplate(
                 config.prompt_template, name="--prompt-template", values=values
             )
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
         self._turns = conversation.check_turns(config.turns)
-        self._prefill = config.continue_final if isinstance(config.continue_final, str) else ""
-        self._examples = self._read_examples() if self._messages_column else []
         self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
-
-    def _read_examples(self) -> list[Message]:
-        messages: list[Message] = []
-        for index, example in enumerate(self._config.few_shot):
-            try:
-                messages += read_conversation(example.get(self._messages_column))
-            except Unfit as error:
-                raise ConfigError(f"--few-shot example {index}: {error}") from error
-        return [message for message in messages if message["role"] != "system"]
 
     @property
     def needed_columns(self) -> dict[str, list[str]]:
@@ -115,18 +101,16 @@ class RowsReader:
                 return self._chat(columns, self._selected(column(columns, name)))
             if self._template is not None:
                 blanks = dict.fromkeys(config.blank_columns, "")
-                value = self._prefix + self._template.render({**columns, **blanks})
+                value = self._template.render({**columns, **blanks})
             else:
                 value = column(columns, name)
-            is_text_wanted = self._is_chat or bool(self._prefill)
             value = self._without_end(value) if isinstance(value, str) else value
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-            if not value or not (isinstance(value, str) or (is_ids and not is_text_wanted)):
-                ids = "" if is_text_wanted else " or a list of token ids"
+            if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
+                ids = "" if self._is_chat else " or a list of token ids"
                 raise Unfit(f"a JSON {json_type(value)}, expected a text{ids}, not empty")
             if self._is_chat:
                 return self._chat(columns, [{"role": "user", "content": value}])
-        value = value + self._prefill if self._prefill else value
         return {"input" if self._is_judged else "prompt": value}
 
     def _without_end(self, text: str) -> str:
@@ -153,24 +137,17 @@ class RowsReader:
         """Return the messages of a conversation that are sent."""
         if self._is_judged:
             return conversation.with_answers(read_conversation(value), self._turns)
-        continues = self._config.continue_final is True
-        messages = read_conversation(value, num_user_turns=self._turns, num_more=int(continues))
-        return conversation.select_turns(messages, self._turns, continue_final=continues)
+        messages = read_conversation(value, num_user_turns=self._turns)
+        return conversation.select_turns(messages, self._turns)
 
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
-        """Add media, and what the options say comes before and after the messages."""
+        """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
             messages = with_media(messages, kind, self._media(columns, kind))
-        messages = conversation.with_beginning(messages, self._config.system_prompt, self._examples)
-        if self._prefill:
-            messages.append({"role": "assistant", "content": self._prefill})
-        if not self._config.continue_final:
-            return {"messages": messages}
-        return {
-            "messages": messages,
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        }
+        if prompt := self._config.system_prompt:
+            others = messages[messages[0]["role"] == "system" :]
+            messages = [{"role": "system", "content": prompt}, *others]
+        return {"messages": messages}
 
     def _media(self, columns: Mapping[str, Any], kind: str, at_most: int = 0) -> list[str]:
         found: list[str] = []

@@ -38,8 +38,6 @@ class NamedTemplate(NamedTuple):
     """Columns that the template reads."""
     source: str
     """Jinja text over `columns`; empty if the first of them holds a conversation."""
-    answers: tuple[str, ...] = ()
-    """Columns in which a worked example may have its answer; the first one that the example has is used."""
 
     @property
     def messages_column(self) -> str:
@@ -50,14 +48,9 @@ class NamedTemplate(NamedTuple):
 _INPUT = ["instruction", "input"]
 NAMED_TEMPLATES = {
     "alpaca": NamedTemplate(
-        "instruction with an optional input, in the Alpaca format",
-        _INPUT,
-        _ALPACA,
-        ("output", "response"),
+        "instruction with an optional input, in the Alpaca format", _INPUT, _ALPACA
     ),
-    "gpteacher": NamedTemplate(
-        "as alpaca, for rows whose answer is in `response`", _INPUT, _ALPACA, ("response", "output")
-    ),
+    "gpteacher": NamedTemplate("as alpaca", _INPUT, _ALPACA),
     "sharegpt": NamedTemplate(
         "a conversation of {from, value} turns, as a chat", ["conversations"], ""
     ),
@@ -108,7 +101,7 @@ class PromptTemplate:
     Args:
         source: Jinja text. Its variables are the row's columns, `row` (the whole row), and the entries of `values`.
         name: Name of the template in error messages, for example the option that it comes from.
-        values: Further variables, such as `examples`. A column of the same name takes precedence.
+        values: Further variables, such as `system_prompt`. A column of the same name takes precedence.
 
     Raises:
         ConfigError: the template does not compile.
@@ -157,28 +150,3 @@ class PromptTemplate:
                 message += near(missing[0], row)
             raise RowProblem(code, f"{self._name}: {message}") from error
         return text
-
-
-def examples_text(name: str, template: NamedTemplate, examples: list[dict[str, Any]]) -> str:
-    """Return one text with all worked examples and their answers. The caller puts it before every prompt.
-
-    Raises:
-        ConfigError: an example lacks a column or an answer, or the template has no place for examples.
-    """
-    prompt = PromptTemplate(template.source, name=f"--template {name}")
-    texts = []
-    for index, example in enumerate(examples):
-        answer = next((example[name] for name in template.answers if name in example), None)
-        try:
-            if answer is None:
-                problem = (
-                    f"no answer, expected a column {' or '.join(template.answers) or '(none)'}"
-                )
-                raise RowProblem(Code.MISSING_COLUMN, problem)
-            texts.append(f"{prompt.render(example)}\n{answer}\n\n")
-        except RowProblem as error:
-            raise ConfigError(
-                f"--few-shot example {index}: {error.message}",
-                hint="a Jinja file that loops over `examples` may show them in any form (--prompt-template)",
-            ) from error
-    return "".join(texts)

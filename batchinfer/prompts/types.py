@@ -58,13 +58,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Whether the text of `prompt_column` or a template is sent as one user message."""
     system_prompt: str = ""
     """System message of every conversation, and the variable `system_prompt` of templates."""
-    continue_final: bool | str = False
-    """True: the model continues the answer after the last chosen turn. A text: the model continues this text, as if it
-    had begun its answer with it. False: the model writes whole answers."""
     blank_columns: list[str] = []
     """Columns whose value the prompt template gets as an empty text."""
-    few_shot: list[dict[str, Any]] = []
-    """Worked examples, which are shown before every prompt. Each is a row that has an answer."""
     pair_columns: list[str] = []
     """The two columns of a pair: for the task "score" two texts, for "rerank" a query and a list of documents."""
     image_columns: list[str] = []

@@ -36,25 +36,26 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 _ZSTD_LEVEL = 3
-_USUAL_ROWS, _USUAL_BYTES = 1000, 16 << 20
-_CHUNKS_PER_WORKER, _MOST_CHUNKS = 50, 100_000
+_USUAL_ROWS, _USUAL_BYTES = 2000, 4 << 20
+"""Most rows of a chunk, and about its most bytes of the sources, if no option says its size. A worker on one GPU does
+some ten to fifty rows in a second, fewer if they are long."""
+_CHUNKS_PER_WORKER, _FEWEST_PER_WORKER, _FEW_ROWS = 50, 4, 20
+_MOST_CHUNKS = 100_000
 _MOST_IDS = 10_000_000
 
 
 def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
     """Return the number of chunks if no option says it: a chunk is about a minute of one worker's time.
 
-    There are at least 50 for each worker, where rows allow, so that workers end together; at most 100,000 in all.
+    There are at least 50 for each worker, so that workers end together, unless a chunk would have fewer than 20 rows:
+    then at least 4. There are at most 100,000 in all.
 
-    >>> (
-    ...     usual_num_chunks(1_000_000, 0, 4),
-    ...     usual_num_chunks(120, 0, 4),
-    ...     usual_num_chunks(10**10, 0, 4),
-    ... )
-    (1000, 120, 100000)
+    >>> usual_num_chunks(1_000_000, 0, 4), usual_num_chunks(1000, 0, 4), usual_num_chunks(10**10, 0, 4)
+    (500, 50, 100000)
     """
-    wanted = max(rows // _USUAL_ROWS, num_bytes // _USUAL_BYTES, _CHUNKS_PER_WORKER * num_workers)
-    return min(wanted, _MOST_CHUNKS, rows)
+    enough = max(-(-rows // _USUAL_ROWS), -(-num_bytes // _USUAL_BYTES))
+    enough = max(enough, min(_CHUNKS_PER_WORKER * num_workers, rows // _FEW_ROWS))
+    return min(rows, max(min(enough, _MOST_CHUNKS), _FEWEST_PER_WORKER * num_workers))
 
 
 def even_bounds(rows: int, num_chunks: int) -> list[int]:

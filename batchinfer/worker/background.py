@@ -8,13 +8,11 @@ main loop reads.
 
 from __future__ import annotations
 
-import enum
-import heapq
-import itertools
 import logging
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -98,7 +96,7 @@ def install_signal_handlers(stopper: Stopper) -> None:
     num_signals = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        # Only a second signal ends the grace period. A cloud's preemption notice or `batchinfer stop` also requests a
+        # Only a second signal ends the grace period. `batchinfer stop` also requests a
         # stop, but either one often comes together with the first signal, so they are not counted.
         nonlocal num_signals
         num_signals += 1
@@ -135,25 +133,43 @@ class Repeating(Protocol):
         ...
 
 
-class Priority(enum.IntEnum):
-    """Says which work goes first of that which waits for a thread. Among work of one priority the older goes first.
+class Event(Protocol):
+    """Wakes one thread."""
 
-    One thread does nothing but urgent work, and one does urgent work and checkpoints alone. Otherwise these could wait
-    for uploads of minutes, or for requests to a bucket that hangs.
-    """
+    def set(self) -> None:
+        """End the thread's wait, or else its next one."""
+        ...
 
-    URGENT = 0
-    """The engine's next prompts, and the last heartbeat of a worker that must end."""
-    CHECKPOINT = 1
-    """A segment of finished rows. It is due at a certain time; looks and openings are not."""
-    NORMAL = 2
+    def wait(self, timeout_seconds: float) -> None:
+        """Block until `set` is called or the time is up."""
+        ...
+
+
+class Gate(Protocol):
+    """Lets so many threads in at the same time. A context is one that waits until it is let in."""
+
+    def enter(self, *, wait: bool) -> bool:
+        """Go in, and return True; return False if there is no room and `wait` is false."""
+        ...
+
+    def leave(self) -> None:
+        """Make room for another thread."""
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Background(Protocol):
     """Runs work on other threads, while the caller goes on."""
 
-    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
-        """Run `work` as soon as a thread is free for it."""
+    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
+        """Run `work` as soon as a thread is free for it.
+
+        One thread does nothing but urgent work: the engine's next prompts, and the last heartbeat of a worker that must
+        end. It does not wait for requests to a bucket that hangs.
+        """
         ...
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -164,10 +180,18 @@ class Background(Protocol):
         ...
 
     def beside(self, num_threads: int) -> Background:
-        """Return another background with threads of its own, which take work of every priority.
+        """Return another background with threads of its own, for work that would keep others waiting.
 
         Its finished work, too, ends a `wait` of this one.
         """
+        ...
+
+    def event(self) -> Event:
+        """Make an event."""
+        ...
+
+    def gate(self, number: int) -> Gate:
+        """Make a gate that lets `number` threads in."""
         ...
 
     def wait(self, timeout_seconds: float) -> None:
@@ -183,7 +207,12 @@ class Background(Protocol):
 
 
 def unless_stopped(
-    background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
+    background: Background,
+    stopper: Stopper,
+    work: Callable[[], T],
+    *,
+    may_finish: bool = False,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> T:
     """Do work in the background and wait for its result, but stop waiting when the worker is asked to stop.
 
@@ -195,6 +224,7 @@ def unless_stopped(
         stopper: Says when to stop waiting. If a stop was requested before the call, the work is not begun.
         work: A function that shares no state with the main thread.
         may_finish: Whether to go on waiting during the grace period. Set for writes, so that their result is known.
+        on_turn: Called again and again while this waits.
 
     Raises:
         BatchinferError: the stopper's error, if the work was not begun or the waiting was stopped; else the error that
@@ -203,6 +233,7 @@ def unless_stopped(
     stopper.raise_if_requested()
     pending = background.submit(work)
     while not pending.is_done():
+        on_turn()
         if stopper.is_set() or not may_finish:
             stopper.raise_if_requested()
         background.wait(_POLL_SECONDS)
@@ -261,67 +292,97 @@ class _Timer:
         self._cancelled.set()
 
 
-class _WorkQueue:
-    """Submitted work that waits for a thread. Safe for threads."""
-
-    def __init__(self) -> None:
-        lock = threading.Lock()
-        self._changed = {priority: threading.Condition(lock) for priority in Priority}
-        """The conditions on which threads wait, by the lowest priority that they take."""
-        self._jobs: list[tuple[Priority, int, _SubmittedWork[Any]]] = []
-        self._numbers = itertools.count()
-        self._is_closed = False
-
-    def put(self, job: _SubmittedWork[Any], priority: Priority) -> None:
-        with self._changed[priority]:
-            heapq.heappush(self._jobs, (priority, next(self._numbers), job))
-            for lowest, changed in self._changed.items():
-                if priority <= lowest:
-                    changed.notify()
-
-    def take(self, lowest: Priority) -> _SubmittedWork[Any] | None:
-        """Wait for work of this priority or a higher one. None once there is none and `close` was called."""
-        changed = self._changed[lowest]
-        with changed:
-            while not self._jobs or self._jobs[0][0] > lowest:
-                if self._is_closed:
-                    return None
-                changed.wait()
-            return heapq.heappop(self._jobs)[2]
-
-    def close(self) -> None:
-        with self._changed[Priority.NORMAL]:
-            self._is_closed = True
-            for changed in self._changed.values():
-                changed.notify_all()
-
-
-class ThreadBackground:
-    """Runs background work on a few daemon threads: `num_threads` for all work, and one for each of `reserved`.
+class _Pool:
+    """Submitted work, and the daemon threads that do it. A thread is begun when all others are busy.
 
     At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
     would wait for the threads of concurrent.futures.
     """
 
-    def __init__(
-        self,
-        num_threads: int = 7,
-        *,
-        reserved: Sequence[Priority] = (Priority.URGENT, Priority.CHECKPOINT),
-        finished: threading.Event | None = None,
-    ) -> None:
-        self._queue = _WorkQueue()
-        self._finished = finished or threading.Event()
-        self._others: list[ThreadBackground] = []
-        lowest_of_threads = [*reserved, *[Priority.NORMAL] * num_threads]
-        for index, lowest in enumerate(lowest_of_threads):
-            name = f"batchinfer-{index}"
-            threading.Thread(target=self._loop, args=(lowest,), name=name, daemon=True).start()
+    def __init__(self, most_threads: int, finished: threading.Event) -> None:
+        self._most_threads = most_threads
+        self._finished = finished
+        self._changed = threading.Condition()
+        self._jobs: deque[_SubmittedWork[Any]] = deque()
+        self._num_threads = self._num_idle = 0
+        self._is_closed = False
 
-    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
+    def put(self, job: _SubmittedWork[Any]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            if len(self._jobs) > self._num_idle and self._num_threads < self._most_threads:
+                self._num_threads += 1
+                name = f"batchinfer-{self._num_threads}"
+                threading.Thread(target=self._loop, name=name, daemon=True).start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while (job := self._take()) is not None:
+            job.run()
+            self._finished.set()
+
+    def _take(self) -> _SubmittedWork[Any] | None:
+        with self._changed:
+            while not self._jobs:
+                if self._is_closed:
+                    return None
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            return self._jobs.popleft()
+
+
+class _Event:
+    """Implements `Event`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._event.wait(timeout_seconds)
+        self._event.clear()
+
+
+class _Gate:
+    """Implements `Gate`."""
+
+    def __init__(self, number: int) -> None:
+        self._free = threading.Semaphore(number)
+
+    def enter(self, *, wait: bool) -> bool:
+        return self._free.acquire(blocking=wait)
+
+    def leave(self) -> None:
+        self._free.release()
+
+    def __enter__(self) -> None:
+        self._free.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self._free.release()
+
+
+class ThreadBackground:
+    """Runs background work on at most `num_threads` daemon threads, and urgent work on one of its own."""
+
+    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
+        self._finished = finished or threading.Event()
+        self._pool = _Pool(num_threads, self._finished)
+        self._urgent = _Pool(1, self._finished)
+        self._others: list[ThreadBackground] = []
+
+    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
         """See `Background.submit`."""
         job = _SubmittedWork(work)
-        self._queue.put(job, priority)
+        (self._urgent if is_urgent else self._pool).put(job)
         return job
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -330,9 +391,17 @@ class ThreadBackground:
 
     def beside(self, num_threads: int) -> ThreadBackground:
         """See `Background.beside`."""
-        other = ThreadBackground(num_threads, reserved=(), finished=self._finished)
+        other = ThreadBackground(num_threads, finished=self._finished)
         self._others.append(other)
         return other
+
+    def event(self) -> Event:
+        """See `Background.event`."""
+        return _Event()
+
+    def gate(self, number: int) -> Gate:
+        """See `Background.gate`."""
+        return _Gate(number)
 
     def wait(self, timeout_seconds: float) -> None:
         """See `Background.wait`."""
@@ -343,9 +412,5 @@ class ThreadBackground:
         """See `Background.close`."""
         for other in self._others:
             other.close()
-        self._queue.close()
-
-    def _loop(self, lowest: Priority) -> None:
-        while (job := self._queue.take(lowest)) is not None:
-            job.run()
-            self._finished.set()
+        self._pool.close()
+        self._urgent.close()

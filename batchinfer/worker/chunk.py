@@ -1,7 +1,7 @@
 """One open chunk: its local copy, the state of each row, and the spool, a scratch file that holds the finished rows.
 
-A background job opens a chunk (opening.py) and returns an `OpenChunk`. From then on only the worker's main thread
-changes it, except that the job that builds prompts calls `read_rows`.
+The chunk's own thread (chunk_life.py) opens it, and then writes its finished rows to storage. The worker's main thread
+adds finished rows, and the job that builds prompts calls `read_rows`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ class OpenChunk:
         num_rows: int,
         started: float,
         claim_etag: str = "",
-        is_help: bool = False,
     ) -> None:
         self.ref = ref
         self.name = ref.name
@@ -144,14 +143,11 @@ class OpenChunk:
         self._state = bytearray(num_rows)
         self.num_left = num_rows
         self.claim_etag = claim_etag
-        self.is_help = is_help
-        """Whether another worker has the chunk's claim. It begins with the first row, so this worker begins with the
-        last."""
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths during which a row was in the engine, by the row's line."""
         self.segment_keys: list[str] = []
         """Keys on storage of those segments of the chunk that this worker has read or written."""
-        self.num_segments_begun = 0
+        self._segment_numbers = itertools.count(1)
         self.checkpointed_bytes = 0
         """Bytes at the beginning of the spool whose rows need no further segment, because storage has them."""
         self.generation = ref.generation
@@ -160,14 +156,8 @@ class OpenChunk:
         self.bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
         """Mean number of bytes of a line of the local copy."""
         self._reader: BinaryIO | None = None
-        self._cursor = num_rows if is_help else 0
-        """Line that `read_rows` reads next; if it reads backwards, the line after that one."""
-        self._block_offsets = array("q")
-        """Byte offset of every `_READ_ROWS`th line in the local copy. Empty until rows are read backwards."""
-
-    def is_done(self, line: int) -> bool:
-        """Whether the row of this line is finished."""
-        return self._state[line] == RowState.DONE
+        self._cursor = 0
+        """Line that `read_rows` reads next."""
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         """Read the next unfinished rows from the local copy and mark them taken.
@@ -176,8 +166,6 @@ class OpenChunk:
         no rows may be adopted meanwhile.
         """
         with scratch_errors(self.local.path.parent):
-            if self.is_help:
-                return self._read_rows_backwards(max_rows, max_bytes)
             return self._read_rows(max_rows, max_bytes)
 
     def _read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
@@ -203,33 +191,6 @@ class OpenChunk:
             rows += found
             size += sum([len(row.data) for row in found])
         return rows
-
-    def _read_rows_backwards(self, max_rows: int, max_bytes: int) -> list[RawRow]:
-        rows: list[RawRow] = []
-        size = 0
-        if self._reader is None:
-            self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
-            self._find_blocks(self._reader)
-        while self._cursor and len(rows) < max_rows and size < max_bytes:
-            count = min(_READ_ROWS, max_rows - len(rows), (max_bytes - size) // self.bytes_per_line)
-            first = max(0, self._cursor - max(1, count))
-            block, num_before = divmod(first, _READ_ROWS)
-            self._reader.seek(self._block_offsets[block])
-            end = num_before + self._cursor - first
-            lines = list(itertools.islice(self._reader, num_before, end))
-            self._cursor = first
-            found = self._take_lines(first, lines)
-            rows += reversed(found)
-            size += sum([len(row.data) for row in found])
-        return rows
-
-    def _find_blocks(self, file: BinaryIO) -> None:
-        """Fill `_block_offsets`. Reads the whole file."""
-        place = 0
-        for index, line in enumerate(itertools.islice(file, self.num_rows)):
-            if index % _READ_ROWS == 0:
-                self._block_offsets.append(place)
-            place += len(line)
 
     def _take_lines(self, first: int, lines: list[bytes]) -> list[RawRow]:
         """Mark the unfinished rows among these lines taken, and return them. Suspects are left out.
@@ -307,7 +268,7 @@ class OpenChunk:
             if before != done:
                 state[line] = done
                 fresh.append(row)
-                if before == todo and (line < self._cursor) == self.is_help:
+                if before == todo and line >= self._cursor:
                     self.num_unread -= 1  # `read_rows` will skip this adopted row
         if fresh:
             self.spool.append(*encode_rows(fresh))
@@ -346,18 +307,7 @@ class OpenChunk:
 
     def next_segment_number(self) -> int:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
-        self.num_segments_begun += 1
-        return self.num_segments_begun
-
-    def note_segment(self, key: str, end: int) -> int:
-        """Note that a segment was written that holds the rows of the spool up to byte `end`.
-
-        Return how many bytes of the spool were in no segment before.
-        """
-        num_new = max(0, end - self.checkpointed_bytes)
-        self.segment_keys.append(key)
-        self.checkpointed_bytes += num_new
-        return num_new
+        return next(self._segment_numbers)
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
         """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""

@@ -78,7 +78,6 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """
     from batchinfer.worker.background import install_signal_handlers, unless_stopped
     from batchinfer.worker.config import real_environment
-    from batchinfer.worker.notices import find_service, watch
     from batchinfer.worker.progress import MARKED_LINES, progress_for
     from batchinfer.worker.start import run_worker
 
@@ -102,10 +101,6 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         stack.callback(show_progress.close)
         configure = partial(make_config, options, variables)
         config = unless_stopped(outside.background, outside.stopper, configure)
-        service = find_service(config.host, variables) if options["notices"] else None
-        if service is not None:
-            watcher = watch(service, outside.background, outside.stopper.request)
-            stack.callback(watcher.cancel)
         return run_worker(config, outside)
 
 

@@ -136,6 +136,8 @@ class RunAccess:
     """The objects with which a worker reads and writes its run, put together after it has taken its lease."""
 
     store: Store
+    fingerprint: str = ""
+    """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
     claims: Claims | None
     """The claims of this worker; None if the store ignores preconditions or claims are switched off."""

@@ -1,4 +1,8 @@
-"""A worker's heartbeat: a separate thread regularly renews the worker's record and looks for stop requests."""
+"""A worker's heartbeat: a separate thread regularly renews the worker's record and looks for stop requests.
+
+The heart is honest: it beats only while the worker's main loop turns. So the lease of a worker that hangs lapses, and
+others take its chunks, as if its machine had vanished. If the loop turns again, the lease is renewed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background, Priority, Stopper, unless_stopped
+from batchinfer.worker.background import Background, Stopper, unless_stopped
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -54,7 +58,12 @@ class Heartbeat:
         self._clock = clock
         self._num_lapses = 0
         self._lapsed_at = 0.0
+        self._turned_at = clock.monotonic()
         self.lease = lease
+
+    def turned(self) -> None:
+        """Note that the worker's main loop has turned. Without it the record is not renewed for longer than a lease."""
+        self._turned_at = self._clock.monotonic()
 
     def start(
         self, background: Background, stack: contextlib.ExitStack, *, max_attempts: int
@@ -90,6 +99,13 @@ class Heartbeat:
         stop request.
         """
         lease = self.lease
+        still_seconds = self._clock.monotonic() - self._turned_at
+        if still_seconds >= lease.lease_seconds:
+            logger.warning(
+                "the worker's main loop has not turned for %.0f s, so its lease is not renewed",
+                still_seconds,
+            )
+            return
         try:
             lease.renew(self._telemetry.up_to_date())
             check_stop_request(self._store)
@@ -133,9 +149,8 @@ class Heartbeat:
 
     def _end(self, background: Background) -> None:
         """Write the record for the last time. Waits a few seconds at most, as the machine may soon be taken away."""
-        # The write is urgent work, because all threads for other work may be waiting for a bucket that does not answer.
         closing = background.submit(
-            partial(self.lease.close, self._telemetry.snapshot()), priority=Priority.URGENT
+            partial(self.lease.close, self._telemetry.snapshot()), is_urgent=True
         )
         deadline = self._clock.monotonic() + _END_SECONDS
         while not closing.is_done() and self._clock.monotonic() < deadline:

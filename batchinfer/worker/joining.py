@@ -152,23 +152,9 @@ class Membership:
                 )
         return builder
 
-    def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
-        """Return the chunks of this worker's manifests that are left to do, in order. Sends no request.
-
-        Args:
-            done: The highest generation of each chunk that has a marker, by the chunk's name.
-            goal: The generation that makes a chunk done: 0, or higher in a run that repairs error rows.
-        """
-        # In a repair the list also contains chunks without error rows. They are skipped when they are opened.
-        return [
-            ref._replace(generation=done.get(ref.name, -1) + 1, repair_goal=goal)
-            for ref in self.assignment.chunks
-            if done.get(ref.name, -1) < goal
-        ]
-
     @property
-    def may_help(self) -> bool:
-        """Whether this worker may do chunks of other workers after it has none of its own left."""
+    def may_steal(self) -> bool:
+        """Whether this worker may take other workers' chunks after it has none of its own left."""
         config = self.config
         return config.steal and self.assignment.job is not None and not config.retry_errors
 

@@ -65,10 +65,6 @@ class ReplicaQueues(Generic[T]):
         queue = self._queues[index]
         return queue.popleft() if queue else max(self._queues, key=len).pop()
 
-    def keep(self, is_wanted: Callable[[T], bool]) -> None:
-        """Drop every row that `is_wanted` is false for."""
-        self._queues = [deque(filter(is_wanted, queue)) for queue in self._queues]
-
 
 class PrefixWindow(Generic[T]):
     """Collects rows, and releases all of them at once, sorted by their bodies. It is full with `size` rows.
@@ -83,9 +79,6 @@ class PrefixWindow(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._rows)
 
     @property
     def is_full(self) -> bool:
@@ -102,7 +95,3 @@ class PrefixWindow(Generic[T]):
         if self.size:
             rows.sort(key=lambda row: self._call_of(row).body)
         return rows
-
-    def keep(self, is_wanted: Callable[[T], bool]) -> None:
-        """Drop every row that `is_wanted` is false for."""
-        self._rows = [row for row in self._rows if is_wanted(row)]

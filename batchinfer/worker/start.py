@@ -1,14 +1,14 @@
 """One start of a worker, from its set-up through its main loop to its end: it runs a model over chunks of rows.
 
-A worker is done when every chunk of its manifests has a marker and it has nobody left to help. With --retry-errors, the
-error rows of these chunks must also have been tried again. A worker may end at any instant, also by SIGKILL, and may be
-started again on any machine: the next start needs only what is on storage.
+A worker is done when every chunk of its manifests has a marker and it finds no other chunk to take. With
+--retry-errors, the error rows of these chunks must also have been tried again. A worker may end at any instant, also by
+SIGKILL, and may be started again on any machine: the next start needs only what is on storage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -22,19 +22,15 @@ from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
     StorageError,
-    Superseded,
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
+from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import (
-    Publisher,
-    has_only_errors,
-)
-from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks, newest_markers
-from batchinfer.prompts import PromptBuilder
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
@@ -47,12 +43,12 @@ from batchinfer.worker.joining import (
     read_work,
     refuse_only_errors,
 )
-from batchinfer.worker.limits import RunLimits
+from batchinfer.worker.limits import limits_result, watch_limits
 from batchinfer.worker.marker_looks import MarkerLooks
 from batchinfer.worker.metrics import serve_metrics
-from batchinfer.worker.open_chunks import Demand, OpenChunks
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.opening import Opener
-from batchinfer.worker.schedule import Schedule, rows_per_second
+from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 
@@ -65,11 +61,6 @@ _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _SAVE_SECONDS = 5.0
 """Seconds that a worker has to save its rows when it ends, even if no grace period is left."""
-_SAVE_PAUSE_SECONDS = 2.0
-"""Seconds between two rounds of saving, once they have taken longer than the grace period."""
-_ROWS_WHILE_LOADING = 256
-_FEW_MARKERS = 20
-"""Number of markers that a start without an answer of its own reads before it lists all of them again."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -103,15 +94,18 @@ class _Start:
             self.worker_id, environment.clock, host=config.host, money=config.money
         )
         self.store = environment.open_store(config.output)
-        self.looks = MarkerLooks(environment, self.store, self._await)
-        self.limits = RunLimits(config, self.store, environment.clock)
+        self.looks = MarkerLooks(
+            environment, self.store, self._await, partial(self._unless_stopped, may_finish=True)
+        )
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
-        self._checkpointed = (environment.clock.monotonic(), 0)
+        self._rows_saved = 0
         self._snapshot_at = float("-inf")
         self._has_answers = True
-        self._done_before: list[tuple[str, int]] = []
-        """Some of the chunks that had a marker when this start began, with its generation."""
+        self._turn: Callable[[], None] = lambda: None
+        """Tells the heartbeat that the main loop has turned."""
+        self._done_before: dict[str, SeenMarker] = {}
+        """The markers that this start found at its beginning."""
 
     def run(self) -> None:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
@@ -124,10 +118,17 @@ class _Start:
             heartbeat = Heartbeat(
                 self.store, self._make_lease(), self.telemetry, self.environment.stopper, self.clock
             )
+            self._turn = heartbeat.turned
             heartbeat.start(
                 self.environment.background, stack, max_attempts=self.config.max_attempts
             )
-            self.limits.watch(self.environment.background, stack, self.environment.stopper)
+            watch_limits(
+                self.config,
+                self.telemetry,
+                self.environment.stopper,
+                self.environment.background,
+                stack,
+            )
             try:
                 engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
@@ -151,8 +152,6 @@ class _Start:
         )
         self.telemetry.workload.set_own({ref.name: _num_rows(ref) for ref in assignment.chunks})
         self._unless_stopped(partial(check_stop_request, self.store))
-        if self.limits.is_set:
-            self._unless_stopped(self.limits.check)
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
         )
@@ -170,7 +169,11 @@ class _Start:
 
     def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
         return unless_stopped(
-            self.environment.background, self.environment.stopper, work, may_finish=may_finish
+            self.environment.background,
+            self.environment.stopper,
+            work,
+            may_finish=may_finish,
+            on_turn=self._turn,
         )
 
     def _make_lease(self) -> Lease:
@@ -201,57 +204,37 @@ class _Start:
         loading = self._begin_loading(engine, stack)
         markers = self._await(listed)
         self.looks.compare(membership, markers)
+        self._done_before = markers
         done = {name: marker.generation for name, marker in markers.items()}
-        self._done_before = list(itertools.islice(done.items(), _FEW_MARKERS))
         done = self.looks.without_foreign(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
-        opener = Opener(access, self._open_sources(membership), checkpointed)
-        schedule = self._make_schedule(membership, access, done)
+        ring = self._make_ring(membership, access, done)
         self._log_work(membership.assignment.chunks, checkpointed)
-        open_chunks = OpenChunks(
-            environment, access, opener, schedule, self.telemetry, config.limits
-        )
-        info = self._await(loading, open_chunks)
+        info = self._await(loading, ring)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
-            self._raise_failures(open_chunks)
-            self.looks.confirm(membership, markers, open_chunks.published)
+            self.looks.confirm(membership, markers, ())
             return
         self.info = info
-        try:
-            # Before run.json is written: if the server refuses the options, none may be there that forbids better ones.
-            builder = self._unless_stopped(partial(membership.make_builder, engine, info))
-            self._join(membership, info, opener, open_chunks)
-        except BatchinferError:
-            self._save(open_chunks)  # closes the chunks that were opened meanwhile
-            raise
+        # Before run.json is written: if the server refuses the options, none may be there that forbids better ones.
+        builder = self._unless_stopped(partial(membership.make_builder, engine, info))
+        access = dataclasses.replace(access, fingerprint=self._join(membership, info))
+        opener = Opener(access, self._open_sources(membership), checkpointed)
+        open_chunks = OpenChunks(environment, access, opener, ring, self.telemetry, config)
         environment.background.submit(heartbeat.beat)  # so that `status` says running
-        stream = self._make_stream(builder, open_chunks, info)
+        stream = RowStream(
+            environment, open_chunks, builder, self.telemetry, config.limits, info=info
+        )
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
         self.looks.confirm(membership, markers, open_chunks.published)
 
     def _look_for_answers(self) -> None:
-        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself.
-
-        Of the markers that the worker saw at its start a few are read first, which saves a second listing of the run.
-        """
+        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
         tally = self.telemetry.tally
-        if tally.rows > tally.num_errors:
-            return
-        if self.looks.select(
-            lambda each: not has_only_errors(self.store, *each), self._done_before, most=1
-        ):
-            return
-        done: dict[str, int] = self._await(
-            self.environment.background.submit(partial(finished_chunks, self.store))
-        )
-        with_answers = self.looks.select(
-            lambda each: not has_only_errors(self.store, *each), list(done.items()), most=1
-        )
-        self._has_answers = bool(with_answers) or not done
-        if not self._has_answers:
+        if tally.rows == tally.num_errors and not self.looks.has_answers(self._done_before):
+            self._has_answers = False
             refuse_only_errors(self.config, self.telemetry)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
@@ -268,18 +251,10 @@ class _Start:
         logger.info("loading %s", name, extra=event("engine_loading", engine=kind, model=name))
         return loading
 
-    def _join(
-        self,
-        membership: Membership,
-        info: EngineInfo,
-        opener: Opener,
-        open_chunks: OpenChunks,
-    ) -> None:
-        """Agree with the other workers on the run's configuration. Afterwards this worker may publish chunks."""
+    def _join(self, membership: Membership, info: EngineInfo) -> str:
+        """Agree with the other workers on the run's configuration, and return its fingerprint."""
         join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
         run = self._unless_stopped(join, may_finish=True)
-        opener.join(run.fingerprint)
-        open_chunks.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
         logger.info(
@@ -289,18 +264,7 @@ class _Start:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-
-    def _make_stream(
-        self, builder: PromptBuilder, open_chunks: OpenChunks, info: EngineInfo
-    ) -> RowStream:
-        return RowStream(
-            self.environment,
-            open_chunks,
-            builder,
-            self.telemetry,
-            self.config.limits,
-            info=info,
-        )
+        return run.fingerprint
 
     def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
         """Run the rows through the engine until every chunk is published. After an error, save finished rows."""
@@ -332,29 +296,27 @@ class _Start:
         assignment = membership.assignment
         roots = {ref.root for ref in assignment.chunks}
         if assignment.job is not None:
-            # Also open the job's own store: this worker may help others with chunks that are not in its manifests.
+            # Also the job's own store: this worker may take chunks that are not in its manifests.
             roots.add(assignment.job_url)
         return {root: self.environment.open_store(root) for root in roots}
 
-    def _make_schedule(
-        self, membership: Membership, access: RunAccess, done: dict[str, int]
-    ) -> Schedule:
-        """Find out which chunks of the manifests are left to do, and make the schedule from them."""
+    def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:
+        """Find out which chunks of the manifests are left to do, and make the ring from them."""
         own = membership.assignment.chunks
-        goal = self.looks.goal(done, own) if self.config.retry_errors else 0
-        left = membership.chunks_left(done, goal)
+        left = [ref for ref in own if ref.name not in done]
+        if self.config.retry_errors:
+            left = self.looks.to_repair(own, done)
         names_left = {ref.name for ref in left}
         for ref in own:
             if ref.name not in names_left:
                 self.telemetry.workload.done(ref.name)
-        may_help = access.claims is not None and membership.may_help
-        return Schedule(
+        may_steal = access.claims is not None and membership.may_steal
+        return Ring(
             left,
             environment=self.environment,
             run=access,
-            everything=membership.all_chunks if may_help else None,
+            everything=membership.all_chunks if may_steal else None,
             num_workers=job.num_workers if (job := membership.assignment.job) else 1,
-            earlier_rate=rows_per_second(self.telemetry.latest),
             done=done if not self.config.retry_errors else (),
         )
 
@@ -376,24 +338,25 @@ class _Start:
             ),
         )
 
-    def _await(self, pending: Pending[Any], open_chunks: OpenChunks | None = None) -> Any:
+    def _await(self, pending: Pending[Any], ring: Ring | None = None) -> Any:
         """Wait for a background job and return its result.
 
-        If `open_chunks` is given, chunks are opened meanwhile. Returns None early if it turns out that no chunk is left
-        to do, unless run.json is missing: whether the run has this worker's configuration, only a loaded engine tells.
+        If `ring` is given, the worker looks meanwhile whether there is anything to do. Returns None early if there is
+        not, unless run.json is missing: whether the run has this worker's configuration, only a loaded engine tells.
 
         Raises:
             BatchinferError: a stop was requested, or the background job failed.
         """
         while not pending.is_done():
+            self._turn()
             self.environment.stopper.raise_if_requested()
-            if open_chunks is not None:
+            if ring is not None:
                 has_run = self.membership is not None and self.membership.run is not None
-                if open_chunks.is_drained and has_run:
+                if ring.is_finished and has_run:
                     return None
-                typed = self.config.engine.server_options.get("max_num_seqs")
-                wanted = typed if isinstance(typed, int) else _ROWS_WHILE_LOADING
-                open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
+                ring.tick(is_hungry=True)
+                for name in ring.take_found_done():
+                    self.telemetry.workload.done(name)
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
         # A stop request is raised before the job's own error. An engine that is stopped while it loads raises an error
@@ -446,9 +409,9 @@ class _Start:
 
         Background work builds calls, opens chunks, and writes checkpoints and outputs.
         """
+        self._turn()
         stream.collect()
-        published_by_others = open_chunks.tick(stream.demand)
-        stream.drop(published_by_others)
+        open_chunks.tick(stream.demand)
         stream.prepare()
 
     def _round(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
@@ -463,16 +426,12 @@ class _Start:
         self.environment.show_progress(self.telemetry)
 
     def _checkpoint_if_due(self, open_chunks: OpenChunks) -> None:
-        now = self.clock.monotonic()
-        since, rows = self._checkpointed
-        every_rows = self.config.checkpoint_rows
-        rows_done = self.telemetry.tally.rows
-        is_due = now - since >= self.config.checkpoint_seconds
-        if is_due or (every_rows is not None and rows_done - rows >= every_rows):
+        """Ask for checkpoints after so many rows. After so many seconds each chunk writes one by itself."""
+        every_rows, rows_done = self.config.checkpoint_rows, self.telemetry.tally.rows
+        if every_rows is not None and rows_done - self._rows_saved >= every_rows:
             open_chunks.checkpoint()
-            self._checkpointed = (now, rows_done)
-        elif not open_chunks.is_writing:
-            self.telemetry.note_checkpoints(now - since)
+            self._rows_saved = rows_done
+        self.telemetry.note_checkpoints(open_chunks.unsaved_seconds)
 
     def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
         """Wait until every complete chunk is published."""
@@ -501,41 +460,7 @@ class _Start:
                 return max(began + _SAVE_SECONDS, clock.monotonic() + stopper.seconds_left)
             return late
 
-        open_chunks.begin_saving()
-        try:
-            open_chunks.checkpoint()
-            while open_chunks.is_writing and clock.monotonic() < deadline():
-                if clock.monotonic() < soon:
-                    self.environment.background.wait(_POLL_SECONDS)
-                else:
-                    clock.sleep(
-                        _SAVE_PAUSE_SECONDS
-                    )  # what failed so far is not tried again at once
-                if not self._save_more(open_chunks):
-                    late = soon
-            open_chunks.release_all(min(deadline(), max(soon, clock.monotonic() + _SAVE_SECONDS)))
-        except BatchinferError as error:
-            logger.warning("not everything could be saved (%s)", error)
-
-    def _save_more(self, open_chunks: OpenChunks) -> bool:
-        """Do one round of saving. An error is only logged, so that a later round can save the other chunks.
-
-        Returns False after an error that does not pass with time.
-
-        Raises:
-            Superseded: a newer start of this worker exists.
-        """
-        is_hopeful = True
-        try:
-            open_chunks.tick(Demand(is_building=True))
-        except Superseded:
-            raise
-        except BatchinferError as error:
-            logger.warning("not everything could be saved (%s)", error)
-            is_hopeful = False
-        # Ask for checkpoints again: a chunk's last segment may not hold all its finished rows.
-        open_chunks.checkpoint()
-        return is_hopeful
+        open_chunks.end(deadline, self._turn)
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """Make the result object that the command prints; `error` is the error that ended this start, if any."""
@@ -547,7 +472,7 @@ class _Start:
             error=error,
             has_answers=self._has_answers,
         )
-        return result | self.limits.result(self.telemetry.latest)
+        return result | limits_result(self.config, self.telemetry.latest)
 
     def _raise_failures(self, open_chunks: OpenChunks) -> None:
         if not open_chunks.failures:

@@ -12,7 +12,7 @@ called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
 * the worker's loop (start.py) gives replies back with `handle` and keeps the books, in this order:
-  `collect`, `demand`, `drop`, `prepare`.
+  `collect`, `demand`, `prepare`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -33,7 +33,7 @@ from batchinfer.engines.replies import failure_of
 from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Prepared, PromptBuilder, finish_call
-from batchinfer.worker.background import Pending, Priority
+from batchinfer.worker.background import Pending
 from batchinfer.worker.building import BuiltRows, build, build_suspects, num_bytes_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
@@ -110,8 +110,6 @@ class RowStream:
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _call_of)
         self._in_flight: dict[RowKey, _Flight] = {}
-        self._dropped: set[RowKey] = set()
-        """Keys of rows that the engine still has although another worker has published their chunk."""
         self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
         """Waiting rows of the group of suspects that runs now. Rows with media come once these are fetched."""
         self._is_isolating = False
@@ -119,8 +117,6 @@ class RowStream:
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
-        self._active_seconds = 0.0
-        self._ticked = self._clock.monotonic()
 
     # -- the engine
 
@@ -142,13 +138,7 @@ class RowStream:
         for index, num_free in enumerate(free_slots):
             most = min(max_requests, len(calls) + num_free)
             while queues and len(calls) < most:
-                flight = queues.pop(index)
-                chunk, line = flight.chunk, flight.prepared.key[1]
-                # Another worker may have finished the row, or published its chunk, since the row was built.
-                if self._open_chunks.open.get(chunk.name) is chunk and not chunk.is_done(line):
-                    calls.append(self._send(flight))
-                else:
-                    self._num_bytes -= flight.num_bytes
+                calls.append(self._send(queues.pop(index)))
         return calls
 
     def wait(self, timeout_seconds: float) -> None:
@@ -169,10 +159,7 @@ class RowStream:
         for reply in replies:
             if reply.is_engine_death:
                 at_death.append(reply.key)
-            flight = self._in_flight.pop(reply.key, None)
-            if flight is None:
-                self._dropped.discard(reply.key)
-                continue
+            flight = self._in_flight.pop(reply.key)
             self._num_bytes -= flight.num_bytes
             if reply.is_engine_death:
                 killed.append(flight)
@@ -194,7 +181,7 @@ class RowStream:
             self._open_chunks.note_death(list(keys))
 
     def collect(self) -> None:
-        """Take in the calls that the background has built, and update the rates of finished rows."""
+        """Take in the calls that the background has built, and update the rate of finished rows."""
         self._collect_built()
         self._collect_fetched()
         self._update_rate()
@@ -208,28 +195,9 @@ class RowStream:
             + self._num_building
             + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
-            rows_per_second=self._rate,
-            own_rate=self.rows_per_second,
-            is_building=self._building is not None,
+            # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
+            rows_per_second=self._rate or float(self._max_in_flight),
         )
-
-    def drop(self, names: Collection[str]) -> None:
-        """Drop all rows of the chunks with these names, because other workers have done their last rows."""
-        if not names:
-            return
-        self._dropped.update(key for key in self._in_flight if key[0] in names)
-        self._in_flight = {
-            key: flight for key, flight in self._in_flight.items() if key[0] not in names
-        }
-        for waiting in (self._ready, self._suspects, self._window):
-            waiting.keep(lambda flight: flight.chunk.name not in names)
-        self._fetching = [each for each in self._fetching if each.flight.chunk.name not in names]
-        fetching = [each.flight for each in self._fetching]
-        rows = itertools.chain(
-            *(self._ready, self._suspects, self._window, fetching),
-            self._in_flight.values(),
-        )
-        self._num_bytes = sum(flight.num_bytes for flight in rows)
 
     def prepare(self) -> None:
         """Begin to build the calls of the next rows.
@@ -249,11 +217,6 @@ class RowStream:
             # After `close`, `take` returns None, which tells the engine to end. `close` also stops the opening of
             # chunks, because no engine would process their rows.
             self._open_chunks.close()
-
-    @property
-    def rows_per_second(self) -> float:
-        """Average rate of finished rows, over the time in which rows were in the engine."""
-        return self._num_finished / self._active_seconds if self._active_seconds > 0 else 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -343,7 +306,7 @@ class RowStream:
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
             lambda: build(builder, chunks, num_rows, max_bytes),
-            priority=Priority.URGENT,
+            is_urgent=True,
         )
 
     def _build_suspects(self) -> bool:
@@ -364,8 +327,6 @@ class RowStream:
             group = [each for each in found if each[1].group_limit == limit][:limit]
         if not group:
             return False
-        if self._dropped:
-            return True  # such a row may be the one that kills the engine
         most = min(self._limits.max_build_bytes, self._max_bytes)
         sizes = itertools.accumulate(chunk.bytes_per_line for chunk, _ in group)
         group = group[: max(1, sum(size <= most for size in sizes))]
@@ -386,7 +347,7 @@ class RowStream:
         self._num_building = len(group)
         self._is_building_suspects = True
         self._building = self._background.submit(
-            lambda: build_suspects(builder, parts), priority=Priority.URGENT
+            lambda: build_suspects(builder, parts), is_urgent=True
         )
         return True
 
@@ -486,13 +447,10 @@ class RowStream:
         return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
 
     def _update_rate(self) -> None:
-        """Update the recent and the average rate of finished rows. Time without a row in the engine does not count."""
+        """Update the recent rate of finished rows. Time without a row in the engine does not count."""
         now = self._clock.monotonic()
-        if self._in_flight:
-            self._active_seconds += now - self._ticked
-        else:
+        if not self._in_flight:
             self._rate_since = None
-        self._ticked = now
         if self._rate_since is None:
             self._rate_since = (now, self._num_finished)
         since, count = self._rate_since

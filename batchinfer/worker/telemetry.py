@@ -228,8 +228,7 @@ class Telemetry:
     def end_with(self, error: BatchinferError) -> None:
         """Set the state for a start that ends with an error: `stopped` or `failed`.
 
-        A start that ends because of a signal, a preemption notice, `batchinfer stop` or a limit of the run's cost or
-        time does not count as an attempt.
+        A start that ends because of a signal, `batchinfer stop` or a limit does not count as an attempt.
         Nor does a start that is refused because the run has another configuration: each further start says so, too.
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)

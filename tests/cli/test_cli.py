@@ -35,6 +35,19 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.strip().splitlines()[-1] == "[] 0"
 
 
+def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
+    """Until then a worker that is stopped ends with -15, after which no cluster brings it back."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import batchinfer.cli.entry;"
+        "print({'typing', 're', 'click', 'contextlib'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_registered_command_exists_and_has_help(name: str) -> None:
     command = importlib.import_module(COMMANDS[name].module).command

@@ -165,6 +165,9 @@ def test_a_value_of_the_command_line_or_the_environment_is_not_said_to_be_from_t
         ("sampling: {topk: 1}\n", r"unknown key 'sampling\.topk'", "top_k"),
         ("- a\n- b\n", "expected a mapping", ""),
         ("model: [unclosed\n", "not readable as YAML", ""),
+        ("stop: !!set {a, b}\n", "has a value that is no text", "no tags such as !!set"),
+        ("model: !!binary aGk=\n", "has a value that is no text", "no tags such as !!set"),
+        ("model: 2026-01-02\n", "has a value that is no text", "write dates in quotes"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str, hint: str) -> None:

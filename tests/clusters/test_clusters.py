@@ -143,9 +143,18 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
     record_launch(store, PLAN, [], 0.0)
     (path,) = tmp_path.glob("launches/*")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.rename(path.with_name(f"{changes.get('id') or ID}.json"))
     assert "cannot be read, left out" in find_launches(store)[1][0]
     assert "cannot be read, left out" in cancel_launches(store, SystemClock())[0]
     assert not list(clients.glob("*.calls"))
+
+
+def test_a_record_under_the_name_of_another_launch_is_a_note(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    record_launch(store, PLAN, [], 0.0)
+    (path,) = tmp_path.glob("launches/*")
+    path.rename(path.with_name(f"{ID[:-1]}0.json"))
+    assert f"is not the record of {ID}" in find_launches(store)[1][0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"plan": \x1b[31m', "null"])

@@ -27,7 +27,7 @@ def answers_b(row: int) -> Any:
     if row in (6, 7):
         return FAILED
     if row == 3:
-        return chat("all other words")
+        return chat("all other words, " * 9)
     return chat(f"the answer {row}" if row % 2 else f"the reply {row}") if row < 20 else chat("no")
 
 
@@ -67,7 +67,7 @@ def test_the_rows_that_differ_most_come_first(runs: tuple[str, str]) -> None:
         "row": 3,
         "id": "id-3",
         "A": "the answer 3",
-        "B": "all other words",
+        "B": "all other words, " * 9,
         "words_in_common": 0.0,
     }
     assert [each["row"] for each in found[-3:]] == [2, 4, 8]
@@ -95,3 +95,4 @@ def test_the_command_shows_a_table_without_control_characters(runs: tuple[str, s
     assert len(done.result["differing"]) == 2
     assert "different answers" in done.stderr
     assert "\x1b" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= 80, "in a pipe as at a terminal"

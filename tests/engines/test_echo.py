@@ -1,4 +1,4 @@
-"""The echo engine: in the worker's process, and as servers."""
+"""The echo engine, which answers in the worker's process."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ import threading
 
 import pytest
 
-from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import EngineDied, EngineStalled, Interrupted
+from batchinfer.core.errors import Interrupted
 from batchinfer.engines import create_engine
 from batchinfer.engines.config import EchoOptions, EngineConfig
 from batchinfer.engines.echo import answer
-from batchinfer.engines.echo_engine import EchoEngine
-from batchinfer.engines.http import HttpEngine
 from engine_contract import (
     CHAT,
     EngineContract,
     Flag,
-    ListSource,
     body_of,
     call,
-    calls,
     code_of,
-    drive,
 )
 
 LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
@@ -56,7 +50,7 @@ class Shared(EngineContract):
         return opened[1]
 
 
-class TestInProcess(Shared):
+class TestAtOnce(Shared):
     config = config()
 
 
@@ -64,18 +58,13 @@ class TestWithLatency(Shared):
     config = config(latency_seconds=0.002)
 
 
-class TestServers(Shared):
+class TestReplicas(Shared):
     config = config(replicas=2)
 
-    def test_they_are_servers(self, engine, info):
-        assert isinstance(engine, HttpEngine)
-        assert info.num_replicas == 2
-        assert info.max_model_len == 512
-
-
-def test_a_kill_marker_needs_a_process_to_kill():
-    assert isinstance(create_engine(config()), EchoEngine)
-    assert isinstance(create_engine(config(kill_marker="X")), HttpEngine)
+    def test_they_say_what_they_are(self, engine, info):
+        assert (info.name, info.model, info.num_replicas) == ("echo", "echo", 2)
+        assert (info.max_model_len, info.max_in_flight) == (512, 48)
+        assert info.version
 
 
 @pytest.mark.parametrize(
@@ -125,25 +114,6 @@ def test_the_last_message_of_a_user_is_the_prompt_with_a_word_for_each_image():
     assert text.startswith("what is it [image:")
 
 
-def test_markers_fail_kill_and_hang():
-    assert code_of(answer(call(0), config(fail_marker="row 0"))) == "invalid_request"
-    killed = EchoEngine(config(kill_marker="row 3"))
-    with pytest.raises(EngineDied) as caught:
-        drive(killed, ListSource(calls(9)))
-    assert ("c", 3) in caught.value.in_flight
-    with pytest.raises(EngineStalled):
-        drive(EchoEngine(config(hang_marker="row 3", stall_seconds=0.1)), ListSource(calls(9)))
-
-
-def test_answers_have_random_lengths_that_repeat():
-    of = config(tokens=(2, 9))
-    lengths = [body_of(answer(each, of))["usage"]["completion_tokens"] for each in calls(50)]
-    assert {*lengths} <= {*range(2, 9)}
-    assert len({*lengths}) > 3
-    again = [body_of(answer(each, of))["usage"]["completion_tokens"] for each in calls(50)]
-    assert again == lengths
-
-
 def test_logprobs_have_a_place_for_each_word():
     chat = body_of(answer(call(0, logprobs=True), config()))["choices"][0]
     assert (
@@ -164,4 +134,4 @@ def test_a_stop_ends_the_loading():
     stop = Flag()
     stop.set()
     with pytest.raises(Interrupted):
-        EchoEngine(config(load_seconds=60), SystemClock()).open(stop)
+        create_engine(config(load_seconds=60)).open(stop)

@@ -38,8 +38,8 @@ def described(folder, *arguments, **config):
 
 def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
     info = described(tmp_path / "m")
-    assert (info.architecture, info.max_model_len) == ("LlamaForCausalLM", 8192)
-    assert (info.parameter_bytes, info.num_heads, info.num_kv_heads) == (1000, 32, 8)
+    assert (info.max_model_len, info.parameter_bytes) == (8192, 1000)
+    assert (info.num_heads, info.num_kv_heads) == (32, 8)
     assert info.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
     assert not info.is_multimodal
 
@@ -254,13 +254,15 @@ def cut(folder: Path) -> None:
 BAD = {
     "is 1024, expected 1 to 512": lambda f: write_adapter(f, r=1024),
     "is None, expected 1 to 512": lambda f: write_adapter(f, r=None),
-    "the rank is 16": lambda f: write_adapter(f, rank=5, r=16),
+    "r is 16": lambda f: write_adapter(f, rank=5, r=16),
     "is [64, 64] there": lambda f: write_adapter(f, hidden=64),
     "has no such layer": lambda f: write_adapter(f, num_layers=5),
-    "has no adapter_config.json": lambda f: (write_adapter(f) / "adapter_config.json").unlink(),
-    "has no adapter_model.safetensors": lambda f: f.mkdir(),
+    "adapter_config.json is not there": lambda f: (
+        write_adapter(f) / "adapter_config.json"
+    ).unlink(),
+    "adapter_model.safetensors is not there": lambda f: f.mkdir(),
     "damaged or cut short": cut,
-    "is not one": lambda f: (write_adapter(f) / "adapter_config.json").write_text("{"),
+    "Expecting property name": lambda f: (write_adapter(f) / "adapter_config.json").write_text("{"),
 }
 
 
@@ -271,6 +273,22 @@ def test_a_bad_adapter_is_refused_by_its_name(tmp_path, said):
         check_fit(describe_adapters(config_with(mine=tmp_path / "adapter")), str(DEMO_MODEL))
     assert "--lora mine" in caught.value.message
     assert said in caught.value.message
+
+
+def test_an_adapter_is_compared_with_a_model_on_the_hub(tmp_path, monkeypatch):
+    found = describe_adapters(config_with(mine=write_adapter(tmp_path / "adapter", hidden=64)))
+    layers = {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": SimpleNamespace(shape=[128, 128])
+        for layer in range(4)
+        for name in "qv"
+    }
+    files = {"model.safetensors": SimpleNamespace(tensors=layers)}
+    shown = SimpleNamespace(files_metadata=files)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: shown)
+    with pytest.raises(ConfigError, match=r"--lora mine: was made for another model"):
+        check_fit(found, "org/name", "abc")
+    files.clear()
+    check_fit(found, "org/name", "abc")
 
 
 @pytest.mark.parametrize("place", ["./nothing-here", "nothing", "/nothing/here"])

@@ -1,4 +1,4 @@
-"""Servers of our own: how they are started, watched, started again and ended. The echo server stands for all."""
+"""Servers of our own: how they are started, watched, started again and ended. An echo server stands for all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine, dispatch
@@ -33,8 +35,6 @@ from engine_contract import (
 )
 from tiny_model import write_model_stub
 
-SEQS = ["--max-num-seqs", "8"]
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -43,20 +43,24 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def open_engine(tmp_path):
+def model(tmp_path):
+    return write_model_stub(tmp_path / "model")
+
+
+@pytest.fixture
+def open_engine(tmp_path, model):
     """A function that opens an engine of two echo servers with these options. All are closed at the end."""
     engines = []
 
-    def open_one(**options):
-        echo = {n: options.pop(n) for n in list(options) if n in EchoOptions.__struct_fields__}
+    def open_one(*, kill="", hang="", latency_seconds=0.0, **options):
         fields = {
-            "engine": "echo",
             "replicas": 2,
-            "server_args": SEQS,
+            "max_concurrency": 12,
             "scratch_dir": str(tmp_path / "scratch"),
             **options,
         }
-        engine = create_engine(EngineConfig(**fields, echo=EchoOptions(**echo)))
+        command = echo_command("{socket}", kill, hang, latency_seconds=latency_seconds)
+        engine = create_engine(EngineConfig(model=str(model), server_command=command, **fields))
         engines.append(engine)
         engine.open(Flag())
         return engine
@@ -66,11 +70,6 @@ def open_engine(tmp_path):
         engine.close()
 
 
-@pytest.fixture
-def model(tmp_path):
-    return write_model_stub(tmp_path / "model")
-
-
 def command(tmp_path, script: str) -> str:
     """A --server-command that runs a Python script with the socket's path as its argument."""
     path = tmp_path / "server.py"
@@ -78,11 +77,13 @@ def command(tmp_path, script: str) -> str:
     return f"{sys.executable} {path} {{socket}} {{model}}"
 
 
-def echo_command() -> str:
-    length = ["--max-model-len", "512"]
-    config = EngineConfig(engine="echo", model="echo", server_args=length)
-    config = msgspec.json.encode(config).decode()
-    return f"{sys.executable} -m batchinfer.engines.echo_server '{config}' {{port}}"
+def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
+    """A --server-command that starts an echo server of 512 tokens."""
+    length = ["--max-model-len", "512", "--max-num-seqs", "8"]
+    echo = EchoOptions(latency_seconds=latency_seconds)
+    config = EngineConfig(engine="echo", server_args=length, echo=echo)
+    given = msgspec.json.encode(config).decode()
+    return shlex.join([sys.executable, echo_server.__file__, given, place, *marks])
 
 
 def pids(engine) -> list[int]:
@@ -107,7 +108,7 @@ class TestAnyServer(EngineContract):
     @classmethod
     def opened(cls, tmp_path_factory):
         folder = write_model_stub(tmp_path_factory.mktemp("any") / "echo")
-        config = EngineConfig(model=str(folder), server_command=echo_command())
+        config = EngineConfig(model=str(folder), server_command=echo_command("{port}"))
         engine = create_engine(config)
         yield engine, engine.open(Flag())
         engine.close()
@@ -160,7 +161,7 @@ def test_both_servers_are_kept_busy_and_told_apart(open_engine):
 
 
 def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, caplog):
-    engine = open_engine(kill_marker="row 30 says", latency_seconds=0.01)
+    engine = open_engine(kill="row 30 says", latency_seconds=0.01)
     rows = calls(100)
     left = [row for row in rows if row.key[1] != 30]
     deaths, found = [], {}
@@ -179,8 +180,8 @@ def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, capl
 
 @pytest.mark.parametrize("how", ["hangs", "stopped"])
 def test_a_server_that_hangs_is_killed_and_started_again(open_engine, how):
-    marker = "row 30 says" if how == "hangs" else None
-    engine = open_engine(hang_marker=marker, stall_seconds=0.5, latency_seconds=0.01)
+    marker = "row 30 says" if how == "hangs" else ""
+    engine = open_engine(hang=marker, stall_seconds=0.5, latency_seconds=0.01)
     if how == "stopped":
         [stopped, _] = pids(engine)
         os.kill(stopped, signal.SIGSTOP)
@@ -205,7 +206,7 @@ def test_an_idle_server_never_hangs(open_engine):
 
 
 def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
-    engine = open_engine(kill_marker="KILL", replicas=2)
+    engine = open_engine(kill="KILL", replicas=2)
     rows = [call(index, prompt="KILL") for index in range(200)]
     with pytest.raises(EngineDied, match="SIGKILL"):
         drive_again(engine, rows)
@@ -217,7 +218,7 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
     monkeypatch.setattr(dispatch, "MOST_RESTARTS", 0)
-    engine = open_engine(kill_marker="row 3 says", replicas=1, latency_seconds=0.5)
+    engine = open_engine(kill="row 3 says", replicas=1, latency_seconds=0.5)
     batches = engine.generate(ListSource(calls(8)), Flag())
     found: list = []
     while len(found) < 8:
@@ -228,7 +229,7 @@ def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, mo
 
 
 def test_a_death_ends_an_ask_with_its_reason(open_engine):
-    engine = open_engine(kill_marker="KILL")
+    engine = open_engine(kill="KILL")
     with pytest.raises(EngineDied, match="SIGKILL"):
         engine.ask(call(0, prompt="KILL"))
     with pytest.raises(EngineDied):
@@ -306,6 +307,41 @@ def test_a_server_that_says_ready_and_dies_ends_the_engine(model, tmp_path):
     engine.close()
 
 
+ODD = """
+    import asyncio, sys
+    from aiohttp import web
+    async def health(_): return web.Response()
+    async def answer(request):
+        text = await request.text()
+        if "row 1 " in text:
+            return web.Response(text="<html>", content_type="text/html")
+        if "row 2 " in text:
+            return web.Response(text='{"choices": [{"mess')
+        if "row 3 " in text:
+            return web.json_response({"error": {"message": "no"}})
+        if "row 4 " in text:
+            response = web.StreamResponse(headers={"Content-Length": "99"})
+            await response.prepare(request)
+            request.transport.close()
+            return response
+        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.post("/{any:.*}", answer)])
+    web.run_app(app, path=sys.argv[1], print=None)
+    """
+
+
+def test_rows_that_a_server_answers_with_rubbish_fail_alone(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.01)
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, ODD))
+    engine = create_engine(config)
+    engine.open(Flag())
+    found = drive(engine, ListSource(calls(8)))
+    engine.close()
+    codes = [code_of(found["c", index]) for index in range(8)]
+    assert codes == ["", *["invalid_answer"] * 3, "server_error", "", "", ""]
+
+
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     stop = Flag()
@@ -370,7 +406,7 @@ def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
 
 
 def test_a_killed_guard_takes_its_server_with_it(open_engine):
-    engine = open_engine(replicas=1, kill_marker="X")
+    engine = open_engine(replicas=1, kill="X")
     found = pids(engine)
     os.kill(engine.targets[0].process._guard.pid, signal.SIGKILL)
     assert are_gone(found)

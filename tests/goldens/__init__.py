@@ -8,6 +8,7 @@ change of the format and needs a line in docs/format.md.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import datetime
@@ -20,13 +21,13 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
-import msgspec
-
-from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo_engine import EchoEngine
+from batchinfer.core.errors import EngineDied
+from batchinfer.core.records import Call, Reply
+from batchinfer.engines.dispatch import Dispatcher
+from batchinfer.engines.targets import Target
 
 FOLDER = Path(__file__).parent
 
@@ -289,7 +290,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
         with (
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
-            mock.patch.object(EchoEngine, "__init__", _make_mortal),
+            mock.patch.object(Dispatcher, "_send", _send_or_die),
         ):
             status = main(command)
     finally:
@@ -300,12 +301,24 @@ def _run(command: list[str]) -> tuple[int, str, str]:
     return status, lines[-1] if lines else "", "".join(said)
 
 
-_make_engine = EchoEngine.__init__
+_send = Dispatcher._send
 
 
-def _make_mortal(engine: EchoEngine, config: EngineConfig, *arguments: Any) -> None:
-    echo = msgspec.structs.replace(config.echo, kill_marker=DEATH)
-    _make_engine(engine, msgspec.structs.replace(config, echo=echo), *arguments)
+async def _send_or_die(dispatcher: Dispatcher, target: Target, call: Call) -> Reply:
+    """Send a call. One that holds `DEATH` does what a server's last death does, with the row after it in flight."""
+    while target.name == DEATH:  # noqa: ASYNC110 - until it is cancelled
+        await asyncio.sleep(0.001)
+    if DEATH.encode() in call.body:
+        target.name = DEATH
+        while [key[1] - call.key[1] for key in target.in_flight] != [0, 1]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+        target.is_ready = False
+        message = f"echo: a prompt held {DEATH!r}"
+        dispatcher._hand_back(target, message)
+        # Later, when the rows that are handed back have been taken.
+        failure = EngineDied(message)
+        asyncio.get_running_loop().call_later(0.5, setattr, dispatcher, "failure", failure)
+    return await _send(dispatcher, target, call)
 
 
 def _text(path: Path) -> str:

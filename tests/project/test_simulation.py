@@ -83,9 +83,10 @@ class TestNotices:
         "row_condemned_in_company": 74,
     }
     INJECTED = {
+        "heart_beats_by_itself": ["hangs"],
         "replaced_run_is_not_noticed": ["runs"],
     }
-    SEEDLESS = {*SCENES, "stale_row_of_a_reopened_chunk"}
+    SEEDLESS = {*SCENES}
     """Defects that seeds meet too seldom: scenes show them, and one a test of the stream of rows (test_stream.py)."""
 
     def test_there_are_at_least_ten_defects(self) -> None:
@@ -268,7 +269,7 @@ class TestRunsTheRealWorker:
         "worker/chunk",
         "worker/opening",
         "ledger/chunk_files",
-        "worker/schedule",
+        "worker/ring",
         "ledger/claims",
         "ledger/publishing",
         "ledger/checkpoints",

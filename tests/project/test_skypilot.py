@@ -192,6 +192,40 @@ def test_recovery_is_the_same_in_every_candidate_and_file(skypilot):
     assert len(set(seen)) == 1
 
 
+def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
+    # The hook once ended every worker on the node, at each teardown.
+    (hook,) = load("worker.yaml")["config"]["hooks"]
+    assert hook["events"] == ["preemption"]
+    (tmp_path / "sleep").write_text("#!/bin/bash\n")
+    (tmp_path / "sleep").chmod(0o755)
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run_hook() -> None:
+        subprocess.run(["bash", "-c", hook["run"]], env=environment, check=True, timeout=60)
+
+    run_hook()  # before there is a worker
+    waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+    mine, other, unrelated = (
+        subprocess.Popen([*waits, word]) for word in ("batchinfer", "batchinfer", "ssh")
+    )
+    try:
+        for process in (unrelated, mine):  # a number may be another process's by now
+            (tmp_path / ".batchinfer-worker").write_text(f"{process.pid}\n")
+            run_hook()
+        assert mine.wait(timeout=60) == -signal.SIGTERM
+        assert (other.poll(), unrelated.poll()) == (None, None)
+    finally:
+        for process in (mine, other, unrelated):
+            process.kill()
+            process.wait()
+
+
+def test_the_file_by_which_a_preemption_finds_the_worker_names_it(tmp_path, skypilot):
+    done, _, environment = worker_arguments(tmp_path, "worker.yaml", skypilot, DATA_BUCKET="s3://j")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".batchinfer-worker").read_text() == f"{environment['PID']}\n"
+
+
 @pytest.mark.parametrize("name", [name for name in ALL_FILES if "pool.yaml" not in name])
 def test_token_is_a_secret_and_no_plain_variable(name):
     task = load(name)
@@ -223,7 +257,7 @@ def worker_arguments(tmp_path: Path, name: str, skypilot: Reader, **envs: str):
     double = workdir / ".venv" / "bin" / "batchinfer"
     double.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        f"json.dump([sys.argv[1:], dict(os.environ)], open({str(tmp_path / 'seen')!r}, 'w'))\n"
+        f"json.dump([sys.argv[1:], {{**os.environ, 'PID': os.getpid()}}], open({str(tmp_path / 'seen')!r}, 'w'))\n"
     )
     double.chmod(0o755)
     task = skypilot.read_file(name, envs={**NEEDED, **envs})

@@ -39,7 +39,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_column": "p", "body": GENERATE}, {"p": "x"}),
     ({"prompt_column": "p"}, {"p": [1, 2]}),
     ({"messages_column": "p", "body": GENERATE, "truncate_prompt": "left"}, {"p": "x"}),
-    ({"messages_column": "p", "continue_final": "Sure"}, {"p": "x"}),
     ({"messages_column": "p", "body": make_body({"json_schema": SCHEMA})}, {"p": "x"}),
     ({"prompt_column": "p", "body": make_body({"choices": ["a,b"]})}, {"p": "x"}),
     (

@@ -24,7 +24,7 @@ CONFIGS = [
     PromptConfig(prompt_column="p"),
     PromptConfig(prompt_column="p", as_chat=True, system_prompt="s"),
     PromptConfig(messages_column="p", turns="all", image_columns=["q"]),
-    PromptConfig(messages_column="p", turns="2", continue_final=True),
+    PromptConfig(messages_column="p", turns="2"),
     PromptConfig(prompt_template="{{ p }}{% for x in q %}{{ x.y }}{% endfor %}"),
     PromptConfig(template_name="alpaca"),
     PromptConfig(request_format="completions"),

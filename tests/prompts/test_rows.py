@@ -125,16 +125,6 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
     assert sent(prepare({"p": text}, rules, prompt_column="p"))["prompt"] == "x</s>y"
 
 
-def test_an_answers_beginning_can_be_given() -> None:
-    assert sent(prepare({"p": "x:"}, prompt_column="p", continue_final=" A"))["prompt"] == "x: A"
-    body = sent(prepare({"m": "u"}, messages_column="m", continue_final="Sure"))
-    assert body == {
-        "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Sure"}],
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    }
-
-
 def test_a_prompt_column_can_be_sent_as_a_chat() -> None:
     prepared = prepare({"p": "x"}, prompt_column="p", as_chat=True, system_prompt="s")
     assert sent(prepared)["messages"] == [
@@ -238,19 +228,9 @@ def test_turns_choose_how_much_of_a_conversation_is_sent(turns: str, expected: l
     assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
 
 
-def test_an_answer_in_the_row_is_continued() -> None:
-    value = chat("u1", "a1", "u2", "a2")
-    assert contents(value, continue_final=True) == ["u1", "a1"]
-    assert contents(value, continue_final=True, turns="all") == ["u1", "a1", "u2", "a2"]
-    prepared = prepare({"m": chat("u1")}, messages_column="m", continue_final=True)
-    assert code(prepared) == "invalid_column"
-
-
-def test_a_system_prompt_and_examples_come_first() -> None:
+def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
     assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
-    examples = [{"m": chat("s2", "u0", "a0")}]
-    assert contents(chat("s", "u1"), few_shot=examples) == ["s", "u0", "a0", "u1"]
-    assert contents(chat("u1"), few_shot=examples, system_prompt="x") == ["x", "u0", "a0", "u1"]
+    assert contents(chat("u1"), system_prompt="new") == ["new", "u1"]
 
 
 # ------------------------------------------------------------------ tasks
@@ -372,9 +352,6 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
         ({"prompt_column": "p", "audio_columns": ["i"]}, "--audio-column"),
         ({"prompt_column": "p", "body": {"tools": [ADD]}}, "--tools"),
         ({"messages_column": "m", "system_prompt": "\udc80"}, "no text"),
-        ({"prompt_column": "p", "continue_final": True}, "--continue-final"),
-        ({"prompt_column": "p", "few_shot": [{"p": "x"}]}, "--few-shot"),
-        ({"messages_column": "m", "few_shot": [{"n": 1}]}, "example 0"),
         ({"prompt_column": "p", "lora_column": "l"}, "no adapter"),
         ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
         ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),

@@ -42,28 +42,14 @@ def test_alpaca_has_a_form_with_and_one_without_input() -> None:
     assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
 
 
-def test_examples_stand_before_the_prompt_with_their_answers() -> None:
-    example = {"instruction": "1+1?", "response": 2}
-    prompt = sent(named("gpteacher", {"instruction": "2+2?"}, few_shot=[example]))["prompt"]
-    assert "1+1?\n\n### Response:\n2\n\nBelow is" in prompt
-    assert prompt.endswith("2+2?\n\n### Response:")
-    for name, bad in (("alpaca", {"instruction": "x"}), ("completion", {"text": "x"})):
-        with pytest.raises(ConfigError, match="example 0: no answer"):
-            named(name, {}, few_shot=[bad])
-    with pytest.raises(ConfigError, match=r"example 0: .*'instruction' is not in the row"):
-        named("alpaca", {}, few_shot=[{"output": "x"}])
-
-
-def test_a_template_sees_columns_row_examples_and_system_prompt() -> None:
+def test_a_template_sees_columns_row_and_system_prompt() -> None:
     text = render(
-        "{{ q }} {{ row['odd name'] }} {{ system_prompt }} {{ secret }}|"
-        "{% for example in examples %} {{ example.q }}{% endfor %}",
+        "{{ q }} {{ row['odd name'] }} {{ system_prompt }} {{ secret }}|",
         {"q": "a", "odd name": "b", "secret": "x"},
         system_prompt="s",
-        few_shot=[{"q": "e"}],
         blank_columns=["secret"],
     )
-    assert text == "a b s | e"
+    assert text == "a b s |"
     assert render("{{ q | tojson }}", {"q": {"a": "<é>"}}) == '{"a": "<é>"}'
     assert render("{{ x | default('none') }}") == "none"
 

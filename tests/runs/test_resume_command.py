@@ -43,10 +43,9 @@ def words_of(command: str, folder: Path) -> list[str]:
 def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
     config: dict[str, Any] = dict.fromkeys(("model", "limit", "seed", "task"), text)
     texts = "request_format turns messages_column prompt_column template_name prompt_template"
-    texts += " system_prompt id_column truncate_prompt continue_final lora_column"
+    texts += " system_prompt id_column truncate_prompt lora_column"
     config["prompt"] = dict.fromkeys(texts.split(), text) | {
         "blank_columns": [text],
-        "few_shot": [{"prompt": text}],
         "body": {"stop": [text], "response_format": {text: text}},
     }
     recorded = {

@@ -644,7 +644,7 @@ OPTIONS: dict[str, list[str]] = {
         "--sampling",
         'logit_bias={"5": -1.5},min_tokens=2,bad_words=["a,b=c","it\'s"]',
     ],
-    "continued": ["--as-chat", "--continue-final", HARD, "--chat-template-kwargs", '{"a": "b\'c"}'],
+    "chat": ["--as-chat", "--system-prompt", HARD, "--chat-template-kwargs", '{"a": "b\'c"}'],
     "engine": [
         "--trust-remote-code",
         "--tensor-parallel-size",
@@ -676,10 +676,9 @@ def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, option
 
 
 def test_it_goes_on_where_options_named_files(local_job: str, tmp_path: Path) -> None:
-    template, shots, system = tmp_path / "t.jinja", tmp_path / "shots.jsonl", tmp_path / "s"
+    template, system = tmp_path / "t.jinja", tmp_path / "s"
     system.write_text(f"@{HARD}")  # looks as if it named a file
-    template.write_text(f"{{% for row in examples %}}{{{{ row.prompt }}}}{{% endfor %}}{HARD}\n")
-    shots.write_text(json.dumps({"prompt": HARD}) + "\n" + json.dumps({"prompt": "2"}) + "\n")
+    template.write_text(f"{HARD}{{{{ prompt }}}}\n")
     run = f"{local_job}/runs/a"
     arguments = worker_arguments(local_job, run, "--prompt-template", str(template))
     at = arguments.index("--prompt-column")
@@ -687,12 +686,12 @@ def test_it_goes_on_where_options_named_files(local_job: str, tmp_path: Path) ->
     worker_command.main(
         [
             *arguments[1:],
-            *("--few-shot", str(shots), "--blank-columns", "prompt"),
+            *("--blank-columns", "prompt"),
             *("--as-chat", "--system-prompt", f"@{system}"),
         ],
         standalone_mode=False,
     )
-    for path in (template, shots, system):
+    for path in (template, system):
         path.unlink()
     command = _undo_a_chunk(run)
     done = subprocess.run(in_bash(command), capture_output=True, text=True, check=False)

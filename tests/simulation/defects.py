@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Call, Claim, Marker, Worker
+from batchinfer.core.records import Claim, Marker, Worker
 from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -25,10 +25,10 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import open_chunks, opening, schedule, stream
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker import chunk_life, opening, ring, stream
+from batchinfer.worker.chunk import OpenChunk, Spool
+from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.outgoing import Checkpointer, PublishQueue
 
 Defect = AbstractContextManager[Any]
 
@@ -56,7 +56,6 @@ def marker_before_output() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **_goal: int,
     ) -> Published:
         file = layout.output_file(chunk, self._nonce)
         marker = msgspec.structs.replace(
@@ -126,10 +125,9 @@ def segments_deleted_first() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
         self._store.delete(leftovers)
-        return real(self, built, marker, chunk=chunk, leftovers=(), **goal)
+        return real(self, built, marker, chunk=chunk, leftovers=())
 
     return mock.patch.object(Publisher, "publish", publish)
 
@@ -196,20 +194,30 @@ def wrong_generation_rows() -> Defect:
 
 def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
-    real = open_chunks.OpenChunks.finish
 
-    def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
-        chunk = self.open.get(name)
-        real(self, name, rows)
-        if chunk is not None and chunk.num_left == 1 and name in self.open:
-            self._publish_queue.add(chunk)
+    class Hasty(OpenChunk):
+        num_missing = 0
 
-    return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
+        @property
+        def num_left(self) -> int:
+            return max(0, self.num_missing - 1)
+
+        @num_left.setter
+        def num_left(self, number: int) -> None:
+            self.num_missing = number
+
+    return mock.patch.object(opening, "OpenChunk", Hasty)
 
 
-def published_chunk_is_closed() -> Defect:
-    """A chunk that is being published counts as idle, and is closed as soon as another worker has published it."""
-    return mock.patch.object(PublishQueue, "is_publishing", return_value=False)
+def heart_beats_by_itself() -> Defect:
+    """The heart beats whether or not the main loop turns."""
+    real = Heartbeat.beat
+
+    def beat(self: Heartbeat) -> None:
+        self.turned()
+        real(self)
+
+    return mock.patch.object(Heartbeat, "beat", beat)
 
 
 def other_configuration_let_in() -> Defect:
@@ -219,7 +227,7 @@ def other_configuration_let_in() -> Defect:
 
 def done_before_all_is_done() -> Defect:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(schedule.Schedule, "waiting_for", property(lambda _self: set()))
+    return mock.patch.object(ring.Ring, "waiting_for", property(lambda _self: set()))
 
 
 def loser_deletes_the_winner() -> Defect:
@@ -233,9 +241,8 @@ def loser_deletes_the_winner() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
         if not published.is_ours:
             self._store.delete([layout.output_key(published.marker.output)])
         return published
@@ -255,25 +262,30 @@ def answers_swapped() -> Defect:
     return mock.patch.object(stream.RowStream, "handle", handle)
 
 
+def segments_of_all_starts_have_the_same_names() -> Defect:
+    """The names of segments do not tell two starts of a worker apart."""
+    return mock.patch.object(Lease, "writer", property(lambda self: self.worker_id))
+
+
 def torn_segment() -> Defect:
     """A checkpoint that does not begin where the last one ended."""
-    real = Checkpointer._write
+    real = Spool.read
 
-    def write(self: Checkpointer, chunk: Any, read: Callable[[], bytes], end: int) -> None:
-        real(self, chunk, lambda: read()[:-1].rpartition(b"\n")[0] + b"\n", end)
+    def read(self: Spool, start: int, end: int) -> bytes:
+        data = real(self, start, end)
+        return data[:-1].rpartition(b"\n")[0] + b"\n" if data.endswith(b"\n") else data
 
-    return mock.patch.object(Checkpointer, "_write", write)
+    return mock.patch.object(Spool, "read", read)
 
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    from batchinfer.worker.start import _Start
+    real = chunk_life.save
 
-    def save(self: Any, chunks: open_chunks.OpenChunks, **_: Any) -> None:
-        chunks.close()
-        chunks.release_all(self.clock.monotonic() + 5)
+    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
+        return hall.is_closing or real(life, hall)
 
-    return mock.patch.object(_Start, "_save", save)
+    return mock.patch.object(chunk_life, "save", save)
 
 
 def another_seed_formula() -> Defect:
@@ -289,13 +301,12 @@ def another_seed_formula() -> Defect:
 
 def no_checkpoint_on_time() -> Defect:
     """Checkpoints are written at the end of a worker, and never in between."""
-    real = open_chunks.OpenChunks.checkpoint
+    real = chunk_life.save
 
-    def checkpoint(self: open_chunks.OpenChunks) -> None:
-        if self.is_closing:
-            real(self)
+    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
+        return not hall.is_closing or real(life, hall)
 
-    return mock.patch.object(open_chunks.OpenChunks, "checkpoint", checkpoint)
+    return mock.patch.object(chunk_life, "save", save)
 
 
 def row_condemned_in_company() -> Defect:
@@ -354,33 +365,6 @@ def first_sighting_from_asking() -> Defect:
     return mock.patch.object(Claims, "look", look)
 
 
-def stale_row_of_a_reopened_chunk() -> Defect:
-    """A row that was prepared for a chunk goes to the engine, although the chunk was closed and opened again since."""
-
-    def take(
-        self: stream.RowStream, max_calls: int, free_slots: Sequence[int] = ()
-    ) -> list[Call] | None:
-        if self._open_chunks.is_closing:
-            return None
-        if not self._window.size or not free_slots:
-            free_slots = [max_calls]
-        queues = self._suspects if self._is_isolating else self._ready
-        if self._is_isolating:
-            queues.set_number(len(free_slots))
-        else:
-            self._release(free_slots)
-        calls: list[Call] = []
-        for index, num_free in enumerate(free_slots):
-            most = min(max_calls, len(calls) + num_free)
-            while queues and len(calls) < most:
-                flight = queues.pop(index)
-                if flight.chunk.name in self._open_chunks.open:
-                    calls.append(self._send(flight))
-        return calls
-
-    return mock.patch.object(stream.RowStream, "take", take)
-
-
 def vanished_segments_count_as_safe() -> Defect:
     """The rows of a segment that was read count as checkpointed, although other segments of the chunk have vanished."""
     real = OpenChunk.adopt_segments
@@ -403,9 +387,8 @@ def loser_deletes_its_output_anywhere() -> Defect:
         *,
         chunk: str,
         leftovers: Sequence[str],
-        **goal: int,
     ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers, **goal)
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
         ours = layout.output_file(chunk, self._nonce)
         if not self._is_safe and published.marker.output != ours:
             self._store.delete([layout.output_key(ours)])
@@ -488,11 +471,12 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         claims_lapse_at_once,
         wrong_generation_rows,
         published_too_early,
-        published_chunk_is_closed,
+        heart_beats_by_itself,
         other_configuration_let_in,
         done_before_all_is_done,
         loser_deletes_the_winner,
         answers_swapped,
+        segments_of_all_starts_have_the_same_names,
         torn_segment,
         stop_forgets_rows,
         another_seed_formula,
@@ -503,7 +487,6 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         clean_goes_by_its_own_clock,
         clean_releases_living_claims,
         first_sighting_from_asking,
-        stale_row_of_a_reopened_chunk,
         vanished_segments_count_as_safe,
         loser_deletes_its_output_anywhere,
         lease_renewed_as_of_the_end,

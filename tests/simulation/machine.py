@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import heapq
-import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -20,11 +19,9 @@ from batchinfer.prompts import MediaRef, PromptConfig
 from batchinfer.prompts.types import CHAT_URL
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
-from batchinfer.worker.background import Pending, Priority, Stopper
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.background import Pending, Stopper
 from batchinfer.worker.config import Environment
 from batchinfer.worker.media import MediaFetcher
-from batchinfer.worker.opening import Opener
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
@@ -98,8 +95,55 @@ class _Timer:
         self.is_cancelled = True
 
 
+class _Event:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._is_set = False
+        self._waiting: tuple[Any, int] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiting is not None:
+            self._process.wake(self._waiting)
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._is_set:
+            self._waiting = self._process.ticket()
+            self._process.wake(self._waiting, timeout_seconds)
+            self._process.block()
+            self._waiting = None
+        self._is_set = False
+
+
+class _Gate:
+    def __init__(self, process: Process, number: int) -> None:
+        self._process = process
+        self._num_free = number
+        self._waiting: deque[tuple[Any, int]] = deque()
+
+    def enter(self, *, wait: bool) -> bool:
+        while not self._num_free:
+            if not wait:
+                return False
+            self._waiting.append(self._process.ticket())
+            self._process.block()
+        self._num_free -= 1
+        return True
+
+    def leave(self) -> None:
+        self._num_free += 1
+        if self._waiting:
+            self._process.wake(self._waiting.popleft())
+
+    def __enter__(self) -> None:
+        self.enter(wait=True)
+
+    def __exit__(self, *_error: object) -> None:
+        self.leave()
+
+
 class SimBackground:
-    """As background.ThreadBackground: some hands for all work, one more for each higher priority, and timers."""
+    """As background.ThreadBackground: some hands for all work, one for urgent work, and timers."""
 
     def __init__(
         self,
@@ -113,30 +157,28 @@ class SimBackground:
         self._waits = waits or self
         """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
-        num_reserved = 0 if waits else 1
-        self._num_idle = {
-            Priority.NORMAL: num_hands,
-            Priority.CHECKPOINT: num_reserved,
-            Priority.URGENT: num_reserved,
-        }
-        """Numbers of idle hands, by the lowest priority that they take."""
+        self._num_idle = {False: num_hands, True: 1}
+        """Numbers of idle hands, by whether they do urgent work."""
+        self._queues: dict[bool, deque[_Job]] = {False: deque(), True: deque()}
         self._latency_seconds = latency_seconds
-        self._queue: list[tuple[Priority, int, _Job]] = []
-        self._numbers = itertools.count()
         self._has_finished = False
         self._waiting: tuple[Any, int] | None = None
 
-    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
+    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
         # Work on threads of its own often ends between two questions whether it has ended.
         share = 0.0 if self._waits is self else 0.3
         job = _Job(work, lambda: self._random.random() < share)
-        heapq.heappush(self._queue, (priority, next(self._numbers), job))
-        for lowest, num_idle in self._num_idle.items():
-            if num_idle and priority <= lowest:
-                self._num_idle[lowest] -= 1
-                self._process.spawn(partial(self._hand, lowest), delay=self._delay())
-                break
+        self._queues[is_urgent].append(job)
+        if self._num_idle[is_urgent]:
+            self._num_idle[is_urgent] -= 1
+            self._process.spawn(partial(self._hand, is_urgent), delay=self._delay())
         return job
+
+    def event(self) -> _Event:
+        return _Event(self._process)
+
+    def gate(self, number: int) -> _Gate:
+        return _Gate(self._process, number)
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> _Timer:
         timer = _Timer()
@@ -168,11 +210,13 @@ class SimBackground:
         self._has_finished = False
 
     def close(self) -> None:
-        self._queue.clear()
+        for queue in self._queues.values():
+            queue.clear()
 
-    def _hand(self, lowest: Priority) -> None:
-        while self._queue and self._queue[0][0] <= lowest:
-            job = heapq.heappop(self._queue)[2]
+    def _hand(self, is_urgent: bool) -> None:
+        queue = self._queues[is_urgent]
+        while queue:
+            job = queue.popleft()
             value, error = None, None
             assert job.work is not None
             try:
@@ -182,7 +226,7 @@ class SimBackground:
             self._process.sleep(self._delay())
             job.settle(value, error)
             self._waits._note_finished()
-        self._num_idle[lowest] += 1
+        self._num_idle[is_urgent] += 1
 
     def _note_finished(self) -> None:
         self._has_finished = True
@@ -294,6 +338,7 @@ class SimEngine:
         running: dict[RowKey, tuple[float, Call]] = {}
         is_exhausted = False
         while not stop.is_set():
+            process.in_engine()
             if not is_exhausted and len(running) < traits.max_in_flight:
                 calls = source.take(traits.max_in_flight - len(running))
                 is_exhausted = calls is None
@@ -377,19 +422,6 @@ def fetch_images(
     if any(BROKEN in ref.place for ref in refs):
         return Failure(code=Code.MEDIA_UNAVAILABLE, message="sim: broken")
     return [ref.place.encode() for ref in refs]
-
-
-_look_at_others = Opener.look_at_others
-
-
-def look_at_others(opener: Opener, chunk: OpenChunk, known: Collection[str]) -> Any:
-    """In place of Opener.look_at_others: the oracle does not take a look at an open chunk for the chunk's opening."""
-    looks = opener._run._process.looks  # type: ignore[attr-defined]
-    looks.add(chunk.name)
-    try:
-        return _look_at_others(opener, chunk, known)
-    finally:
-        looks.discard(chunk.name)
 
 
 def make_environment(

@@ -184,8 +184,7 @@ class Oracle:
                         self.fail(f"P2: {name} is deleted, and a marker names it")
         elif name.startswith(layout.CHECKPOINTS):
             chunk = name.split("/")[1]
-            is_announcement = data.count(b"\n") == 1  # the header alone
-            if not self._generations(chunk) and not is_announcement:
+            if not self._generations(chunk):
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
         elif name.startswith(layout.WORKERS):
@@ -206,18 +205,14 @@ class Oracle:
             self._run_seen[process.name] = (self._scheduler.now, data)
 
     def listed(self, prefix: str, keys: Collection[str], process: Process) -> None:
-        """Note what a process that resumes a chunk is about to find.
-
-        A look at a chunk that is open is left out: the engine gets further rows until the look is at its end.
-        """
+        """Note what a process that resumes a chunk is about to find."""
         name = prefix.removeprefix(RUN)
         if not name.startswith(layout.CHECKPOINTS):
             return
         shown = {key.removeprefix(RUN) for key in keys}
         chunks = self._truth.chunks if name == layout.CHECKPOINTS else [name.split("/")[1]]
         for chunk in chunks:
-            if chunk not in process.looks:
-                self._note_known(process, chunk, shown)
+            self._note_known(process, chunk, shown)
 
     def superseded(self, process: Process) -> None:
         """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
@@ -569,12 +564,13 @@ class Oracle:
         self._known[process.name, chunk] = known
 
     def _generations(self, chunk: str) -> list[int]:
-        found = []
-        generation = 0
-        while RUN + layout.marker_key(chunk, generation) in self._server.objects:
-            found.append(generation)
-            generation += 1
-        return found
+        """Generations of a chunk's markers, in order. A repair may leave some out."""
+        found = [
+            marker[1]
+            for key in self._server.keys(RUN + layout.marker_key(chunk))
+            if (marker := layout.parse_marker(key.removeprefix(RUN)))
+        ]
+        return sorted(found)
 
     def _marker(self, chunk: str, generation: int) -> dict[str, Any]:
         marker: dict[str, Any] = msgspec.json.decode(

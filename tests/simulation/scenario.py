@@ -39,11 +39,10 @@ from batchinfer.ledger import survey
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
-from batchinfer.worker import schedule, stream
+from batchinfer.worker import ring, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import Environment, Limits, WorkerConfig
 from batchinfer.worker.media import NUM_THREADS, MediaFetcher
-from batchinfer.worker.opening import Opener
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
@@ -57,7 +56,6 @@ from .machine import (
     SimClock,
     SimEngine,
     fetch_images,
-    look_at_others,
     make_environment,
     prompt_config,
 )
@@ -139,7 +137,7 @@ class Plot:
     limits: Limits = field(default_factory=Limits)
     few: int = 20
     neighbour_digits: int = 3
-    """0: a worker that helps looks at one chunk after the other, as at the parts of a large job."""
+    """0: an idle worker looks at one chunk after the other, as at the blocks of a large job."""
     most_sampled: int = 64
     fresh_seconds: float = 60.0
     temperature: float = 0.5
@@ -278,11 +276,10 @@ class Scenario:
                 mock.patch.object(survey, "_FEW", self.plot.few),
                 mock.patch.object(survey, "_NEIGHBOUR_DIGITS", self.plot.neighbour_digits),
                 mock.patch.object(survey, "MOST_SAMPLED", self.plot.most_sampled),
-                mock.patch.object(schedule, "_FRESH_SECONDS", self.plot.fresh_seconds),
+                mock.patch.object(ring, "_FRESH_SECONDS", self.plot.fresh_seconds),
                 mock.patch.object(opening, "secrets", names),
                 mock.patch.object(stream, "NUM_THREADS", self.plot.most_fetched),
                 mock.patch.object(MediaFetcher, "fetch_now", self._fetch_images),
-                mock.patch.object(Opener, "look_at_others", look_at_others),
                 cleaning.in_virtual_time(self.seed, self.scheduler),
                 tracked_files(lambda name: self.has_room is None or self.has_room(name)),
             ):
@@ -376,9 +373,9 @@ class Scenario:
             self._day(slots)
         scheduler.log("scenario", "== calm ==")
         self._calm_down()
-        self._let_pass(scheduler.now + CALM_SECONDS, lambda: not self.live)
-        if self.live:
-            names = ", ".join(start.process.name for start in self.live)
+        self._let_pass(scheduler.now + CALM_SECONDS, lambda: not self._awaited)
+        if self._awaited:
+            names = ", ".join(start.process.name for start in self._awaited)
             self.oracle.fail(f"ends: {names} still run after {CALM_SECONDS:.0f} s of calm")
         self._raise()
         self._finish_cleanly()
@@ -428,8 +425,8 @@ class Scenario:
         slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
         for _ in range(STARTS_OF_A_POISON_ROW * max(4, self._num_poison)):
             start = self.start(slot)
-            self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
-            if self.live:
+            self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self._awaited)
+            if self._awaited:
                 self.oracle.fail("ends: the clean worker does not come to an end")
             self._raise()
             # One that woke up just now may have made the run its own: who comes later takes its configuration.
@@ -440,8 +437,15 @@ class Scenario:
                 break
         if start.outcome != "SUCCESS":
             self.oracle.fail(f"P5: the clean worker cannot finish the run: {start.outcome}")
+        for each in list(self.live):
+            each.process.kill()  # its main loop hangs for ever
         self.oracle.check_end()
         self._raise()
+
+    @property
+    def _awaited(self) -> list[Start]:
+        """The workers that run and must come to an end. One whose main loop hangs for ever must keep nobody waiting."""
+        return [start for start in self.live if start.process.hung_until != float("inf")]
 
     def _redo_foreign(self) -> bool:
         """Remove the markers of another configuration than run.json, as `clean --redo` does. Whether there were any.

@@ -115,31 +115,6 @@ def a_segment_that_was_changed_on_storage_is_left_out() -> None:
         assert b"|0.7|" not in output
 
 
-def a_chunk_that_is_being_published_keeps_its_files() -> None:
-    """Another worker publishes it meanwhile. The file descriptor of a closed file may soon be another file's."""
-    with Stage([["mine"], [f"say {index}" for index in range(80)]]) as stage:
-        stage.engine.max_in_flight = 1  # so that the worker goes on with its second chunk meanwhile
-        files: list[int] = []
-
-        def put_theirs() -> None:
-            marker = marker_record(output=f"{CHUNK}.aaaa.jsonl", nonce="other", worker="w9")
-            stage.put(layout.output_key(marker.output), b"theirs")
-            stage.put(layout.marker_key(CHUNK), codec.encode(marker))
-
-        def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
-            if method != "put_object" or layout.OUTPUTS not in key or files:
-                return None
-            files.append(0)
-            stage.scheduler.after(10.0, put_theirs)
-            stage.scheduler.after(
-                50.0, lambda: files.append(len(list(stage.folder.rglob("*.spool"))))
-            )
-            return 60.0
-
-        stage.run(hook=hook)
-        assert files == [0, 2]
-
-
 def _lines(segment: bytes) -> set[int]:
     return {codec.decode(text, dict, name="a row")["line"] for text in segment.splitlines()[1:]}
 
@@ -194,7 +169,6 @@ SCENES: dict[str, Callable[[], None]] = {
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
     "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
-    "published_chunk_is_closed": a_chunk_that_is_being_published_keeps_its_files,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""

@@ -103,8 +103,8 @@ class Process:
         self.has_been_frozen = False
         self.troubled_at = float("-inf")
         """When a request of it last failed or took long, or a freeze of it ended."""
-        self.looks: set[str] = set()
-        """Open chunks whose checkpoints it is looking at, to see what others have done of them."""
+        self.hung_until = 0.0
+        """When its main loop, which has hung since it was told to, goes on; infinite for never."""
         self.on_exit: list[Callable[[], object]] = []
         self.on_crash: Callable[[Exception], object] | None = None
         """Told of an exception that a greenlet ends with; nobody else would be."""
@@ -179,6 +179,18 @@ class Process:
         self.troubled_at = max(self.troubled_at, self.thawed_at)
         if stops_clock:
             self.frozen_seconds += self.thawed_at - frozen_until
+
+    def hang(self, seconds: float) -> None:
+        """Let the main loop hang as soon as it is in the engine; see `in_engine`. All other threads go on."""
+        self.hung_until = self.scheduler.now + seconds
+        self.troubled_at = max(self.troubled_at, self.hung_until)
+
+    def in_engine(self) -> None:
+        """Hang, if the main loop was told to. Called by the engine on the main loop's greenlet."""
+        if self.hung_until == float("inf"):
+            self.block()
+        elif self.hung_until > self.scheduler.now:
+            self.sleep(self.hung_until - self.scheduler.now)
 
     def _resume(self, ticket: Ticket) -> None:
         thread, number = ticket

@@ -111,13 +111,14 @@ def test_a_job_holds_every_row_once_in_order(
 @pytest.mark.parametrize(
     ("rows", "num_bytes", "workers", "expected"),
     [
-        (7, 0, 1, 7),
-        (300, 0, 1, 50),
-        (10**6, 0, 1, 1000),
-        (10**6, 0, 40, 2000),
-        (10**9, 0, 1, 100_000),
-    ]
-    + [(5000, 16 << 30, 1, 1024)],
+        (3, 0, 1, 3),
+        (999, 0, 1, 49),  # of at least 20 rows
+        (1000, 0, 16, 64),  # where that gives each worker four
+        (100_001, 0, 1, 51),
+        (10**6, 3 << 30, 16, 800),
+        (1000, 1 << 30, 1, 256),  # of 4 rows of a megabyte
+        (10**9, 0, 16, 100_000),
+    ],
 )
 def test_chunks_are_about_a_minute_of_a_worker(
     rows: int, num_bytes: int, workers: int, expected: int

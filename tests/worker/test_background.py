@@ -6,12 +6,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
-from batchinfer.worker.background import Pending, Priority, ThreadBackground
+from batchinfer.worker.background import Pending, ThreadBackground
 
 
 @pytest.fixture
@@ -33,23 +32,6 @@ def test_results_and_errors_come_back_to_who_asks(background: ThreadBackground) 
         bad.result()
 
 
-class Upload:
-    """Work that takes until it is released."""
-
-    def __init__(self, background: ThreadBackground, priority: Priority) -> None:
-        self._begun, self._release = threading.Event(), threading.Event()
-        self._pending = background.submit(self._run, priority=priority)
-        assert self._begun.wait(30)
-
-    def _run(self) -> None:
-        self._begun.set()
-        self._release.wait()
-
-    def end(self, background: ThreadBackground) -> None:
-        self._release.set()
-        finish(background, self._pending)
-
-
 def finish(background: ThreadBackground, *jobs: Pending[Any]) -> None:
     for _ in range(100):
         if all(job.is_done() for job in jobs):
@@ -58,53 +40,56 @@ def finish(background: ThreadBackground, *jobs: Pending[Any]) -> None:
     raise AssertionError("the work is not done")
 
 
-def test_work_of_a_higher_priority_waits_for_no_other_work(background: ThreadBackground) -> None:
-    uploads = [Upload(background, Priority.NORMAL)]
-    finish(background, background.submit(lambda: None, priority=Priority.CHECKPOINT))
-    uploads.append(Upload(background, Priority.CHECKPOINT))
-    finish(background, background.submit(lambda: None, priority=Priority.URGENT))
-    for upload in uploads:
-        upload.end(background)
+def test_urgent_work_does_not_wait_for_other_work(background: ThreadBackground) -> None:
+    release = threading.Event()
+    other = background.submit(release.wait)
+    finish(background, background.submit(lambda: None, is_urgent=True))
+    assert not other.is_done()
+    release.set()
+    finish(background, other)
 
 
-def test_a_free_thread_takes_the_highest_priority_first(background: ThreadBackground) -> None:
-    uploads = [Upload(background, each) for each in (Priority.NORMAL, Priority.CHECKPOINT)]
-    uploads.append(Upload(background, Priority.URGENT))
-    order: list[str] = []
-    jobs = [
-        background.submit(partial(order.append, name), priority=priority)
-        for name, priority in [
-            ("look", Priority.NORMAL),
-            ("segment", Priority.CHECKPOINT),
-            ("prompts", Priority.URGENT),
-            ("more prompts", Priority.URGENT),
-        ]
-    ]
-    uploads[0].end(background)
+def test_as_many_threads_work_at_once_as_there_may_be(background: ThreadBackground) -> None:
+    beside = background.beside(3)
+    meeting = threading.Barrier(3)
+    jobs = [beside.submit(lambda: meeting.wait(30)) for _ in range(3)]
     finish(background, *jobs)
-    assert order == ["prompts", "more prompts", "segment", "look"]
-    for upload in uploads[1:]:
-        upload.end(background)
-
-
-def test_a_thread_for_all_work_does_urgent_work_too(background: ThreadBackground) -> None:
-    meeting = threading.Barrier(2)
-    jobs = [background.submit(lambda: meeting.wait(30), priority=Priority.URGENT) for _ in "ab"]
-    finish(background, *jobs)
-    assert sorted(job.result() for job in jobs) == [0, 1]
+    assert sorted(job.result() for job in jobs) == [0, 1, 2]
 
 
 def test_threads_end_after_the_work_submitted_so_far() -> None:
     before = set(threading.enumerate())
-    background = ThreadBackground(num_threads=2)
+    background = ThreadBackground(num_threads=1)
+    jobs = [background.submit(lambda: 1, is_urgent=each) for each in (False, False, True)]
     threads = set(threading.enumerate()) - before
-    jobs = [background.submit(lambda: 1, priority=each) for each in Priority]
     background.close()
     for thread in threads:
         thread.join(30)
-    assert len(threads) == 4
+    assert len(threads) == 2
     assert not any(thread.is_alive() for thread in threads)
     assert [job.result() for job in jobs] == [1, 1, 1]
+
+
+def test_an_event_wakes_whoever_waits_or_will_wait_once(background: ThreadBackground) -> None:
+    event = background.event()
+    event.set()
+    event.wait(30)
+    job = background.submit(lambda: event.wait(30))
+    event.set()
+    finish(background, job)
+    event.wait(0.001)
+
+
+def test_a_gate_lets_so_many_in(background: ThreadBackground) -> None:
+    gate = background.gate(1)
+    assert gate.enter(wait=False)
+    assert not gate.enter(wait=False)
+    with_gate = background.submit(lambda: gate.enter(wait=True))
+    gate.leave()
+    finish(background, with_gate)
+    gate.leave()
+    with gate:
+        assert not gate.enter(wait=False)
 
 
 def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(

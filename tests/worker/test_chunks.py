@@ -18,8 +18,7 @@ import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
-from batchinfer.core.errors import InputError, Interrupted, RunMismatch, StorageError
-from batchinfer.core.records import Run
+from batchinfer.core.errors import InputError, Interrupted, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
@@ -30,7 +29,7 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import AlreadyDone, AwaitsRun, Opener, good_rows
+from batchinfer.worker.opening import AlreadyDone, Opener, good_rows
 from fakes import marker_record
 from making import said
 from simulation.machine import FLAKY, prompt_config
@@ -196,14 +195,8 @@ def publisher(run: Store) -> Publisher:
 
 
 def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
-    made = unjoined_opener(run, source, scratch)
-    made.join("f")
-    return made
-
-
-def unjoined_opener(run: Store, source: Store, scratch: Scratch) -> Opener:
     access = SimpleNamespace(
-        store=run, lease=None, claims=None, publisher=publisher(run), scratch=scratch
+        store=run, fingerprint="f", claims=None, publisher=publisher(run), scratch=scratch
     )
     return Opener(cast("RunAccess", access), {"job": source}, set())
 
@@ -334,52 +327,6 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
         assert isinstance(opened, OpenChunk)
         assert (opened.num_left, opened.counts.resumed) == (1, 0)
         opened.close()
-
-
-def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    data = b"{}\n" * 3
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
-    row = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
-    write_segment(
-        run,
-        layout.segment_key("texts", 1, "w0", 1),
-        encode_rows([row])[0],
-        chunk_sha256=codec.sha256(data),
-        fingerprint=codec.fingerprint({}),
-    )
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    opens = unjoined_opener(run, source, scratch)
-    assert opens.open(ref, now=0.0) == AwaitsRun()
-    record = Run(
-        format_version=1, fingerprint=codec.fingerprint({}), config={}, recorded={}, nonce="n"
-    )
-    run.create(layout.RUN_KEY, codec.encode(record))
-    chunk = opens.open(ref, now=0.0)
-    assert isinstance(chunk, OpenChunk)
-    assert chunk.counts.resumed == 1
-    chunk.close()
-    with pytest.raises(InputError, match="was replaced while this worker started"):
-        opens.join("g")
-
-
-def test_a_run_that_was_edited_is_no_fault_of_a_chunk(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    """The chunk was given up, and the worker ended with 34, after which a restart is tried."""
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", b"{}\n")
-    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
-    key = layout.segment_key("texts", 1, "w0", 1)
-    sha256 = codec.sha256(b"{}\n")
-    write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
-    record = Run(format_version=1, fingerprint="f", config={}, recorded={}, nonce="n")
-    run.create(layout.RUN_KEY, codec.encode(record))
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    with pytest.raises(RunMismatch, match="was edited"):
-        unjoined_opener(run, source, scratch).open(ref, now=0.0)
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

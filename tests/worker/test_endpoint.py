@@ -194,7 +194,7 @@ def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_p
         "ids": (["--prompt-column", "ids"], ["5 6 0", "5 6 1"]),
         "template": (["--prompt-template", str(tmp_path / "t.jinja")], ["Say n0", "Say n1"]),
         "talk": (
-            ["--messages-column", "talk", "--system-prompt", "S", "--continue-final", "So"],
+            ["--messages-column", "talk", "--system-prompt", "S"],
             ["q 0", "q 1"],
         ),
     }
@@ -207,8 +207,7 @@ def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_p
         assert status == 0, log
         assert [said(line) for line in lines(run)] == expected
     last = endpoint.bodies[-1]
-    assert [message["role"] for message in last["messages"]] == ["system", "user", "assistant"]
-    assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+    assert [message["role"] for message in last["messages"]] == ["system", "user"]
 
 
 def test_several_endpoints_share_the_rows(endpoint, job, call):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted
 from batchinfer.core.records import Claim, Worker
 from simulation.oracle import RUN
 from simulation.scheduler import Process
@@ -74,30 +73,6 @@ def test_it_takes_its_own_chunks_back_at_once(stage: Stage, damage: bytes | None
     assert stage.run(within_seconds=60.0).is_success
     assert record(stage).epoch == 1
     assert stage.scheduler.now - before < 30
-
-
-@DAMAGE
-def test_its_checkpoints_get_names_of_their_own(stage: Stage, damage: bytes | None) -> None:
-    """The first of each chunk was refused ("exists with other bytes"): its rows waited for the next one."""
-    stage.engine.max_in_flight = 18
-    stage.engine.row_seconds = 8.0
-    assert run_killed(stage, 6.0).is_killed
-    first = stage.objects(layout.CHECKPOINTS)
-    assert first
-    lose_record(stage, damage)
-    stage.scheduler.after(6.0, lambda: stage.stop(Interrupted("stopped")))
-    refused = []
-
-    def hook(_number: int, method: str, key: str, _process: Process) -> None:
-        if method == "put_object" and key.removeprefix(RUN) in first:
-            refused.append(key)
-
-    assert isinstance(stage.run(hook=hook, checkpoint_rows=1).error, Interrupted)
-    assert not refused
-    segments = stage.objects(layout.CHECKPOINTS)
-    assert first.items() <= segments.items()
-    chunks = {key.split("/")[1] for key in segments.keys() - first.keys()}
-    assert chunks & {key.split("/")[1] for key in first}
 
 
 @DAMAGE

@@ -11,13 +11,17 @@ import os
 import struct
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.core import layout
+from batchinfer.engines.config import EngineConfig
 from batchinfer.storage.opening import open_store
+from fixtures_vllm import served
 from making import make_job, read_marker
 from mistral_model import write_mistral
 from pooling_models import write_bert
@@ -40,21 +44,27 @@ CHATS = [
 ]
 
 
-def run(folder: Path, rows: list[dict[str, Any]], model: Path, *options: str) -> list[Any]:
+def run(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    model: Path,
+    *options: str,
+    arguments: Sequence[str] = SMALL,
+) -> list[Any]:
     """Run a worker with a server of its own over a job of these rows; its output lines."""
     from batchinfer.worker.command import command
 
     make_job(folder / "job", rows=len(rows), per_chunk=len(rows), make_row=rows.__getitem__)
     run_url = str(folder / "run")
     words = ["--job", str(folder / "job"), "--output", run_url, "--model", str(model), *options]
-    command.main([*words, *SMALL], standalone_mode=False)
+    command.main([*words, *arguments], standalone_mode=False)
     store = open_store(run_url)
     data = store.get(layout.output_key(read_marker(store, "part-00000").output)).data
     return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
-def vector_of(line: dict[str, Any]) -> list[float]:
-    data = base64.b64decode(line["body"]["data"][0]["embedding"])
+def vector_of(line: dict[str, Any], field: str = "embedding") -> list[float]:
+    data = base64.b64decode(line["body"]["data"][0][field])
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
@@ -93,25 +103,60 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     assert marker.prompt_tokens > len(TEXTS)
 
 
-def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """A server of a model that can do both makes one vector a text, unless it is told otherwise."""
+    model = write_bert(tmp_path / "model")
+    rows = [{"text": text} for text in TEXTS[:5]]
+    options = ("--task", "token-embed", "--prompt-column", "text", "--dtype", "float32")
+    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
+        wanted = states(model, row["text"])
+        vectors = wanted / wanted.norm(dim=-1, keepdim=True)
+        assert vector_of(line, "data") == pytest.approx(vectors.flatten().tolist(), abs=1e-4)
+
+
+def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
     rows = [{"text": text} for text in TEXTS[:12]]
-    options = ("--task", "classify", "--prompt-column", "text", "--dtype", "float32")
-    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
-        wanted = logits(model, row["text"]).softmax(-1)
-        [answer] = line["body"]["data"]
-        assert answer["probs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+    options = ("--prompt-column", "text", "--engine", "openai", "--base-url")
+    config = EngineConfig(
+        model=str(model), task="classify", server_args=[*SMALL, "--dtype", "float32"]
+    )
+    with served(config, tmp_path) as url:
+        given = (*options, url, "--task")
+        classes = run(tmp_path / "a", rows, model, *given, "classify", arguments=())
+        rewards = run(tmp_path / "b", rows, model, *given, "reward", arguments=())
+    for row, one, other in zip(rows, classes, rewards, strict=True):
+        wanted = logits(model, row["text"])
+        [answer] = one["body"]["data"]
+        assert answer["probs"] == pytest.approx(wanted.softmax(-1).tolist(), abs=1e-4)
         assert answer["label"] == ["bad", "so-so", "good"][int(wanted.argmax())]
+        assert other["body"]["data"][0]["data"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_scores_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
+def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model", labels=["relevant"])
     rows = [{"query": query, "document": document} for query, document in PAIRS]
-    options = ("--task", "score", "--pair-columns", "query,document", "--dtype", "float32")
-    found = run(tmp_path, rows, model, *options)
-    wanted = [float(logits(model, *pair).sigmoid()) for pair in PAIRS]
+    query, documents = PAIRS[0][0], [document for _, document in PAIRS]
+    options = ("--pair-columns", "query,document", "--engine", "openai", "--base-url")
+    config = EngineConfig(
+        model=str(model), task="score", server_args=[*SMALL, "--dtype", "float32"]
+    )
+    with served(config, tmp_path) as url:
+        given = (*options, url, "--task")
+        found = run(tmp_path / "a", rows, model, *given, "score", arguments=())
+        ranked = [{"query": query, "document": documents}]
+        [ranks] = run(tmp_path / "b", ranked, model, *given, "rerank", arguments=())
+
+    def wanted(*pair: str) -> float:
+        return float(logits(model, *pair).sigmoid())
+
     scores = [line["body"]["data"][0]["score"] for line in found]
-    assert scores == pytest.approx(wanted, abs=1e-4)
+    assert scores == pytest.approx([wanted(*pair) for pair in PAIRS], abs=1e-4)
+    results = ranks["body"]["results"]
+    assert [each["relevance_score"] for each in results] == pytest.approx(
+        [wanted(query, documents[each["index"]]) for each in results], abs=1e-4
+    )
+    assert sorted(each["index"] for each in results) == list(range(len(documents)))
 
 
 REFERENCE = """
@@ -149,16 +194,32 @@ def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(tmp_path: Path
     ] == wanted
 
 
+def transcribe(url: str, model: Path, wave: bytes) -> Any:
+    """Send a sound to a server as curl's -F would."""
+    mark = "7f3e"
+    fields = {"model": str(model), "language": "en", "temperature": "0"}
+    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+    parts.append(b'name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n' + wave)
+    head = f"--{mark}\r\nContent-Disposition: form-data; ".encode()
+    body = b"".join(head + part + b"\r\n" for part in parts) + f"--{mark}--\r\n".encode()
+    headers = {"Content-Type": f"multipart/form-data; boundary={mark}"}
+    request = urllib.request.Request(f"{url}/audio/transcriptions", body, headers)
+    with urllib.request.urlopen(request) as found:
+        return json.loads(found.read())
+
+
 def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
     model = write_whisper(tmp_path / "model")
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
     options = ("--task", "transcribe", "--audio-column", "audio", "--temperature", "0")
-    options += ("--sampling", "language=en", "--dtype", "float32")
-    options += ("--max-num-batched-tokens", "2048")
-    first = run(tmp_path / "a", rows, model, *options)
-    assert [line["status"] for line in first] == [200, 200, 200, 400]
-    assert len({line["body"]["text"] for line in first[:3]}) > 1
-    again = run(tmp_path / "b", rows[:1], model, *options)
-    assert again[0]["body"] == first[0]["body"]
+    options += ("--sampling", "language=en", "--engine", "openai")
+    arguments = [*SMALL, "--dtype", "float32", "--max-num-batched-tokens", "2048"]
+    config = EngineConfig(model=str(model), task="transcribe", server_args=arguments)
+    with served(config, tmp_path) as url:
+        found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
+        alone = [transcribe(url, model, each) for each in sounds]
+    assert [line["status"] for line in found] == [200, 200, 200, 400]
+    assert [line["body"]["text"] for line in found[:3]] == [each["text"] for each in alone]
+    assert len({each["text"] for each in alone}) > 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EchoOptions, EngineConfig
-from batchinfer.engines.echo_engine import EchoEngine
+from batchinfer.engines.http import HttpEngine
 from batchinfer.prompts import PromptConfig
 from batchinfer.worker.config import Limits, WorkerConfig, real_environment
 from batchinfer.worker.ordering import PrefixWindow
@@ -68,7 +68,7 @@ class Recorded:
         return calls
 
 
-class Recording(EchoEngine):
+class Recording(HttpEngine):
     """The echo engine, which remembers what it was given, in order."""
 
     def __init__(self) -> None:

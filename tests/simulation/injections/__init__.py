@@ -15,6 +15,7 @@ from .base import Injection, Scene
 from .chunks import EditedChunks
 from .clocks import SteppingClocks
 from .disks import FullDisks
+from .hanging import Hangs
 from .listings import LaggingListings
 from .parts import UploadsInParts
 from .records import WorkerRecords
@@ -35,6 +36,7 @@ KINDS: dict[str, type[Injection]] = {
         FullDisks,
         SteppingClocks,
         Stops,
+        Hangs,
     )
 }
 

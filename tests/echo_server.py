@@ -1,8 +1,8 @@
-"""The echo engine as a server of its own: ``python -m batchinfer.engines.echo_server CONFIG PLACE``.
+"""The echo engine as a server, for any that a worker starts: ``python echo_server.py CONFIG PLACE [KILL] [HANG]``.
 
-CONFIG is an `EngineConfig` as JSON; PLACE is the path of a unix socket, or a port of 127.0.0.1. A call with the kill
-marker kills this process by SIGKILL, and one with the hang marker makes it answer nothing any more, so that the worker
-sees what it would see of a real server.
+CONFIG is an `EngineConfig` as JSON; PLACE is the path of a unix socket, or a port of 127.0.0.1. Two further arguments
+are marks: a call that holds the first kills this process by SIGKILL, and one that holds the second makes it answer
+nothing any more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import answer, is_marked, latency_of, longest, most_at_once, stream_of
+from batchinfer.engines.echo import answer, latency_of, longest, most_at_once, stream_of
 
 _MOST_BYTES = 1 << 30
 
@@ -25,8 +25,9 @@ _MOST_BYTES = 1 << 30
 class EchoServer:
     """Answers requests by the echo engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, kill: str = "", hang: str = "") -> None:
         self.config = config
+        self.kill, self.hang = kill.encode(), hang.encode()
         self._slots = asyncio.Semaphore(most_at_once(config))
         self._hangs = asyncio.Event()
 
@@ -54,9 +55,9 @@ class EchoServer:
         kind = request.headers.get("Content-Type", "application/json")
         body = await request.read()
         call = Call(key=("", 0), path=request.path, body=body, content_type=kind)
-        if is_marked(call, self.config.echo.kill_marker):
+        if self.kill and self.kill in body:
             os.kill(os.getpid(), signal.SIGKILL)
-        if is_marked(call, self.config.echo.hang_marker):
+        if self.hang and self.hang in body:
             self._hangs.set()
         async with self._slots:
             await asyncio.sleep(latency_of(call, self.config))
@@ -77,10 +78,10 @@ class EchoServer:
         return response
 
 
-async def serve(config: EngineConfig, place: str) -> None:
+async def serve(config: EngineConfig, place: str, *marks: str) -> None:
     """Load for as long as the options say, and then answer until a signal ends the process."""
     await asyncio.sleep(config.echo.load_seconds)
-    runner = web.AppRunner(EchoServer(config).app(), keepalive_timeout=3600)
+    runner = web.AppRunner(EchoServer(config, *marks).app(), keepalive_timeout=3600)
     await runner.setup()
     if place.isdigit():
         await web.TCPSite(runner, "127.0.0.1", int(place)).start()
@@ -90,4 +91,4 @@ async def serve(config: EngineConfig, place: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(codec.json_decoder(EngineConfig).decode(sys.argv[1]), sys.argv[2]))
+    asyncio.run(serve(codec.json_decoder(EngineConfig).decode(sys.argv[1]), *sys.argv[2:]))

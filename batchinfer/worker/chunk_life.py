@@ -1,0 +1,389 @@
+"""The life of one chunk on one thread, from its claim to its marker: `live`.
+
+    claim -> marker? -> fetch -> adopt -> save every 30 s, while the engine answers its rows -> publish -> tidy
+                                            (stop, error) -> save -> release
+
+The worker's loop gives the finished rows to the chunk and wakes its thread (`Life`). If a segment cannot be written,
+its rows are still on the local disk, and the next segment of the chunk holds them. A chunk that cannot be opened or
+published holds up no other chunk: it is tried again several times, then it is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from batchinfer.core import layout, units
+from batchinfer.core.clock import Clock, iso_utc
+from batchinfer.core.errors import (
+    BatchinferError,
+    InputError,
+    LeaseLapsed,
+    ScratchFull,
+    StorageError,
+)
+from batchinfer.core.events import event
+from batchinfer.ledger import checkpoints
+from batchinfer.ledger.publishing import Published, build_output
+from batchinfer.storage.scratch import remove_quietly
+from batchinfer.worker.background import Background, Event
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.config import Limits, RunAccess
+from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
+from batchinfer.worker.ring import Candidate
+
+logger = logging.getLogger(__name__)
+
+_READ_ATTEMPTS = 2
+"""Attempts to open a chunk that turns out damaged or missing. The second may succeed if the download did the damage."""
+_SEGMENT_BYTES = 8 << 20
+"""Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
+whole, when it is written and when it is read, twice for a moment."""
+_MAX_WRITING = 4
+"""Number of segments that are written at the same time."""
+_RETRY_SECONDS = 0.5
+"""Seconds after a failed segment until the next one of the chunk. A store that refuses at once, such as a full disk,
+would otherwise be asked again and again without a pause."""
+_END_PAUSE_SECONDS = 2.0
+"""Seconds between two attempts to save the rows of a chunk at the worker's end."""
+_LOG_SECONDS = 60.0
+"""Seconds between two log lines about checkpoints."""
+
+
+class GivenUp(NamedTuple):
+    """The end of a chunk that could not be opened or published."""
+
+    error: BatchinferError
+
+
+class Released(NamedTuple):
+    """The end of a chunk that was given back unfinished, because the worker ends."""
+
+
+Ending = AlreadyDone | HeldByOther | Published | GivenUp | Released
+
+
+class Life:
+    """A chunk at work: what its thread and the worker's loop tell each other."""
+
+    def __init__(self, candidate: Candidate, event: Event, now: float) -> None:
+        self.candidate = candidate
+        self.name = candidate.ref.name
+        self.started = now
+        """Monotonic seconds."""
+        self.chunk: OpenChunk | None = None
+        """The chunk, once its thread has opened it."""
+        self.notes: deque[tuple[list[int], int]] = deque()
+        """Engine deaths that are not on storage yet: the lines that were in the engine, among so many rows."""
+        self.is_asked = False
+        """Whether the finished rows are to be saved now."""
+        self.is_publishing = False
+        self.is_published = False
+        self.num_tidied = 0
+        """Number of the chunk's segments that its publishing removes."""
+        self.saved_at = now
+        """Monotonic seconds as of which all finished rows are on storage."""
+        self.event = event
+
+    def wake(self) -> None:
+        """Let the thread look what there is to do."""
+        self.event.set()
+
+    def ask(self) -> None:
+        """Have the finished rows saved."""
+        self.is_asked = True
+        self.wake()
+
+
+class Hall:
+    """What the lives of a worker share. The worker's loop sets `is_closing`, `is_ending` and `deadline`.
+
+    Args:
+        run: Access to the run, which the worker has joined.
+        opener: Opens chunks.
+        clock: This machine's clock.
+        background: Makes the gates.
+        limits: Attempts, pauses, and the number of chunks that are published at once.
+        checkpoint_seconds: Seconds between two checkpoints of a chunk.
+        has_rows_left: Returns whether open chunks have unfinished rows. While the engine generates them, a store that
+            cannot be reached has time to come back, so no chunk is given up because of storage.
+    """
+
+    def __init__(
+        self,
+        run: RunAccess,
+        opener: Opener,
+        clock: Clock,
+        background: Background,
+        limits: Limits,
+        *,
+        checkpoint_seconds: float,
+        has_rows_left: Callable[[], bool],
+    ) -> None:
+        self.run = run
+        self.opener = opener
+        self.clock = clock
+        self.limits = limits
+        self.checkpoint_seconds = checkpoint_seconds
+        self.has_rows_left = has_rows_left
+        self.publishing = background.gate(limits.max_publishing)
+        self.writing = background.gate(_MAX_WRITING)
+        self.is_closing = False
+        """Whether no chunk is opened any more."""
+        self.is_ending = False
+        """Whether all chunks are saved and given back."""
+        self.deadline: Callable[[], float] = lambda: float("-inf")
+        """Returns the monotonic seconds until which rows are saved at the end."""
+        self._unlogged = 0
+        self._logged_at = float("-inf")
+
+    def note_saved(self, num_rows: int = 0) -> None:
+        """Log how many rows are safe, at most once a minute. Without rows: log what was not logged yet."""
+        self._unlogged += num_rows
+        now = self.clock.monotonic()
+        if self._unlogged and (not num_rows or now - self._logged_at >= _LOG_SECONDS):
+            rows, self._unlogged, self._logged_at = self._unlogged, 0, now
+            logger.info(
+                "checkpoints: %d more rows are safe", rows, extra=event("checkpoints", rows=rows)
+            )
+
+
+def live(life: Life, hall: Hall) -> Ending:
+    """Do one chunk from its claim to its end. Runs on a thread of its own.
+
+    Raises:
+        BatchinferError: the worker must end: full scratch disk, refused permissions, a newer start of itself.
+    """
+    opened = _open(life, hall)
+    if not isinstance(opened, OpenChunk):
+        return opened
+    chunk = life.chunk = opened
+    ending: Ending = Released()
+    try:
+        due = hall.clock.monotonic() + hall.checkpoint_seconds
+        while chunk.num_left and not hall.is_ending:
+            life.event.wait(max(0.0, due - hall.clock.monotonic()))
+            if not chunk.num_left and not hall.is_closing:
+                break  # it is published next; a worker that may end soon saves it before
+            if life.is_asked or life.notes or hall.clock.monotonic() >= due:
+                is_saved = save(life, hall)
+                seconds = hall.checkpoint_seconds if is_saved else _RETRY_SECONDS
+                due = hall.clock.monotonic() + seconds
+        if not hall.is_ending:
+            ending = _publish(life, chunk, hall)
+        return ending
+    finally:
+        _end(life, chunk, hall, ending)
+
+
+def _open(life: Life, hall: Hall) -> Opened | GivenUp | Released:
+    for attempts in itertools.count(1):
+        if attempts > 1 and hall.is_closing:
+            return Released()
+        try:
+            now = hall.clock.now()
+            ref, take_over = life.candidate
+            return hall.opener.open(ref, now=now, take_over=take_over)
+        except ScratchFull:
+            raise
+        except (StorageError, InputError) as error:
+            is_last = attempts >= _READ_ATTEMPTS
+            if isinstance(error, StorageError):
+                is_last = attempts >= hall.limits.storage_attempts and not hall.has_rows_left()
+            if is_last or hall.is_closing:
+                return _give_up(life, error, "cannot be opened")
+            _say_again(life, error, "cannot be opened", hall.limits, attempts)
+            _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
+    raise AssertionError
+
+
+def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
+    """Publish a complete chunk as soon as the lease is held. A failure is tried again, with its rows saved before."""
+    attempts = 0
+    while not hall.is_ending:
+        if not hall.run.lease.is_held():  # others may have taken the chunk; a heartbeat may come
+            life.event.wait(_RETRY_SECONDS)
+            continue
+        if not hall.publishing.enter(wait=False):  # all others upload, which may take long
+            save(life, hall)
+            hall.publishing.enter(wait=True)
+        try:
+            life.is_publishing = True
+            return _publish_once(life, chunk, hall.run, hall.clock)
+        except ScratchFull:
+            raise
+        except StorageError as error:
+            # A failure caused by this worker's late heartbeat is not counted: the next attempt waits for a heartbeat.
+            attempts += not isinstance(error, LeaseLapsed)
+            most = hall.limits.storage_attempts + chunk.has_unsaved_rows
+            if attempts >= most and not hall.has_rows_left():
+                return _give_up(life, error, "not published")
+            _say_again(life, error, "not published", hall.limits, attempts)
+        finally:
+            life.is_publishing = False
+            hall.publishing.leave()
+        save(life, hall)
+        _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
+    return Released()
+
+
+def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) -> Published:
+    marker = chunk.marker(
+        fingerprint=run.fingerprint,
+        worker=run.lease.worker_id,
+        epoch=run.lease.epoch,
+        start=iso_utc(chunk.started),
+        # The machine's clock may have been set back since the chunk was opened.
+        end=iso_utc(max(chunk.started, clock.now())),
+    )
+    leftovers = list(chunk.segment_keys)
+    life.num_tidied = len(leftovers)
+    if run.claims is not None:
+        leftovers.append(layout.claim_key(chunk.name))
+    path = run.scratch.new_path(layout.output_file(chunk.name))
+    try:
+        return run.publisher.publish(
+            build_output(path, chunk.spool.payloads()),
+            marker,
+            chunk=chunk.name,
+            leftovers=leftovers,
+        )
+    finally:
+        remove_quietly(path)
+
+
+def save(life: Life, hall: Hall) -> bool:
+    """Write segments with notes of engine deaths, and with the finished rows that no segment holds yet.
+
+    Returns whether all rows that were finished at the call are on storage. A storage failure is logged.
+    """
+    chunk = life.chunk
+    assert chunk is not None
+    life.is_asked, began = False, hall.clock.monotonic()
+    until = chunk.spool.size_bytes
+    try:
+        while life.notes:
+            lines, rows_in_flight = life.notes[0]
+            _write(chunk, hall, checkpoints.encode_deaths(lines, rows_in_flight), num_rows=0)
+            life.notes.popleft()
+            logger.info(
+                "%s: noted %s in flight when the engine died",
+                *(chunk.name, units.many(len(lines), "row")),
+                extra=event("deaths_noted", chunk=chunk.name, rows=len(lines)),
+            )
+        while chunk.checkpointed_bytes < until:
+            start = chunk.checkpointed_bytes
+            end = chunk.spool.record_end(start + _SEGMENT_BYTES)
+            with hall.writing:
+                data = chunk.spool.read(start, end)
+                _write(chunk, hall, data, num_rows=data.count(b"\n"))
+            chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, end)
+    except ScratchFull:
+        raise
+    except LeaseLapsed:
+        return False  # until the next heartbeat every segment would be refused
+    except StorageError as error:
+        logger.warning(
+            "%s: checkpoint not written (%s); the next one holds its rows", chunk.name, error
+        )
+        return False
+    life.saved_at = began
+    return True
+
+
+def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, num_rows: int) -> None:
+    run = hall.run
+    run.lease.require()
+    lease, number = run.lease, chunk.next_segment_number()
+    key = layout.segment_key(chunk.name, lease.epoch, lease.writer, number, num_rows)
+    checkpoints.write_segment(
+        run.store, key, data, chunk_sha256=chunk.local.sha256, fingerprint=run.fingerprint
+    )
+    chunk.segment_keys.append(key)
+    if num_rows:
+        fields = {"chunk": chunk.name, "key": key, "bytes": len(data)}
+        logger.debug(
+            "%s: checkpoint of %s",
+            *(chunk.name, units.many(num_rows, "row")),
+            extra=event("checkpoint", **fields),
+        )
+        hall.note_saved(num_rows)
+
+
+def save_beside(life: Life, hall: Hall) -> None:
+    """Save the rows of a chunk that its own thread is publishing, which may take longer than the worker has."""
+    save(life, hall)
+    if life.is_published:
+        _remove_late_segments(life, hall.run)
+
+
+def _end(life: Life, chunk: OpenChunk, hall: Hall, ending: Ending) -> None:
+    """Save what is not saved, and give the claim back. The worker's loop removes the local files."""
+    if isinstance(ending, Published):
+        life.is_published = True
+        _remove_late_segments(life, hall.run)
+        return
+    try:
+        while (chunk.has_unsaved_rows or life.notes) and not save(life, hall):
+            if not hall.is_ending or hall.clock.monotonic() >= hall.deadline():
+                break
+            hall.clock.sleep(_END_PAUSE_SECONDS)
+    except BatchinferError as error:
+        logger.warning("%s: not everything could be saved (%s)", chunk.name, error)
+    try:
+        _give_back(chunk, hall.run)
+    except BatchinferError as error:
+        logger.warning("%s: claim not released (%s); it lapses by itself", chunk.name, error)
+
+
+def _give_back(chunk: OpenChunk, run: RunAccess) -> None:
+    if run.claims is None or not chunk.claim_etag:
+        return
+    if run.claims.release(chunk.name, chunk.claim_etag):
+        return
+    # Whoever has the claim now may have published the chunk, and removed only the segments that were there then.
+    if run.publisher.current_marker(chunk.name, chunk.generation) is not None:
+        run.store.delete(chunk.segment_keys)
+
+
+def _remove_late_segments(life: Life, run: RunAccess) -> None:
+    """Remove segments that were written while the chunk was published, as they are when a worker must end."""
+    assert life.chunk is not None
+    if late := life.chunk.segment_keys[life.num_tidied :]:
+        with contextlib.suppress(BatchinferError):
+            run.store.delete(late)
+
+
+def _pause(life: Life, hall: Hall, seconds: float) -> None:
+    """Wait, but not longer than until the worker ends. Rows that are to be saved meanwhile are saved."""
+    until = hall.clock.monotonic() + seconds
+    while not (hall.is_ending or (hall.is_closing and life.chunk is None)):
+        left = until - hall.clock.monotonic()
+        if left <= 0:
+            return
+        life.event.wait(left)
+        if life.is_asked and life.chunk is not None:
+            save(life, hall)
+
+
+def _give_up(life: Life, error: BatchinferError, what: str) -> GivenUp:
+    logger.error(
+        "%s: %s (%s); given up, going on with the other chunks",
+        *(life.name, what, error),
+        extra=event("chunk_failed", chunk=life.name),
+    )
+    return GivenUp(error)
+
+
+def _say_again(
+    life: Life, error: BatchinferError, what: str, limits: Limits, attempts: int
+) -> None:
+    logger.warning(
+        "%s: %s (%s); trying again in %.0f s",
+        *(life.name, what, error, limits.storage_delay_seconds(attempts)),
+        extra=event("chunk_retry", chunk=life.name),
+    )

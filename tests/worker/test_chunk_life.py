@@ -1,0 +1,119 @@
+"""A checkpoint of many bytes is several segments, each of whole records, and all of them are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.core import layout
+from batchinfer.core.errors import Interrupted
+from batchinfer.worker import chunk_life
+from batchinfer.worker.config import Limits
+from simulation.scenario import simulate
+from simulation.scheduler import Process
+from simulation.stage import Stage, when
+
+SEGMENT_BYTES = 600
+"""Of some 200 bytes a record."""
+PROMPTS = [[f"say {index}" for index in range(40)]]
+FOUR_UPLOADS = Limits(max_publishing=4)
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(chunk_life, "_SEGMENT_BYTES", SEGMENT_BYTES)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def records(stage: Stage) -> list[list[bytes]]:
+    """The records of every segment, without its first line."""
+    found = stage.objects(layout.CHECKPOINTS).values()
+    return [data.splitlines(keepends=True)[1:] for data in found]
+
+
+def test_one_checkpoint_is_written_in_parts_until_nothing_is_left_of_it() -> None:
+    dies = when(lambda method, key: method == "put_object" and "outputs/" in key, "dies_before")
+    with Stage(PROMPTS) as stage:
+        ending = stage.run(hook=dies, checkpoint_rows=15, checkpoint_seconds=1000.0)
+        assert ending.is_killed
+        parts = records(stage)
+        assert 15 <= sum(len(part) for part in parts) < 40
+        assert len(parts) > 3
+        for part in parts:
+            assert part
+            assert sum(len(record) for record in part[:-1]) < SEGMENT_BYTES
+        again = stage.run()
+        assert again.result["rows_resumed"] == sum(len(part) for part in parts)
+
+
+def test_a_worker_that_is_stopped_writes_all_parts() -> None:
+    with Stage(PROMPTS) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=1000.0)
+        assert len(records(stage)) > 3
+        assert sum(len(part) for part in records(stage)) == len(stage.finished) > 5
+        assert len({record for part in records(stage) for record in part}) == len(stage.finished)
+
+
+class SlowUploads:
+    """A hook for `Stage.run`: every upload of an output takes a minute."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.process: Process | None = None
+
+    def __call__(self, _number: int, method: str, key: str, process: Process) -> float | None:
+        if method == "put_object" and layout.OUTPUTS in key:
+            self.keys.append(key)
+            self.process = process
+            return 60.0
+        return None
+
+    def kill(self) -> None:
+        """Kill the worker."""
+        assert self.process is not None
+        self.process.kill()
+
+
+def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_rows() -> None:
+    """Its checkpoints waited behind the uploads until the grace period was over."""
+    uploads = SlowUploads()
+    with Stage([["say", "say"]] * 12) as stage:
+        stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=1000.0)
+        assert len(uploads.keys) == 4
+        assert len(stage.finished) > 2 * len(uploads.keys)
+        assert len({each for part in records(stage) for each in part}) == len(stage.finished)
+
+
+def test_a_checkpoint_does_not_wait_for_uploads() -> None:
+    uploads = SlowUploads()
+    finished: list[int] = []
+    with Stage([["say"]] * 8 + [[f"say {index}" for index in range(1000)]]) as stage:
+        stage.engine.max_in_flight = 4
+        stage.scheduler.after(20.0, lambda: finished.append(len(stage.finished)))
+        stage.scheduler.after(30.0, uploads.kill)
+        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
+        assert len(uploads.keys) == 4
+        assert finished[0] > 20
+        assert sum(len(part) for part in records(stage)) >= finished[0] - len(uploads.keys)
+
+
+def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
+    """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
+    uploads = SlowUploads()
+    with Stage([["say"]] * 20) as stage:
+        stage.scheduler.after(50.0, uploads.kill)
+        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
+        assert len(stage.finished) == 20
+        assert sum(len(part) for part in records(stage)) == 20 - len(uploads.keys)
+        assert len(uploads.keys) == 4
+
+
+def test_promises_hold_with_small_segments() -> None:
+    assert not any(simulate(seed).violation for seed in range(920_000, 920_025))

@@ -1,0 +1,209 @@
+"""Which chunk a worker opens next, and what its looks at the other workers of a large run cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import StorageError
+from batchinfer.core.records import Claim
+from batchinfer.ledger import survey
+from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.survey import MOST_SAMPLED
+from batchinfer.storage import ObjectInfo
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.worker import ring
+from batchinfer.worker.config import Environment, RunAccess
+from batchinfer.worker.ring import Candidate, Ring
+from counting_store import CountingStore
+from fakes import Done, FakeClock, marker_record, worker_record
+
+LEASE_SECONDS = 120.0
+
+
+class Idle:
+    """A worker that has no chunks of its own left, in a run over `num_chunks` chunks.
+
+    With `is_alone` all chunks are its own, and it takes no others.
+    """
+
+    def __init__(
+        self, name: str, num_chunks: int, *, is_alone: bool = False, num_workers: int = 2
+    ) -> None:
+        self.clock = FakeClock()
+        self.memory = MemoryStore(f"memory://ring-{name}")
+        self.store = CountingStore(self.memory)
+        self.names = [layout.chunk_name(index, 1_000_000) for index in range(num_chunks)]
+        refs = {
+            each: ChunkRef(each, "memory://job", layout.chunk_file(each, "none"), sha256="s")
+            for each in self.names
+        }
+        lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
+        claims = Claims(self.store, lease, self.clock)
+        background = SimpleNamespace(submit=Done)
+        outside = SimpleNamespace(clock=self.clock, background=background)
+        self.ring = Ring(
+            list(refs.values()) if is_alone else [],
+            environment=cast("Environment", outside),
+            run=cast("RunAccess", SimpleNamespace(store=self.store, lease=lease, claims=claims)),
+            everything=None if is_alone else lambda: refs,
+            num_workers=num_workers,
+            done=(),
+        )
+
+    def finish(self, *names: str) -> None:
+        """Put the output and the marker of these chunks."""
+        for name in names:
+            self.memory.create(layout.output_key(layout.output_file(name)), b"{}\n")
+            marker = marker_record(chunk=name, output=layout.output_file(name))
+            self.memory.create(layout.marker_key(name), codec.encode(marker))
+
+    def claim(self, name: str, worker_id: str) -> None:
+        """Let a live worker hold a chunk."""
+        claim = Claim(worker=worker_id, epoch=1, nonce="n")
+        self.memory.create(layout.claim_key(name), codec.encode(claim))
+        self.beat(worker_id, 1)
+
+    def beat(self, worker_id: str, number: int) -> None:
+        """Let another worker's heart beat."""
+        record = worker_record(
+            id=worker_id, epoch=1, nonce="n", lease_seconds=LEASE_SECONDS, beat=number
+        )
+        key = layout.worker_key(worker_id)
+        self.memory.delete([key])
+        self.memory.create(key, codec.encode(record))
+
+    def tick(self, *, seconds: float = 0.0) -> None:
+        """Let time pass, begin a look if one is due, and take its result in."""
+        self.clock.sleep(seconds)
+        self.ring.tick(is_hungry=True)
+        self.ring.tick(is_hungry=False)
+
+    def find(self, most_ticks: int) -> Candidate | None:
+        """Ask for a chunk until there is one, every second."""
+        for _ in range(most_ticks):
+            found = self.ring.next()
+            if found is not None or self.ring.is_finished:
+                return found
+            self.tick(seconds=1.0)
+        raise AssertionError(f"no end after {most_ticks} s")
+
+
+def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once() -> None:
+    idle = Idle("last", 5000)
+    idle.finish(*idle.names[:3210], *idle.names[3211:])
+    idle.tick()
+    assert idle.store.requests["list"] <= 3  # a block of the run, not all of it
+    found = idle.find(most_ticks=10)
+    assert found is not None
+    assert found.ref.name == idle.names[3210]
+    idle.ring.started(found.ref.name)
+    idle.ring.finished(found.ref.name)
+    assert idle.find(most_ticks=10) is None
+    assert idle.store.requests["list"] <= 16
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "least", "most"), [(100, 290, 300), (1000, 50, 70), (4000, 10, 20)]
+)
+def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
+    num_workers: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand idle ones that look at another block each second are more than a bucket takes."""
+    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-1])
+    idle = Idle(f"idle-{num_workers}", 300, num_workers=num_workers)
+    for name in idle.names:
+        idle.claim(name, "busy")
+    with mock.patch.object(survey, "_read_claim", wraps=survey._read_claim) as read:
+        for _ in range(30):
+            assert idle.ring.next() is None
+            idle.tick(seconds=1.0)
+    assert least <= read.call_count <= most
+
+
+@pytest.mark.parametrize(("num_workers", "most"), [(1000, 110), (3000, 310)])
+def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
+    num_workers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited five seconds after each of a hundred finished blocks: nine minutes of a thousand idle machines."""
+    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-1])
+    idle = Idle(f"finished-{num_workers}", 1000, num_workers=num_workers)
+    idle.finish(*idle.names)
+    began = idle.clock.monotonic()
+    assert idle.find(most_ticks=most) is None
+    assert idle.clock.monotonic() - began > 0.8 * most
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again(*, is_alone: bool) -> None:
+    """The look's result names it, as unclaimed or with a claim that has lapsed. The worker crashed over that."""
+    idle = Idle(f"given-up-{is_alone}", 1, is_alone=is_alone)
+    [name] = idle.names
+    if is_alone:
+        idle.ring.next()
+        idle.ring.started(name)
+        idle.ring.held_by_other(name)
+    idle.ring.tick(is_hungry=True)  # begins a look
+    idle.ring.gave_up(name)
+    idle.ring.tick(is_hungry=True)  # takes its result in
+    assert idle.ring.next() is None
+
+
+def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
+    idle = Idle("away", 3000)
+    idle.finish(*idle.names[1:])
+    is_away = True
+    listed = idle.memory.list
+
+    def fail(prefix: str = "") -> Iterator[ObjectInfo]:
+        if is_away:
+            raise StorageError("away")
+        return listed(prefix)
+
+    idle.memory.list = fail  # type: ignore[method-assign]
+    for _ in range(20):
+        idle.tick(seconds=0.2)
+    assert idle.store.requests["list"] == 1
+    idle.tick(seconds=11.0)
+    assert idle.store.requests["list"] == 2
+    is_away = False
+    found = idle.find(most_ticks=60)
+    assert found is not None
+    assert found.ref.name == idle.names[0]
+
+
+def test_chunks_that_a_look_found_long_ago_are_not_tried() -> None:
+    idle = Idle("stale", 50)
+    idle.tick()
+    assert idle.ring.next() is not None
+    idle.finish(*idle.names)
+    idle.tick(seconds=61.0)
+    assert idle.find(most_ticks=30) is None
+
+
+def test_a_worker_with_enough_rows_looks_at_no_block() -> None:
+    idle = Idle("busy", 5000)
+    for _ in range(20):
+        idle.clock.sleep(11.0)
+        idle.ring.tick(is_hungry=False)
+    assert idle.store.requests["list"] == 0
+
+
+def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat() -> None:
+    idle = Idle("sample", 500)
+    for index, name in enumerate(idle.names):
+        idle.claim(name, f"other-{index}")
+    idle.tick()
+    assert idle.store.requests["get"] == 2 * MOST_SAMPLED
+    assert not idle.ring.is_finished  # none of them has been seen to beat
+    for index, _ in enumerate(idle.names):
+        idle.beat(f"other-{index}", 7)
+    idle.tick(seconds=11.0)
+    assert idle.store.requests["get"] == 4 * MOST_SAMPLED
+    assert idle.ring.is_finished  # those that it watches have
