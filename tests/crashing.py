@@ -1,7 +1,7 @@
-"""Kills a command before every change that it makes to files, each time runs it again, and compares what is there then.
+"""Kills a command before every change that it makes to files, runs it again, and compares what is there then.
 
-For a store in a local folder every request that changes it is one change to files or more. So the command dies before and
-after each of these requests, too. Between two changes it does not matter when it dies.
+For a store in a local folder every request that changes it is one change to files or more. So the command dies before
+and after each of these requests, too. Between two changes it does not matter when it dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def crash_everywhere(
 
 
 def _run_in_fork(command: list[str], folder: Path, point: int | None) -> tuple[int, str]:
-    """Run a command in a fork of this process, killed before its change `point`. Returns its status and what it did last."""
+    """Run a command in a fork of this process, killed before its change `point`. Returns its status and its log."""
     log = folder.with_suffix(".log")
     pid = os.fork()
     if pid == 0:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 from collections import Counter as Tally
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,9 @@ from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.config import real_environment, rules_of
 from batchinfer.worker.joining import Membership
 from batchinfer.worker.preview import read_first_rows
+
+if TYPE_CHECKING:
+    from batchinfer.split.sources import Sources
 
 ERROR, WARNING = "error", "warning"
 _PLACES = 4
@@ -67,7 +70,7 @@ class Data(NamedTuple):
     chunks: int | None
     sample: list[tuple[str, int, list[RawRow]]]
     job: Job | None = None
-    """The job; of sources that are not split, what its job.json would say."""
+    counted: Sources | None = None
 
 
 class Examination:
@@ -171,7 +174,7 @@ class Examination:
         if not is_safe:
             text = f"{store.url}: ignores preconditions, so workers cannot share chunks there"
             self._problem(ERROR, "access", text, "use a store with conditional writes")
-        if self.data is not None and self.data.job is not None and not self.config.sources:
+        if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)
 
     def _check_prompts(self) -> None:
@@ -182,6 +185,11 @@ class Examination:
         builder = PromptBuilder(self.prompt, value_of("seed", self.options), rules=rules)
         if data.job is not None:
             check_columns(data.job, builder.needed_columns, optional=self.prompt.optional_columns)
+        if data.counted is not None:
+            for option, names in builder.needed_columns.items():
+                data.counted.require(option, names)
+            for option, names in self.prompt.optional_columns.items():
+                data.counted.require(option, names, in_each=False)
         places = (builder.build(name, first, raw) for name, first, raw in data.sample)
         rows = [row for place in places for row in place]
         calls = [row.call for row in rows if row.call and row.call.content_type.endswith("json")]
@@ -299,4 +307,4 @@ def _read_sources(config: CheckConfig) -> Data:
         # Rows are identified by chunk and line, so each file has a chunk of its own.
         first, lines = counted.head(index, -(-config.sample_rows // len(places)))
         sample.append((f"row-{first}", first, [RawRow(i, line) for i, line in enumerate(lines)]))
-    return Data(counted.rows, None, sample, job=counted.as_job())
+    return Data(counted.rows, None, sample, counted=counted)

@@ -140,6 +140,8 @@ def _contradiction(job: Job) -> str:
         row += chunk.rows
     if row != job.rows:
         return f"its chunks have {row} rows together, expected the {job.rows} rows of the job"
+    if job.generation and not job.first_sha256:
+        return f"its generation is {job.generation}, but it has no first_sha256"
     if job.num_workers > max(1, len(job.chunks)):
         return f"it has {job.num_workers} workers for {units.many(len(job.chunks), 'chunk')}"
     return ""

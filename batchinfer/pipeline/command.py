@@ -117,7 +117,7 @@ def command(
     (with -o - only if --work is given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
-    from batchinfer.pipeline.sources import as_tables, copy_to
+    from batchinfer.pipeline.sources import copy_to, with_stdin_in_a_file
     from batchinfer.pipeline.steps import PipelineConfig
     from batchinfer.storage.scratch import Scratch
 
@@ -130,7 +130,7 @@ def command(
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         answers = scratch / "answers.jsonl"
         config = PipelineConfig(
-            sources=as_tables(sources, scratch / "sources"),
+            sources=with_stdin_in_a_file(sources, scratch / "sources"),
             dest=without_slash(str(answers) if dest == STDOUT else dest),
             work=without_slash(work or _default_work(dest, scratch)),
             limit=options["limit"],

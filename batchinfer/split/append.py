@@ -28,12 +28,9 @@ logger = logging.getLogger(__name__)
 
 def is_part_of(job: Job, sources: Sources) -> bool:
     """Whether sources have all files of a job, and so all of its rows, and others."""
-    new = sources.without(job).parts
-    return job.limit is None and bool(new) and len(sources.parts) - len(new) >= _num_files(job)
-
-
-def _num_files(job: Job) -> int:
-    return sum(file.rows > 0 for file in job.files)
+    num_new = len(sources.without(job).parts)
+    num_files = sum(file.rows > 0 for file in job.files)
+    return job.limit is None and num_new > 0 and len(sources.parts) - num_new >= num_files
 
 
 def append(
@@ -59,7 +56,6 @@ def append(
     if num_chunks is None:
         largest = max(chunk.rows for chunk in job.chunks)
         num_chunks = max(-(-new.rows // largest), min(new.rows, job.num_workers))
-    before, total = len(job.chunks), len(job.chunks) + num_chunks
 
     def publish(chunk: Chunk, path: Path) -> Chunk:
         file = layout.chunk_file(chunk.name, job.compression, chunk.sha256[:12])
@@ -67,24 +63,15 @@ def append(
         path.unlink()
         return msgspec.structs.replace(chunk, file=file)
 
-    written = write_chunks(
-        new,
-        even_bounds(new.rows, num_chunks),
-        [layout.chunk_name(index, total) for index in range(before, total)],
-        publish,
-        compression=job.compression,
-        advance=advance,
-    )
     longer = msgspec.structs.replace(
-        job,
+        write_chunks(job, new, even_bounds(new.rows, num_chunks), publish, advance),
         sources=[*job.sources, *new.sources],
         rows=job.rows + new.rows,
-        chunks=[*job.chunks, *written.chunks],
-        broken_lines=job.broken_lines + written.num_broken,
-        duplicate_ids=job.duplicate_ids + written.num_repeated,
         generation=job.generation + 1,
         first_sha256=identity(job, data),
     )
+    text = "%s of new files: appended to the %d that are there"
+    logger.info(text, units.many(new.rows, "row"), job.rows)
     try:
         store.replace(layout.JOB_KEY, codec.encode_pretty(longer), etag)
     except PreconditionFailed as error:
@@ -119,11 +106,11 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
                 f"{part.found.url}: has changed since its rows became a part of the job, expected only new files",
                 hint="put the new rows into a file of their own; if all its rows are new, rename it",
             )
-    is_certain = all(each.format != "jsonl" for each in [*job.sources, *new.sources])
-    different = set(job.columns).symmetric_difference(new.columns)
-    if different and is_certain and new.parts:
+    new.require("the job", job.columns)
+    more = set(new.columns).difference(job.columns)
+    if more and all(each.format != "jsonl" for each in [*job.sources, *new.sources]):
         raise InputError(
-            f"{new.parts[0].found.url}: the new files and the job differ in the column {min(different)!r}",
+            f"{new.parts[0].found.url}: has a column {min(more)!r}, which the job lacks",
             hint=f"take the job's columns: --columns '{','.join(job.columns)}', or make another job",
         )
 

@@ -213,21 +213,9 @@ def _make(
     if config.overwrite:
         store.delete([layout.JOB_KEY])
     if counted is not None:
+        publish = functools.partial(writer.publish_chunk, store, config.compression)
         with _progress(counted.rows) as advance:
-            written = writer.write_chunks(
-                counted,
-                bounds,
-                [layout.chunk_name(index, num_chunks) for index in range(num_chunks)],
-                functools.partial(writer.publish_chunk, store, config.compression),
-                compression=config.compression,
-                advance=advance,
-            )
-        job = msgspec.structs.replace(
-            job,
-            chunks=written.chunks,
-            broken_lines=written.num_broken,
-            duplicate_ids=written.num_repeated,
-        )
+            job = writer.write_chunks(job, counted, bounds, publish, advance)
     writer.complete_job(store, job)
     return job, True
 
@@ -238,9 +226,10 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
     Files are compared by their content, not by their names. If no option says the number of chunks, any will do.
     """
     files, there = ([file.content for file in job.files] for job in (wanted, existing))
-    different = [] if files == there[: len(files)] else ["the sources' files"]
-    if len(there) > len(files) and not existing.generation:
-        different = ["the sources' files"]
+    is_same = files == there
+    if existing.generation:  # what it began with, or all that it has now
+        is_same = files == there[: len(files)] or {*files} == {*there}
+    different = [] if is_same else ["the sources' files"]
     for name in ("columns", "num_workers", "id_column", "compression", "limit"):
         before, now = getattr(existing, name), getattr(wanted, name)
         different += [f"{name} ({before} there, {now} here)"] if before != now else []

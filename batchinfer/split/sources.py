@@ -118,6 +118,14 @@ class Sources(Record, frozen=True, kw_only=True):
                     hint="name another --output, or narrow the source: FOLDER/*.parquet",
                 )
 
+    def require(self, option: str, names: Sequence[str], *, in_each: bool = True) -> None:
+        """Raise InputError if a file lacks a column that an option needs; unless `in_each`, if all files lack it.
+
+        ``*``, empty names and the columns that `split` adds are not checked.
+        """
+        for name in {*names} - {"", "*", "_row", "_id"}:
+            _require_column(self.parts, option, name, in_each=in_each)
+
     def as_job(self) -> Job:
         """Return what job.json says of these sources, without chunks."""
         return Job(
@@ -234,20 +242,23 @@ def _check_columns(parts: list[Part], asked: dict[str, list[str]]) -> None:
             break
 
 
-def _require_column(parts: list[Part], option: str, name: str) -> None:
-    for part in parts:
-        url, known = part.found.url, part.counted.columns
-        if name in known:
-            continue
-        if part.found.format == "jsonl":
-            if any(name in each.counted.columns for each in parts) or lines.has_column(url, name):
-                return
-            known = [each for other in parts for each in other.counted.columns]
+def _require_column(parts: list[Part], option: str, name: str, *, in_each: bool = True) -> None:
+    """Raise InputError if a file lacks a column; unless `in_each`, if all lack it. One row of JSON Lines is enough."""
+    lacking = [part for part in parts if not _has_column(part, name)]
+    if lacking and (in_each or len(lacking) == len(parts)):
+        known = lacking[0].counted.columns
         shown = f"{', '.join(known[:30])}{near(name, known)}"
         raise InputError(
-            f"{url}: has no column {name!r} (from {option}), expected one of: {shown}",
-            hint="name a column that all files have, or leave this file out",
+            f"{lacking[0].found.url}: has no column {name!r} (from {option}), expected one of: {shown}",
+            hint="other files have it: rename the column, or leave this file out"
+            if len(lacking) < len(parts)
+            else "name one of these columns",
         )
+
+
+def _has_column(part: Part, name: str) -> bool:
+    is_there = name in part.counted.columns
+    return is_there or (part.found.format == "jsonl" and lines.has_column(part.found.url, name))
 
 
 def _usual_id(parts: list[Part]) -> str:

@@ -6,15 +6,14 @@ What an earlier command left that was killed, or had other options, is replaced 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import msgspec
 import polars as pl
 
 from batchinfer.core import codec, layout
@@ -27,7 +26,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import Chunk, Job
 from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
-from batchinfer.split.rows import Block
+from batchinfer.split.rows import Block, lines_block
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
@@ -50,7 +49,11 @@ def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
     There are at least 50 for each worker, so that workers end together, unless a chunk would have fewer than 20 rows:
     then at least 4. There are at most 100,000 in all.
 
-    >>> usual_num_chunks(1_000_000, 0, 4), usual_num_chunks(1000, 0, 4), usual_num_chunks(10**10, 0, 4)
+    >>> (
+    ...     usual_num_chunks(1_000_000, 0, 4),
+    ...     usual_num_chunks(1000, 0, 4),
+    ...     usual_num_chunks(10**10, 0, 4),
+    ... )
     (500, 50, 100000)
     """
     enough = max(-(-rows // _USUAL_ROWS), -(-num_bytes // _USUAL_BYTES))
@@ -75,119 +78,116 @@ def even_bounds(rows: int, num_chunks: int) -> list[int]:
     return [index * rows // num_chunks for index in range(num_chunks + 1)]
 
 
-class Written(NamedTuple):
-    """Chunks that are on the store, and what their rows are like."""
+class _Rows:
+    """Cuts the rows of sources into chunks, and notes what is odd about them."""
 
-    chunks: list[Chunk]
-    num_broken: int
-    """Number of rows that are no JSON object."""
-    num_repeated: int
-    """Number of rows with an id that an earlier row has."""
+    def __init__(self, sources: Sources) -> None:
+        self._blocks = sources.blocks()
+        self._block, self._used = lines_block([]), 0
+        self._ids: list[Any] = []
+        self._num_ids = 0
+        self.num_broken = 0
 
+    def take(self, count: int) -> Iterator[bytes]:
+        """Yield the lines of the next rows, some at a time."""
+        while count:
+            if self._used == self._block.num_rows:
+                self._block, self._used = next(self._blocks), 0
+                self._note(self._block)
+            stop = min(self._used + count, self._block.num_rows)
+            yield self._block.encode(self._used, stop)
+            count, self._used = count - (stop - self._used), stop
 
-class _Repeats:
-    """Counts ids that earlier rows have, by their hashes, among the first `_MOST_IDS`: memory holds no more."""
+    def finish(self) -> None:
+        """Read what is left, which is an error of the last source if it has more rows than were counted."""
+        next(self._blocks, None)
 
-    def __init__(self) -> None:
-        self._hashes = [np.empty(0, np.uint64)]
-        self._num = 0
+    def _note(self, block: Block) -> None:
+        self.num_broken += block.num_broken
+        if len(block.ids) and self._num_ids < _MOST_IDS:
+            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
+            self._num_ids += len(block.ids)
 
-    def add(self, ids: Any) -> None:
-        """Note the ids of some rows: a list of bytes or a series of polars."""
-        if len(ids) and self._num < _MOST_IDS:
-            self._hashes.append(pl.Series(ids, dtype=pl.Binary).hash().to_numpy())
-            self._num += len(ids)
-
-    def count(self) -> int:
-        """Return the number of rows whose id an earlier row has."""
-        return self._num - np.unique(np.concatenate(self._hashes)).size
-
-
-class _ChunkFile:
-    """A chunk that grows in a scratch file."""
-
-    def __init__(self, path: Path, compression: str) -> None:
-        self.path, self._bytes, self._digest = path, 0, hashlib.sha256()
-        self._compressor: Any = None
-        if compression == "zstd":
-            import zstandard
-
-            self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj()
-        self._file = path.open("wb")
-
-    def write(self, lines: bytes) -> None:
-        """Add whole lines."""
-        self._put(self._compressor.compress(lines) if self._compressor else lines)
-
-    def finish(self, name: str, first_row: int, rows: int) -> Chunk:
-        """Complete the file and return its description."""
-        if self._compressor:
-            self._put(self._compressor.flush())
-        self._file.close()
-        sha256 = self._digest.hexdigest()
-        return Chunk(name=name, first_row=first_row, rows=rows, bytes=self._bytes, sha256=sha256)
-
-    def _put(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
+    def num_repeated(self) -> int:
+        """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""
+        return self._num_ids - pl.concat(self._ids).n_unique() if self._ids else 0
 
 
 def write_chunks(
+    job: Job,
     sources: Sources,
     bounds: Sequence[int],
-    names: Sequence[str],
     publish: Callable[[Chunk, Path], Chunk],
-    *,
-    compression: str,
     advance: Callable[[int], object],
-) -> Written:
-    """Build chunks one after the other in a scratch folder, and publish several at a time.
+) -> Job:
+    """Build chunks one after the other in a scratch folder, publish several at a time, and add them to a job.
 
     Args:
+        job: The job, whose chunks and sources come before.
         sources: The rows.
         bounds: The first row of each chunk, counted from the first of the sources, then the number of all rows.
-        names: Names of the chunks.
         publish: Publishes the file of a chunk; returns the chunk as job.json is to have it.
-        compression: "none" or "zstd".
         advance: Called with the number of rows of each chunk that is published.
+
+    Returns:
+        The job with the new chunks, and with what is odd about their rows.
 
     Raises:
         InputError: See `Sources.blocks`, `Sources.check_unchanged`.
         ScratchFull: The scratch folder is full.
     """
-    with contextlib.closing(Scratch()) as scratch, scratch_errors(scratch.folder):
-        repeats, waiting, chunks = _Repeats(), deque[Future[Chunk]](), list[Chunk]()
-        num_broken = 0
+    rows, before = _Rows(sources), len(job.chunks)
+    total = before + len(bounds) - 1
+    waiting, chunks = deque[Future[Chunk]](), list[Chunk]()
 
-        def take() -> None:
-            chunks.append(waiting.popleft().result())
-            advance(chunks[-1].rows)
+    def take() -> None:
+        chunks.append(waiting.popleft().result())
+        advance(chunks[-1].rows)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            blocks = sources.blocks()
-            block, used = Block(0, lambda _start, _stop: b""), 0
-            for name, (first, stop) in zip(names, itertools.pairwise(bounds), strict=True):
-                file = _ChunkFile(scratch.new_path(name), compression)
-                left = stop - first
-                while left:
-                    if used == block.num_rows:
-                        block, used = next(blocks), 0
-                        repeats.add(block.ids)
-                        num_broken += block.num_broken
-                    count = min(left, block.num_rows - used)
-                    file.write(block.encode(used, used + count))
-                    used, left = used + count, left - count
-                chunk = file.finish(name, sources.first_row + first, stop - first)
-                waiting.append(pool.submit(publish, chunk, file.path))
-                while len(waiting) > _THREADS:
-                    take()
-            while waiting:
+    with (
+        contextlib.closing(Scratch()) as scratch,
+        scratch_errors(scratch.folder),
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
+        for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
+            name = layout.chunk_name(index, total)
+            path = scratch.new_path(name)
+            size, sha256 = _write_file(path, rows.take(stop - first), job.compression)
+            chunk = Chunk(
+                name=name,
+                first_row=sources.first_row + first,
+                rows=stop - first,
+                bytes=size,
+                sha256=sha256,
+            )
+            waiting.append(pool.submit(publish, chunk, path))
+            while len(waiting) > _THREADS:
                 take()
-        if sources.is_whole:  # then the last file is to have no more rows
-            next(blocks, None)
-        sources.check_unchanged()
-        return Written(chunks, num_broken, repeats.count())
+        while waiting:
+            take()
+    if sources.is_whole:
+        rows.finish()
+    sources.check_unchanged()
+    return msgspec.structs.replace(
+        job,
+        chunks=[*job.chunks, *chunks],
+        broken_lines=job.broken_lines + rows.num_broken,
+        duplicate_ids=job.duplicate_ids + rows.num_repeated(),
+    )
+
+
+def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> tuple[int, str]:
+    """Write a chunk's file. Returns its size and sha256."""
+    with contextlib.ExitStack() as stack:
+        file: Any = stack.enter_context(path.open("wb"))
+        if compression == "zstd":
+            import zstandard
+
+            file = stack.enter_context(zstandard.ZstdCompressor(_ZSTD_LEVEL).stream_writer(file))
+        for piece in pieces:
+            file.write(piece)
+    with path.open("rb") as written:
+        return path.stat().st_size, codec.sha256_file(written)
 
 
 def publish_chunk(store: Store, compression: str, chunk: Chunk, path: Path) -> Chunk:

@@ -133,7 +133,7 @@ SCENES: dict[str, Scene] = {
         make_prompts,
         [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
     ),
-    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--chunk-rows", "2"]]),
+    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--num-chunks", "2"]]),
     "native": Scene(make_prompts, [SPLIT, [*WORKER, *PROMPT]]),
     "settings": Scene(
         make_template,
