@@ -239,8 +239,10 @@ class Watch:
 def _name(command: list[str]) -> str:
     text = " ".join(command)
     for part, name in (
+        ("batchinfer worker", "worker"),  # first: it may name a server's command
         ("guard.py", "guard"),
         ("vllm_serve", "server"),
+        ("echo_server", "server"),
         ("EngineCore", "engine core"),
         ("VLLM::Worker", "engine worker"),
         ("spawn_main", "engine core"),

@@ -10,9 +10,9 @@ cores. The last line is one JSON object.
     python benchmarks/throughput.py --ways batchinfer,run_batch    # see --help
 
 The way `quiet` is the worker with `--disable-log-stats`: the server then counts nothing, so there are no steps. What a
-request costs the worker itself, from chunk to published line, is measured apart, over two servers of the echo engine
-and more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate` at most 1.02,
-`wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
+request costs the worker itself, from chunk to published line, is measured apart: over two servers that answer with the
+prompt and over more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate`
+at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,10 +29,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import msgspec
 import s3_stub
 import workload
 from harness import Spread, alternate, entries, print_table, spread
 from ways import ROWS_PER_CHUNK
+
+from batchinfer.engines.config import EngineConfig
 
 TITLES = {
     "generate": "LLM.generate once",
@@ -42,6 +46,7 @@ TITLES = {
 }
 DEFAULT_WAYS = "generate,batchinfer,quiet,run_batch"
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+ECHO_SERVER = Path(__file__).parent.parent / "tests/echo_server.py"
 
 
 class Measured(NamedTuple):
@@ -115,13 +120,21 @@ class Bench:
         for name, requests in (("one", self.requests[:1]), ("many", self.requests * factor)):
             url = f"s3://stub/job-{name}"
             jobs[name] = workload.write_job(url, requests, per_chunk=10 * ROWS_PER_CHUNK)
-        options = ["--engine", "echo", "--replicas", "2", "--request-format", "completions"]
+        config = EngineConfig(engine="echo", model=str(self.model))
+        server = [
+            sys.executable,
+            str(ECHO_SERVER),
+            msgspec.json.encode(config).decode(),
+            "{socket}",
+        ]
+        options = ["--server-command", shlex.join(server), "--replicas", "2"]
+        options += ["--max-concurrency", "384", "--request-format", "completions"]
         cpu = {}
         for name, job in jobs.items():
             self._runs += 1
             output = f"s3://stub/run-{self._runs}"
             env = harness.environment()
-            _, ended = workload.run_worker(job, output, Path("echo"), {}, *options, env=env)
+            _, ended = workload.run_worker(job, output, self.model, {}, *options, env=env)
             cpu[name] = ended.cpu["worker"]
         return 1e6 * (cpu["many"] - cpu["one"]) / (len(self.requests) * factor)
 

@@ -21,11 +21,9 @@ from batchinfer.core.records import (
     Marker,
     Minute,
     Run,
-    Span,
     Worker,
 )
 from batchinfer.storage import Store
-from batchinfer.worker.tally import length_bucket
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -119,37 +117,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
     if is_gone:
         end = shape.now - 3600
     working = end - begin - (resumed_at - killed_at)
-    step = working / max(1, len(done) + 1)
-    spans = []
-    for number, name in enumerate(done):
-        start = begin + 120 + number * step * 0.97
-        if is_killed and start > killed_at:
-            start += resumed_at - killed_at
-        epoch = 2 if is_killed and start > killed_at else 1
-        # Chunks overlap: the next one starts while the last rows of this one run.
-        spans.append(
-            Span(
-                chunk=name,
-                start=start,
-                end=start + step * 1.2,
-                rows=shape.rows_per_chunk,
-                resumed=0,
-                epoch=epoch,
-                outcome="done",
-            )
-        )
-    if is_killed:
-        spans.append(
-            Span(
-                chunk=names_safe(open_chunks, done),
-                start=killed_at - step,
-                end=killed_at,
-                rows=40,
-                resumed=0,
-                epoch=1,
-                outcome="killed",
-            )
-        )
     minutes = []
     rows = prompt = completion = errors = 0
     for minute in range(int(begin // 60) + 2, int(end // 60)):
@@ -165,10 +132,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         minutes.append(some)
         rows, errors = rows + some.rows, errors + some.errors
         prompt, completion = prompt + some.prompt_tokens, completion + some.completion_tokens
-    lengths = [int(dice.lognormvariate(5.5, 0.8)) for _ in range(300)]
-    histogram: dict[str, int] = {}
-    for length in lengths:
-        histogram[length_bucket(length)] = histogram.get(length_bucket(length), 0) + rows // 300
     clouds = [("aws", "us-east-1"), ("gcp", "us-central1"), ("lambda", "us-west-1")]
     cloud, region = clouds[index % 3]
     worker = Worker(
@@ -186,7 +149,7 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
             "load_seconds": 90.0,
             "model": "meta-llama/Llama-3.1-8B-Instruct",
         },
-        open_chunks=open_chunks,
+        open_chunks=dict.fromkeys(open_chunks, 50),
         chunks_done=len(done),
         rows_done=rows,
         rows_ok=rows - errors,
@@ -201,14 +164,7 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         if errors
         else {},
         finish_reasons={"stop": int((rows - errors) * 0.9), "length": int((rows - errors) * 0.1)},
-        prompt_lengths=histogram,
-        completion_lengths=histogram,
         minutes=minutes[-1440:],
-        spans=spans,
-        open_spans=[
-            Span(chunk=name, start=end - 200, end=end, rows=50, resumed=0, epoch=1, outcome="open")
-            for name in open_chunks
-        ],
         starts=[begin, resumed_at] if is_killed else [begin],
         ends=[(killed_at, "running")] if is_killed else [],
         up_seconds=working,
@@ -216,17 +172,8 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
     return _shifted(worker, shape.clock_off_seconds) if index == 1 else worker
 
 
-def names_safe(first: list[str], second: list[str]) -> str:
-    return (first or second or ["part-00000"])[0]
-
-
 def _shifted(worker: Worker, seconds: float) -> Worker:
     """The same worker on a machine whose clock is wrong."""
-
-    def spans(these: list[Span]) -> list[Span]:
-        return [
-            msgspec.structs.replace(s, start=s.start + seconds, end=s.end + seconds) for s in these
-        ]
 
     return msgspec.structs.replace(
         worker,
@@ -234,8 +181,6 @@ def _shifted(worker: Worker, seconds: float) -> Worker:
         heartbeat=worker.heartbeat + seconds,
         starts=[start + seconds for start in worker.starts],
         ends=[(end + seconds, how) for end, how in worker.ends],
-        spans=spans(worker.spans),
-        open_spans=spans(worker.open_spans),
         minutes=[
             msgspec.structs.replace(minute, minute=minute.minute + int(seconds // 60))
             for minute in worker.minutes
@@ -294,10 +239,9 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     for worker in workers:
         run.create(layout.worker_key(worker.id), codec.encode(worker))
     for worker in workers:
-        for span in worker.open_spans:
-            key = layout.segment_key(span.chunk, 1, f"{worker.id}.n", 1, span.rows)
+        for chunk, rows in worker.open_chunks.items():
+            key = layout.segment_key(chunk, 1, f"{worker.id}.n", 1, rows)
             run.create(key, b"finished rows")
-    done = {span.chunk: span for worker in workers for span in worker.spans}
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
         body = output_lines(name, shape)
@@ -308,14 +252,10 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
                 for i in range(shape.rows_in_outputs)
             )
             job.create(layout.chunk_file(name, "none"), rows.encode())
-        span = done[name]
         changes: dict[str, Any] = {
             "fingerprint": written.fingerprint,
-            "epoch": span.epoch,
-            "start": iso_utc(span.start),
-            "end": iso_utc(span.end),
-            "prompt_tokens": 250 * span.rows,
-            "completion_tokens": 450 * span.rows,
+            "prompt_tokens": 250 * shape.rows_per_chunk,
+            "completion_tokens": 450 * shape.rows_per_chunk,
         }
         if index < shape.num_outputs:
             changes["rows_ok"] = shape.rows_in_outputs

@@ -60,8 +60,8 @@ def sbatch(root: Path) -> None:
         time.sleep(600)
     job = len(list(root.glob("*.sh"))) + 1
     (root / f"{job}.sh").write_text(script)
-    name = re.search(r"--job-name=(\S+)", script)[1]
-    last = int(re.search(r"--array=0-(\d+)", script)[1])
+    name = re.findall(r"--job-name=(\S+)", script)[-1]
+    last = int(re.findall(r"--array=0-(\d+)", script)[-1])
     for index in range(last + 1):
         task = {"job": job, "index": index, "name": name, "state": "PENDING", "pid": 0, "starts": 0}
         _set(task, state="FAILED" if fate == "broken" else "PENDING")

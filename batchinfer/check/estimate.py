@@ -12,7 +12,7 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.ledger.inventory import RunReader
-from batchinfer.runs.overview import overview
+from batchinfer.ledger.spending import machine_of
 from batchinfer.storage.opening import open_store
 
 START_SECONDS = 600.0
@@ -34,14 +34,14 @@ def measure_run(url: str) -> dict[str, Any]:
             f"--rate-from {url}: no worker there has finished a row",
             hint="give --rate ROWS_PER_SECOND, or name a run that got further",
         )
-    first = next(view for view in overview(snapshot, Prices()).workers if view.rows_done)
+    machine = machine_of(records[0], snapshot.run)
     return {
         "run": url,
         "rows": rows,
         "rate": rows / busy,
         "load_seconds": max(r.engine_load_seconds or r.load_seconds for r in records),
-        "accelerator": first.accelerator,
-        "gpus": max(1, first.gpus),
+        "accelerator": machine.accelerator,
+        "gpus": max(1, machine.gpus),
     }
 
 

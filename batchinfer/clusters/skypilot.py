@@ -80,11 +80,12 @@ def _launching(plan: Plan) -> tuple[list[str], str]:
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
     variables += [f"WORKER_WORDS={plan.words}", *plan.variables]
     names = [f"--name={plan.name}", f"--num-jobs={plan.workers}"]
-    words = ["sky", "jobs", "launch", "-y", "-d", *names]
+    words = ["sky", "jobs", "launch", "-y", "-d"]
+    words += [f"--gpus={plan.gpu}"] if plan.gpu else []
+    words += [*plan.sky_arg, *names]  # by their name `status` and `stop --cancel` find the workers
     words += [f"--env={variable}" for variable in variables]
     words += [f"--secret={name}" for name in plan.secret]
-    words += [f"--gpus={plan.gpu}"] if plan.gpu else []
-    return [*words, *plan.sky_arg, str(template)], str(folder)
+    return [*words, str(template)], str(folder)
 
 
 def _jobs(launch: str) -> list[dict[str, Any]]:

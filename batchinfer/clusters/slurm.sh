@@ -1,8 +1,6 @@
 #!/bin/bash
 # One worker of a batchinfer launch on Slurm. `batchinfer launch --on slurm --template FILE` takes a file like this one
-# in its place, and fills in what stands in double braces. What --sbatch-arg says comes last, and wins.
-#SBATCH --job-name={{ name }}
-#SBATCH --array=0-{{ last }}
+# in its place, and fills in what stands in double braces. What --sbatch-arg says wins over what stands above it.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%a.log
@@ -12,6 +10,9 @@
 # Two minutes before the end of the job's time a worker saves what it has.
 #SBATCH --signal=B:USR1@120
 {{ options }}
+# By this name `status` and `stop --cancel` find the workers.
+#SBATCH --job-name={{ name }}
+#SBATCH --array=0-{{ last }}
 
 export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
 {{ exports }}

@@ -20,6 +20,7 @@ from batchinfer.collect.table import Collection
 from batchinfer.core import codec
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import MISSING
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.storage.hub_data_set import open_hub, parse_address
@@ -104,7 +105,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
     if not selection.sound:
         raise RunUnsound(
             f"{config.run}: no chunk is done yet",
-            hint=f"see how it goes: batchinfer status {config.run}",
+            hint=f"see how it goes: batchinfer status {quote(config.run)}",
         )
     names = ", ".join(gap.chunk for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
     raise RunUnsound(

@@ -19,6 +19,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.convert.places import fetch_model, result_at
 from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.shell import quote
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def hf_to_onnx(
     if model is None or dest is None or not (environment / "bin/optimum-cli").exists():
         raise ConfigError(
             f"hf-to-onnx: needs MODEL, DEST and the exporter's environment in {environment}",
-            hint=f"make it once: batchinfer convert hf-to-onnx --setup --environment {environment}",
+            hint=f"make it once: batchinfer convert hf-to-onnx --setup --environment {quote(str(environment))}",
         )
     with result_at(dest) as folder:
         path = str(fetch_model(model))

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchinfer.core.records import Record
+
 CATALOGS = Path("~/.sky/catalogs/v8")
 """Folder of SkyPilot's price lists. SkyPilot 0.14 creates it when it is first used."""
 
@@ -23,7 +25,7 @@ class Price(NamedTuple):
     source: str
 
 
-class Machine(NamedTuple):
+class Machine(Record, frozen=True):
     """A worker's machine. A text that is not known is empty; a number that is not known is 0."""
 
     cloud: str

@@ -240,10 +240,7 @@ class Marker(Record, frozen=True, kw_only=True):
     chunk_bytes: int | None = None
     """Size of the chunk's file on storage, in bytes."""
     finish_reasons: dict[str, int] = {}
-    """Number of ok rows for each finish reason. Markers of earlier versions have neither this field nor the lengths."""
-    prompt_lengths: dict[str, int] = {}
-    """Number of ok rows for each range of prompt lengths; see the same field of `Worker`."""
-    completion_lengths: dict[str, int] = {}
+    """Number of ok rows for each finish reason."""
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
 
@@ -273,28 +270,12 @@ class Minute(Record, frozen=True, kw_only=True, array_like=True):
     In a long run, old records are joined. `length` is the number of minutes that a record covers.
     """
 
-    minute: int
-    rows: int
-    prompt_tokens: int
-    completion_tokens: int
-    errors: int
-    length: int = 1
-
-
-class Span(Record, frozen=True, kw_only=True, array_like=True):
-    """The time from `start` to `end`, in Unix seconds, during which one start of a worker had one chunk open.
-
-    `rows` is the number of the chunk's finished rows; `resumed` of them came from checkpoints. `outcome` is done, lost
-    (another worker published the chunk), released, killed (the process ended without noting it) or open.
-    """
-
-    chunk: str
-    start: float
-    end: float
-    rows: int
-    resumed: int
-    epoch: int
-    outcome: str
+    minute: Count
+    rows: Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    errors: Count
+    length: Positive = 1
 
 
 Dollars = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -339,7 +320,8 @@ class Worker(Record, frozen=True, kw_only=True):
     host: dict[str, Any] = {}
     """Facts about the machine, as far as known: cloud, region, accelerator, gpus, spot. The host's name is left out."""
     engine: dict[str, Any] = {}
-    open_chunks: list[str] = []
+    open_chunks: dict[str, int] = {}
+    """Number of finished rows of each chunk that is open now."""
     chunks_done: int = 0
     chunks_skipped: int = 0
     rows_done: int = 0
@@ -355,15 +337,7 @@ class Worker(Record, frozen=True, kw_only=True):
     errors: dict[str, int] = {}
     examples: dict[str, ErrorExample] = {}
     finish_reasons: dict[str, int] = {}
-    prompt_lengths: dict[str, int] = {}
-    """Number of rows for each range of prompt lengths. The key is the largest length in the range, in tokens: a power
-    of two, or 0."""
-    completion_lengths: dict[str, int] = {}
     minutes: list[Minute] = []
-    spans: list[Span] = []
-    """Spans of closed chunks, in the order of their closing. If there are too many, the oldest are left out."""
-    open_spans: list[Span] = []
-    """Spans of the chunks that are open now."""
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
     """Time of the last heartbeat, and the last state, of every start except the latest. This list is one shorter than

@@ -16,6 +16,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import Job, Marker, Record, Run
+from batchinfer.core.shell import quote
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, read_assignment
 from batchinfer.ledger.runs import (
@@ -366,7 +367,7 @@ def find_target(
     if not job_sha256_of(run):
         raise InputError(
             f"{store.url}: made from a list of chunks without a job.json, which must be given",
-            hint=usage.format(f"--manifest LIST {store.url}"),
+            hint=usage.format(f"--manifest LIST {quote(store.url)}"),
         )
     found_job = find_job(run, store.url, open_store, asked_url=job_url)
     if found_job is None:
@@ -376,7 +377,7 @@ def find_target(
             "so it is read only when asked for"
             if elsewhere and not is_beside(elsewhere, store.url)
             else f"{store.url}: neither run.json nor its place tells where its job lies",
-            hint=usage.format(f"--job JOB {store.url}"),
+            hint=usage.format(f"--job JOB {quote(store.url)}"),
         )
     job, url, sha256 = found_job
     return RunTarget(run, job, url, sha256, job_chunks(job, url, limit))
@@ -396,5 +397,5 @@ def _read_run(store: Store, inventory: Inventory) -> Run:
         )
     raise InputError(
         f"{store.url}: nothing is done yet; no worker's engine has been ready so far",
-        hint=f"see how it goes: batchinfer status {store.url}",
+        hint=f"see how it goes: batchinfer status {quote(store.url)}",
     )

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound, near
 from batchinfer.core.records import Chunk, Job
+from batchinfer.core.shell import quote
 from batchinfer.storage import Store, split_bucket
 from batchinfer.storage.opening import split_url
 
@@ -84,13 +85,13 @@ def no_job(url: str) -> InputError:
     """Return the error for a URL where no job is. The hint tells what it may be instead, by its name."""
     folder, _, name = url.rstrip("/").rpartition("/")
     if name == layout.JOB_KEY:
-        hint = f"name its folder: --job {folder or '.'}"
+        hint = f"name its folder: --job {quote(folder or '.')}"
     elif job := layout.job_above(url):
-        hint = f"this is the place of a run; its job is --job {job}"
+        hint = f"this is the place of a run; its job is --job {quote(job)}"
     elif _is_data(name):
-        hint = f"this is no job but a data set: batchinfer split {url} --output JOB, then --job JOB"
+        hint = f"this is no job but a data set: batchinfer split {quote(url)} --output JOB, then --job JOB"
     else:
-        hint = f"make the job first: batchinfer split SOURCE --output {url}"
+        hint = f"make the job first: batchinfer split SOURCE --output {quote(url)}"
     return InputError(f"{url}: no job.json there", hint=hint)
 
 
@@ -150,8 +151,9 @@ def _contradiction(job: Job) -> str:
 def split_again(url: str) -> str:
     """Return the hint that says how to replace a damaged job.json. Pure."""
     return (
-        f"make it anew: batchinfer split SOURCE… --output {url.rstrip('/')} --overwrite, with the options it was made "
-        "with; if it has runs, split into another place and copy job.json from there (equal sources give equal bytes)"
+        f"make it anew: batchinfer split SOURCE… --output {quote(url.rstrip('/'))} --overwrite, with the options it "
+        "was made with; if it has runs, split into another place and copy job.json from there (equal sources give "
+        "equal bytes)"
     )
 
 

@@ -29,6 +29,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
+from batchinfer.core.shell import quote
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import scratch_errors
@@ -133,7 +134,7 @@ def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
         raise InputError(
             f"{ref.name}: was changed after it was done: {here} had {marker.chunk_bytes} bytes, and has "
             f"{ref.listed_bytes} now: give the new text another name, or write to another --output",
-            hint=f"or do it again from the start: batchinfer clean RUN --redo {ref.name} --yes",
+            hint=f"or do it again from the start: batchinfer clean RUN --redo {quote(ref.name)} --yes",
         )
 
 

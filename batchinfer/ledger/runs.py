@@ -21,6 +21,7 @@ from batchinfer.core.errors import (
     RunMismatch,
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Run
+from batchinfer.core.shell import quote
 from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
@@ -233,11 +234,13 @@ def refuse_foreign(marked: Mapping[str, str], fingerprint: str, *, url: str) -> 
     if not foreign:
         return
     more = f" and {len(foreign) - _SHOWN_CHUNKS} more" if len(foreign) > _SHOWN_CHUNKS else ""
-    redo = " ".join(f"--redo {name}" for name in foreign[:_SHOWN_CHUNKS]) + (" …" if more else "")
+    redo = " ".join(f"--redo {quote(name)}" for name in foreign[:_SHOWN_CHUNKS]) + (
+        " …" if more else ""
+    )
     raise RunMismatch(
         f"{url}: was made with two configurations: the markers of {', '.join(foreign[:_SHOWN_CHUNKS])}{more} have the "
         f"fingerprint {marked[foreign[0]]}, run.json or this worker has {fingerprint}",
-        hint=f"{_PUT_BACK}; or do these chunks again: batchinfer clean {url} {redo} --yes",
+        hint=f"{_PUT_BACK}; or do these chunks again: batchinfer clean {quote(url)} {redo} --yes",
     )
 
 

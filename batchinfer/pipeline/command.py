@@ -19,6 +19,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.shell import quote
 from batchinfer.pipeline.running import WORKER_ID, running_alone
 from batchinfer.split.command import parse_delimiter
 
@@ -162,7 +163,9 @@ def tell(result: dict[str, Any], dest: str) -> None:
     rows, failed = result["rows"], result.get("rows_error", 0)
     say(f"{units.many(rows - failed, 'answer')} in {there}, {failed} failed{rate}")
     if dest != STDOUT:
-        say(f"job and run are in {result['work']}: batchinfer report {result['work']}/run")
+        say(
+            f"job and run are in {result['work']}: batchinfer report {quote(result['work'] + '/run')}"
+        )
 
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, Pol
 from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.ledger.jobs import load_job
+from batchinfer.runs.launched import launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -134,21 +135,28 @@ class Launch:
             PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
                 again and again.
         """
-        restarts, due, best, said = 0, 0.0, -1, ""
-        while (seen := self._look_until_seen()).state != "done":
+        restarts, due, best = 0, 0.0, -1
+        said: list[str] = []
+        while True:
+            seen = self._look_until_seen()
             lost = self._restartable(seen)
             alive = sum(view.state in ALIVE_STATES for view in seen.workers)
             coming = sum(launch.coming for launch in seen.launches)
-            finished = seen.rows.done + seen.rows.in_progress
+            finished = seen.rows_finished
             text = (
                 f"{seen.state}: {units.count(finished)} of {units.count(seen.rows.total)} rows, "
-                f"{alive} workers at work, {coming} to come, {len(lost)} lost, {units.money(seen.cost.so_far)}"
+                f"{units.many(alive, 'worker')} at work, {coming} to come, {len(lost)} lost, "
+                f"{units.money(seen.cost.so_far)}"
             )
-            if text != said:
-                said = text
-                say(text)
+            lines = [text, *(launch_text(each) for each in seen.launches if each.lost)]
+            if lines != said:
+                said = lines
+                for line in lines:
+                    say(line)
+            if seen.state == "done":
+                return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
-                why = "; ".join(sorted({view.reason for view in seen.workers if view.reason}))
+                why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
             if finished > best:
                 restarts, best = 0, finished
@@ -165,7 +173,6 @@ class Launch:
                 self._submit(self._plan(len(lost), self._left_of(lost, seen)), lost)
             except BatchinferError as error:
                 logger.warning("%s", error.message)
-        return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
 
     # -- what is refused
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError
 from batchinfer.core.records import Marker, Run
-from batchinfer.formats import OutputLine, read_line
+from batchinfer.formats import read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import json_lines
@@ -23,10 +23,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 MAX_PROBLEMS = 5
-"""Largest number of problems that are reported of one output.
-
-Without this limit, an output that belongs to another chunk would be reported once for every line.
-"""
+"""Largest number of problems that are reported of one output. That of another chunk would have one in each line."""
 
 
 class Alignment:
@@ -69,75 +66,65 @@ class Alignment:
             return [f"the chunk itself: {error.message}"]
         try:
             if local.sha256 != marker.chunk_sha256:
+                found = f"has sha256 {local.sha256[:12]}…"
                 return [
-                    (
-                        f"{ref.key}: has sha256 {local.sha256[:12]}…, "
-                        f"the marker is of one with {marker.chunk_sha256[:12]}…"
-                    )
+                    f"{ref.key}: {found}, the marker is of one with {marker.chunk_sha256[:12]}…"
                 ]
             num_rows = local.num_lines if ref.row_limit is None else ref.row_limit
-            return list(
-                islice(
-                    self._compare(path, local.path, ref.first_row, num_rows, marker), MAX_PROBLEMS
-                )
+            found_all = self._compare(
+                path, local.path, range(ref.first_row, ref.first_row + num_rows), marker
             )
+            return list(islice(found_all, MAX_PROBLEMS))
         finally:
             path.unlink()
             local.path.unlink()
 
-    def _compare(
-        self, output: Path, chunk: Path, first_row: int, num_rows: int, marker: Marker
-    ) -> Iterator[str]:
+    def _compare(self, output: Path, chunk: Path, numbers: range, marker: Marker) -> Iterator[str]:
+        """Yield what is wrong. `numbers` are the numbers in the job of the chunk's rows."""
         digest = hashlib.sha256()
         codes: Counter[str] = Counter()
-        num_ok = num_lines = 0
-        with output.open("rb") as written, chunk.open("rb") as rows:
-            for line in _hashed(written, digest):
-                row = rows.readline() if num_lines < num_rows else b""
-                if num_lines < num_rows:
-                    summary, problems = self._check_line(line, row, first_row + num_lines)
+        num_lines = 0
+        with output.open("rb") as lines, chunk.open("rb") as rows:
+            for line in lines:
+                digest.update(line)
+                if num_lines < len(numbers):
+                    code, problems = self._check_line(line, rows.readline(), numbers[num_lines])
                     yield from (f"line {num_lines}: {problem}" for problem in problems)
-                    if summary is not None and summary.is_ok:
-                        num_ok += 1
-                    elif summary is not None:
-                        codes[summary.code] += 1
+                    codes.update(() if code is None else (code,))
                 num_lines += 1
         if digest.hexdigest() != marker.output_sha256:
             yield f"sha256 {digest.hexdigest()[:12]}…, the marker says {marker.output_sha256[:12]}…"
-        if num_lines != num_rows:
-            yield f"{num_lines} lines, the chunk has {num_rows} rows"
+        if num_lines != len(numbers):
+            yield f"{num_lines} lines, the chunk has {len(numbers)} rows"
+        num_ok = codes.pop("", 0)
         if (num_ok, codes.total()) != (marker.rows_ok, marker.rows_error):
-            yield (
-                f"{num_ok} rows ok and {codes.total()} errors, "
-                f"the marker says {marker.rows_ok} and {marker.rows_error}"
-            )
+            says = f"the marker says {marker.rows_ok} and {marker.rows_error}"
+            yield f"{num_ok} rows ok and {codes.total()} errors, {says}"
         if marker.errors and dict(codes) != marker.errors:
             yield f"errors {dict(codes)}, the marker says {marker.errors}"
 
-    def _check_line(
-        self, line: bytes, row: bytes, number: int
-    ) -> tuple[OutputLine | None, list[str]]:
-        """Read one output line and compare it with its row. Return the line's summary and the problems found.
+    def _check_line(self, line: bytes, row: bytes, number: int) -> tuple[str | None, list[str]]:
+        """Compare an output line with its row. Return its error code, "" for an answer, and the problems found.
 
-        The summary is None if the line cannot be read. `number` is the row's number in the job.
+        The code is None if the line cannot be read. `number` is the row's number in the job.
         """
         if not line.endswith(b"\n"):
             return None, ["is cut off"]
         try:
-            summary = read_line(line[:-1])
+            answer = read_line(line[:-1])
         except InputError as error:
             return None, [error.message]
         found = []
-        if summary.row != number:
-            found.append(f"is of row {summary.row}, expected {number}")
+        if answer.row != number:
+            found.append(f"is of row {answer.row}, expected {number}")
         ids = self._ids_of(row, number)
-        if not ids and summary.is_ok:
+        if not ids and answer.is_ok:
             found.append("is an answer to a row that cannot be read")
-        elif not summary.is_ok:
+        elif not answer.is_ok:
             ids.append(str(number))  # the worker may give an error row its number as id
-        if summary.id not in ids:
-            found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
-        return summary, found
+        if answer.id not in ids:
+            found.append(f"has the id {answer.id!r}, expected {ids[0]!r}")
+        return answer.code, found
 
     def _ids_of(self, row: bytes, number: int) -> list[str]:
         """Return a list with the id that the worker gives to a row; an empty list if the row cannot be read."""
@@ -147,9 +134,3 @@ class Alignment:
             return []
         found = [row_data[name] for name in self._id_columns if row_data.get(name) is not None]
         return [json_lines.as_id(found[0]) if found else str(number)]
-
-
-def _hashed(file: BinaryIO, digest: hashlib._Hash) -> Iterator[bytes]:
-    for line in file:
-        digest.update(line)
-        yield line

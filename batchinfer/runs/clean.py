@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import click
 
@@ -39,6 +38,7 @@ PROBE_SECONDS = 600.0
 
 A worker writes a probe object to test the store. It removes the object after half a dozen requests.
 """
+_MARKERS = "markers"
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
@@ -51,48 +51,21 @@ class CleanConfig(Record, frozen=True, kw_only=True):
     """Names of chunks to do again. `clean` removes the markers and segments of these chunks, whatever their age."""
 
 
+class Removal(NamedTuple):
+    """An object that may be removed once it has an age, by the name of its kind. An age of None: whatever its age."""
+
+    what: str
+    info: ObjectInfo
+    least_age_seconds: float | None
+
+
 @runtime_checkable
 class _KeepsTemps(Protocol):
     """A store in which killed writers leave temporary files. The local folder is such a store."""
 
-    def temps(self, older_than_seconds: float) -> Iterable[object]: ...
+    def temps(self, older_than_seconds: float) -> Iterator[object]: ...
 
     def sweep_temps(self, older_than_seconds: float) -> int: ...
-
-
-@runtime_checkable
-class _KeepsUploads(Protocol):
-    """A store in which killed writers leave unfinished multipart uploads. S3 is such a store."""
-
-    def list_multipart_uploads(self) -> Iterator[Any]: ...
-
-    def abort_multipart_uploads(self, older_than_seconds: float) -> int: ...
-
-
-@dataclass(slots=True)
-class Removals:
-    """`removed` holds the objects to remove by the name of their kind; `released`, the keys of claims to release."""
-
-    removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
-    released: list[str] = field(default_factory=list)
-    num_kept_young: int = 0
-    num_kept_orphans: int = 0
-    """Number of orphan outputs that stay because the store ignores preconditions.
-
-    Such a store would let a late marker that names the orphan replace the chunk's marker.
-    """
-
-    def add(self, what: str, info: ObjectInfo) -> None:
-        """Add an object to the objects of one kind."""
-        self.removed.setdefault(what, []).append(info)
-
-    def keys(self) -> list[str]:
-        """Every key to delete, with markers last.
-
-        If `clean` is killed before it deletes the markers, their chunks still count as done.
-        """
-        order = sorted(self.removed, key=lambda what: what == "markers")
-        return [info.key for what in order for info in self.removed[what]]
 
 
 def run_clean(
@@ -121,44 +94,45 @@ def run_clean(
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    # Probing the store writes objects, and a dry run must not write. So a dry run assumes that the store honours
-    # preconditions.
-    is_safe = not config.yes or probe(store).is_safe
     # The inventory of a large run takes minutes, and a worker may have written a damaged record of its own anew since.
     inventory.look_again_at_damaged(store)
-    removals = find_removals(inventory, config, is_safe=is_safe)
-    for what, infos in removals.removed.items():
-        show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
-    if removals.num_kept_orphans:
-        show(
-            f"orphan outputs: {removals.num_kept_orphans} stay, since this store ignores preconditions and a worker "
-            "that wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
-        )
-    if removals.released:
-        show(f"claims of workers that are gone, released: {len(removals.released)}")
+    removed: dict[str, list[ObjectInfo]] = {}
+    num_young = 0
+    # Probing the store writes objects, and a dry run must not write.
+    is_safe = not config.yes or probe(store).is_safe
+    for removal in find_removals(inventory, config, is_safe=is_safe):
+        if is_old(inventory, removal):
+            removed.setdefault(removal.what, []).append(removal.info)
+        else:
+            num_young += 1
+    released = claims_to_release(inventory)
     age_seconds = config.older_than_seconds
-    if (
-        inventory.living()
-    ):  # an unfinished upload may be a live worker's, and a large upload takes long
+    if inventory.living():  # a temporary file may be a live worker's, and a large upload takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
-    num_temps = _count_temps(store, age_seconds, now)
+    num_temps = len(list(store.temps(age_seconds))) if isinstance(store, _KeepsTemps) else 0
+    for what, infos in removed.items():
+        show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
+    if released:
+        show(f"claims of workers that are gone, released: {len(released)}")
     if num_temps:
-        show(f"unfinished uploads: {num_temps}")
+        show(f"temporary files: {num_temps}")
     if config.yes:
-        store.delete(removals.keys())
-        for key in removals.released:
+        # Markers go last. If this process is killed before, their chunks still count as done.
+        order = sorted(removed, key=lambda what: what == _MARKERS)
+        store.delete([info.key for what in order for info in removed[what]])
+        for key in released:
             _release(store, key, inventory)
-        num_temps = _remove_temps(store, age_seconds)
+        if isinstance(store, _KeepsTemps):
+            num_temps = store.sweep_temps(age_seconds)
     return {
         "status": "SUCCESS",
         "run": store.url,
         "is_dry_run": not config.yes,
-        "removed": {what: len(infos) for what, infos in removals.removed.items()},
-        "removed_bytes": sum(info.bytes for infos in removals.removed.values() for info in infos),
-        "claims_released": len(removals.released),
-        "uploads_aborted": num_temps,
-        "kept_young": removals.num_kept_young,
-        "kept_orphans": removals.num_kept_orphans,
+        "removed": {what: len(infos) for what, infos in removed.items()},
+        "removed_bytes": sum(info.bytes for infos in removed.values() for info in infos),
+        "claims_released": len(released),
+        "temps_removed": num_temps,
+        "kept_young": num_young,
     }
 
 
@@ -182,86 +156,68 @@ def _time_of(store: Store, clock: Clock) -> float:
         store.delete([key])
 
 
-def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Removals:
-    """Decide what to remove, without any request to the store.
+def is_old(inventory: Inventory, removal: Removal) -> bool:
+    """Whether an object has the age at which it may be removed, by the time of the inventory."""
+    if removal.least_age_seconds is None:
+        return True
+    if not removal.info.modified:
+        # The store gives no times, so ages are not known. Then all objects stay while any worker is alive.
+        return not inventory.living()
+    return inventory.now - removal.info.modified >= removal.least_age_seconds
+
+
+def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Iterator[Removal]:
+    """Yield what may be removed. Sends no request to the store.
 
     Args:
         inventory: The run's objects.
         config: What to clean.
-        is_safe: Whether the store honours preconditions. If it does, a late marker cannot replace a chunk's marker.
+        is_safe: Whether the store honours preconditions, so that a late marker cannot replace a chunk's marker.
+
+    Raises:
+        InputError: a chunk to do again has neither a marker nor segments.
     """
-    removals = Removals()
-    nobody_lives = not inventory.living()
-    no_worker_runs = (
-        not config.older_than_seconds
-    )  # by --older-than 0, the user says that no worker runs
-
-    def is_old(info: ObjectInfo) -> bool:
-        # If the store gives no times, the age of objects is not known. Then all objects stay while any worker is alive.
-        if not info.modified:
-            return nobody_lives
-        return inventory.now - info.modified >= config.older_than_seconds
-
-    def consider(what: str, info: ObjectInfo) -> None:
-        if is_old(info):
-            removals.add(what, info)
-        else:
-            removals.num_kept_young += 1
-
-    def is_claimed(name: str) -> bool:
-        owner = inventory.claims.get(name)
-        return owner is not None and owner.is_alive
-
+    age = config.older_than_seconds
+    no_worker_runs = not age  # by --older-than 0, the user says so
     for name in dict.fromkeys(config.redo):
-        _redo(inventory, name, removals)
+        yield from _redone(inventory, name)
     for name, info in inventory.orphans():
-        is_settled = inventory.is_passed_over(name, info) and not is_claimed(name)
         # An unreadable marker of the chunk may name this output, so the output stays. The output of a chunk in `redo`
         # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
-        if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
-            continue
-        if is_safe or no_worker_runs:
-            consider("orphan outputs", info)
-        else:
-            removals.num_kept_orphans += 1
+        is_in_use = inventory.damaged_markers.get(name) or name in config.redo
+        is_settled = inventory.is_passed_over(name, info) and not _is_claimed(inventory, name)
+        if is_settled and not is_in_use and (is_safe or no_worker_runs):
+            yield Removal("orphan outputs", info, age)
     for name, infos in inventory.segments.items():
-        if name in config.redo or is_claimed(name) or inventory.current(name) is None:
+        if name in config.redo or _is_claimed(inventory, name) or inventory.current(name) is None:
             continue
         for info in infos:
             # Segments that are newer than the marker of a chunk with error rows may belong to a repair that has not
             # ended. They stay, unless no worker runs.
             if no_worker_runs or inventory.is_passed_over(name, info):
-                consider("segments of done chunks", info)
-    _consider_claims(inventory, consider, removals)
-    _consider_unreadable(inventory, consider)
-    _consider_probes(inventory, config.older_than_seconds, removals)
-    return removals
-
-
-def _consider_unreadable(inventory: Inventory, consider: Callable[[str, ObjectInfo], None]) -> None:
-    """Consider claims and workers' records that cannot be read.
-
-    A young one may be replaced by a live worker at any moment, with its next heartbeat or claim. That new object must
-    not be deleted.
-    """
+                yield Removal("segments of done chunks", info, age)
+    for name, owner in inventory.claims.items():
+        if not owner.is_alive and inventory.current(name) is not None:
+            yield Removal("claims of done chunks", owner.info, age)
+    # A young record that cannot be read may be replaced by a live worker at any moment, with its next heartbeat or
+    # claim. That new object must not be deleted.
     for damaged in inventory.damaged_claims.values():
-        consider("unreadable claims", damaged.info)
+        yield Removal("unreadable claims", damaged.info, age)
     for damaged in inventory.damaged_workers.values():
-        consider("unreadable worker records", damaged.info)
-
-
-def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:
+        yield Removal("unreadable worker records", damaged.info, age)
     for info in inventory.probes:
         # A worker probes the store before it writes its record. So a young probe may belong to a live worker that
         # has no record yet.
-        if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
-            removals.add("probes", info)
-        else:
-            removals.num_kept_young += 1
+        yield Removal("probes", info, max(age, PROBE_SECONDS))
 
 
-def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
-    """Add the markers and segments of a chunk that is to be done again.
+def _is_claimed(inventory: Inventory, name: str) -> bool:
+    owner = inventory.claims.get(name)
+    return owner is not None and owner.is_alive
+
+
+def _redone(inventory: Inventory, name: str) -> Iterator[Removal]:
+    """Yield the markers and segments of a chunk that is to be done again.
 
     The chunk's outputs become orphans. A later `clean` removes them, once the chunk has a new marker.
     """
@@ -273,21 +229,18 @@ def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
             hint="check the name, as in part-00012; a chunk that nobody has begun only needs workers",
         )
     for info in segments:
-        removals.add("segments of chunks to do again", info)
+        yield Removal("segments of chunks to do again", info, None)
     for info in markers.values():
-        removals.add("markers", info)
+        yield Removal(_MARKERS, info, None)
 
 
-def _consider_claims(
-    inventory: Inventory, consider: Callable[[str, ObjectInfo], None], removals: Removals
-) -> None:
-    for name, owner in inventory.claims.items():
-        if owner.is_alive:
-            continue
-        if inventory.current(name) is not None:
-            consider("claims of done chunks", owner.info)
-        elif owner.claim.worker:
-            removals.released.append(owner.info.key)
+def claims_to_release(inventory: Inventory) -> list[str]:
+    """Return the keys of the claims on unfinished chunks whose workers are gone."""
+    return [
+        owner.info.key
+        for name, owner in inventory.claims.items()
+        if not owner.is_alive and owner.claim.worker and inventory.current(name) is None
+    ]
 
 
 def _release(store: Store, key: str, inventory: Inventory) -> None:
@@ -310,23 +263,6 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
         logger.info("%s: taken over meanwhile", key)
 
 
-def _count_temps(store: Store, older_than_seconds: float, now: float) -> int:
-    if isinstance(store, _KeepsTemps):
-        return sum(1 for _ in store.temps(older_than_seconds))
-    if isinstance(store, _KeepsUploads):
-        limit = now - older_than_seconds
-        return sum(1 for upload in store.list_multipart_uploads() if upload.started < limit)
-    return 0
-
-
-def _remove_temps(store: Store, older_than_seconds: float) -> int:
-    if isinstance(store, _KeepsTemps):
-        return store.sweep_temps(older_than_seconds)
-    if isinstance(store, _KeepsUploads):
-        return store.abort_multipart_uploads(older_than_seconds)
-    return 0
-
-
 @click.command("clean")
 @click.argument("run")
 @click.option("--yes", is_flag=True, help="Do it. Without it, only say what would be removed.")
@@ -347,7 +283,7 @@ def _remove_temps(store: Store, older_than_seconds: float) -> int:
 )
 @common_options
 def command(**options: Any) -> dict[str, Any]:
-    """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, unfinished uploads.
+    """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, temporary files.
 
     A dry run unless --yes is given. Safe while workers run. What a marker names is never touched, except by --redo.
     """
@@ -362,8 +298,6 @@ def command(**options: Any) -> dict[str, Any]:
     if not config.yes:
         say("dry run; nothing was changed. To do it, add --yes")
     if result["kept_young"]:
-        say(
-            f"{result['kept_young']} objects stay because they are younger than "
-            f"{config.older_than_seconds:g} s (--older-than)"
-        )
+        young = f"younger than {config.older_than_seconds:g} s (--older-than)"
+        say(f"{result['kept_young']} objects stay because they are {young}")
     return result

@@ -1,40 +1,43 @@
-"""`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files."""
+"""`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files.
+
+Texts from the bucket may be hostile. Jinja escapes them. The page's content security policy also forbids scripts
+and requests, so no script could run even if a text were not escaped.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.resources
 import json
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
 
+from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import ErrorExample, Record, Worker
-from batchinfer.ledger.inventory import RunReader, Snapshot
-from batchinfer.ledger.jobs import OpenStore
-from batchinfer.runs import charts
-from batchinfer.runs.answers import (
-    Answers,
-    DoneChunk,
-    Piece,
-    WorkerShare,
-    most,
-    pieces_of,
-    read_answers,
-    shares_of,
-    with_answers,
-)
+from batchinfer.core.records import ErrorExample, Record
+from batchinfer.ledger.inventory import RunReader, Snapshot, read_newest_markers
+from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
-from batchinfer.runs.overview import RECENT_MINUTES, Overview, add_up, overview
-from batchinfer.runs.pages import put_page, render_template
-from batchinfer.runs.samples import SampleRow, cut, read_samples
+from batchinfer.runs.overview import (
+    RECENT_MINUTES,
+    Overview,
+    Totals,
+    add_up,
+    overview,
+    rows_by_chunk,
+)
+from batchinfer.runs.samples import Sample, cut, read_samples
+from batchinfer.runs.status import gpus_of, place_of, workers_text
+from batchinfer.storage import Store
 
-MAX_LANES = 100
-"""Largest number of workers that are drawn in the time line."""
 MAX_WORKER_ROWS = 300
 """Largest number of workers that are listed in the table."""
 MAX_SETTING = 4000
@@ -61,165 +64,96 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
 
     Raises:
         InputError: there is no such run, or the run cannot be read.
+        ConfigError: the output's URL names no file, or names a folder.
     """
     store = open_store(config.run)
-    prices = Prices(config.price_per_hour)
     snapshot = RunReader(store, open_store, clock, config.job).read()
-    answers = read_answers(store, snapshot)
-    seen = with_answers(overview(snapshot, prices, is_spot=config.is_spot), answers)
-    seen = with_launches(seen, store)
-    samples = (
-        read_samples(store, snapshot, open_store, num_rows=config.num_samples)
-        if config.num_samples
-        else []
+    seen = overview(
+        snapshot,
+        Prices(config.price_per_hour),
+        is_spot=config.is_spot,
+        of_markers=_read_totals(store, snapshot),
     )
-    num_bytes = put_page(config.output, render_page(snapshot, seen, answers, samples), open_store)
+    seen = with_launches(seen, store)
+    num_rows = config.num_samples
+    samples = read_samples(store, snapshot, open_store, num_rows=num_rows) if num_rows else []
+    num_bytes = put_page(config.output, render_page(snapshot, seen, samples), open_store)
     return {
         "report": config.output,
         "bytes": num_bytes,
         "run": seen.run,
         "state": seen.state,
-        "chunks_done": seen.chunks.done,
-        "chunks_total": seen.chunks.total,
         "rows_done": seen.rows.done,
         "rows_total": seen.rows.total,
     }
 
 
+def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
+    """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
+    known = None if snapshot.job is None else rows_by_chunk(snapshot.job, snapshot.run)
+    wanted = {
+        name: seen for name, seen in snapshot.markers.items() if known is None or name in known
+    }
+    return add_up(marker for _, marker in read_newest_markers(store, wanted))
+
+
 # --------------------------------------------------------------------------- the page
 
 
-def render_page(
-    snapshot: Snapshot,
-    seen: Overview,
-    answers: Answers,
-    samples: Sequence[SampleRow],
-) -> str:
+def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> str:
     """Return the whole page as HTML."""
-    gone = {view.id for view in seen.workers if view.state == "gone"}
-    pieces = pieces_of(answers, snapshot, gone)
-    shares = shares_of(answers, pieces)
-    return render_template(
-        "report.html.jinja",
+    import jinja2
+
+    files = importlib.resources.files("batchinfer.runs") / "templates"
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {"f": units, "gpus_of": gpus_of, "place_of": place_of}
+    environment.filters["cut"] = cut
+    style = (files / "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    examples: dict[str, ErrorExample] = {}
+    for view in seen.workers:
+        examples |= {error_code(code): one for code, one in view.record.examples.items()}
+    template = environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        style=style,
+        policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        version=__version__,
         seen=seen,
         tiles=_tiles(seen),
+        drawings=draw(snapshot.workers, seen.rows.total),
         workers=seen.workers[:MAX_WORKER_ROWS],
-        shares=shares,
-        most_tokens=max((share.tokens for share in shares.values()), default=0.0),
-        no_share=WorkerShare(),
-        num_hidden_workers=max(0, len(seen.workers) - MAX_WORKER_ROWS),
+        workers_text=workers_text(seen.workers),
+        examples=examples,
         samples=samples,
         settings=_settings(snapshot),
-        **_charts(snapshot, seen, answers, pieces, gone),
-        **_sums([worker.record for worker in snapshot.workers], seen),
     )
-
-
-def _charts(
-    snapshot: Snapshot,
-    seen: Overview,
-    answers: Answers,
-    pieces: Sequence[Piece],
-    gone: Collection[str],
-) -> dict[str, Any]:
-    workers = sorted(snapshot.workers, key=lambda worker: worker.record.id)
-    life = charts.life_of(workers)
-    done: dict[str, list[DoneChunk]] = {}
-    for chunk in answers.chunks:
-        done.setdefault(chunk.worker, []).append(chunk)
-    lanes = [
-        charts.lane_of(
-            worker, life, done.get(worker.record.id, ()), is_gone=worker.record.id in gone
-        )
-        for worker in workers[:MAX_LANES]
-    ]
-    found: dict[str, Any] = {
-        "throughput": None,
-        "progress": None,
-        "lanes": lanes,
-        "ticks": charts.time_ticks(life),
-        "num_hidden_lanes": len(workers) - len(lanes),
-        "num_kills": sum(lane.num_kills for lane in lanes),
-        **_lengths([worker.record for worker in workers], seen, answers),
-    }
-    if pieces and workers:
-        bins = charts.Bins.covering(life)
-        series = charts.series_of(pieces, workers, bins)
-        found["throughput"] = charts.throughput(series, bins, life)
-        found["progress"] = charts.progress(series, bins, life, seen.rows.total or 0)
-    return found
-
-
-def _lengths(
-    records: Sequence[Worker], seen: Overview, answers: Answers
-) -> dict[str, list[charts.Column]]:
-    """Histograms of the lengths of prompts and answers.
-
-    They are by the markers, and until the run is done also by the workers' records. If the markers have no lengths,
-    they are by the records alone.
-    """
-    prompts = [add_up(record.prompt_lengths for record in records)]
-    completions = [add_up(record.completion_lengths for record in records)]
-    if answers.has_shapes:
-        if seen.state == "done":
-            prompts, completions = [], []
-        prompts.append(answers.prompt_lengths)
-        completions.append(answers.completion_lengths)
-    return {
-        "prompt_lengths": charts.histogram([most(*prompts)]),
-        "answer_lengths": charts.histogram([most(*completions)]),
-    }
-
-
-def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
-    """One example of each error code, and those sums over all workers that the overview lacks."""
-    examples: dict[str, ErrorExample] = {}
-    for record in records:
-        coded = {error_code(code): example for code, example in record.examples.items()}
-        examples = coded | examples
-    return {
-        "examples": examples,
-        "rows_resumed": sum(record.rows_resumed for record in records),
-        "num_starts": sum(record.epoch for record in records),
-        "up_seconds": sum(worker.up_seconds for worker in seen.workers),
-    }
 
 
 def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
     """The figures at the top of the page, each as (name, figure, text in small print)."""
     is_over = seen.state in ("done", "stopped")
     rate = seen.overall if is_over else seen.recent
-    rows = seen.rows.done + seen.rows.in_progress
-    done = units.percent(rows, seen.rows.total) if seen.rows.total else units.count(rows)
-    when = "" if seen.eta_seconds is None else units.moment(seen.time + seen.eta_seconds)
-    cost = seen.cost
+    rows, total = seen.rows_finished, seen.rows.total
+    when = "first start to end" if is_over else f"last {RECENT_MINUTES} min, live workers"
+    rates = f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s"
+    failed = units.percent(seen.totals.rows_error, rows)
     tiles = [
-        ("rows done", done, f"{units.count(rows)} of {units.count(seen.rows.total)}"),
-        (
-            "chunks done",
-            units.count(seen.chunks.done),
-            f"of {units.count(seen.chunks.total)}, {units.count(seen.chunks.in_progress)} in progress",
-        ),
-        (
-            "output tokens/s",
-            units.short(rate.output_tokens),
-            f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s; "
-            + ("first start to end" if is_over else f"last {RECENT_MINUTES} min, live workers"),
-        ),
-        ("rows failed", units.count(seen.rows_error), units.percent(seen.rows_error, rows)),
+        ("rows", units.percent(rows, total), f"{units.count(rows)} of {units.count(total)}"),
+        ("output tokens/s", units.short(rate.output_tokens), f"{rates}; {when}"),
+        ("rows failed", units.count(seen.totals.rows_error), failed),
     ]
     if is_over:
-        from_when = f"from {units.moment(seen.started)}"
-        tiles.insert(3, ("took", units.duration(seen.overall.seconds), from_when))
+        took = units.duration(seen.overall.seconds)
+        tiles.append(("took", took, f"from {units.moment(seen.started)}"))
     elif seen.eta_seconds is not None:
-        tiles.insert(3, ("time left", units.duration(seen.eta_seconds), when))
-    if cost.so_far is not None:
-        small = f"{units.money(cost.per_million_output_tokens)} per million output tokens"
-        if cost.limit is not None:
-            small = f"of {units.money(cost.limit)} (--max-cost); {small}"
-        tiles.append(("cost" if is_over else "cost so far", units.money(cost.so_far), small))
-    if seen.max_hours is not None:
-        tiles.append(("hours", f"{seen.hours:.2f}", f"of {seen.max_hours:g} (--max-hours)"))
+        until = units.moment(seen.time + seen.eta_seconds)
+        tiles.append(("time left", units.duration(seen.eta_seconds), until))
+    if seen.cost.so_far is not None:
+        per_million = units.money(seen.cost.per_million_output_tokens)
+        small = f"{per_million} per million output tokens"
+        tiles.append(("cost" if is_over else "cost so far", units.money(seen.cost.so_far), small))
     return tiles
 
 
@@ -227,10 +161,9 @@ def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
     """The settings in run.json, in two sections, each as (section's title, [(dotted key, value)])."""
     if snapshot.run is None:
         return []
-    run = snapshot.run
     return [
-        ("Part of the fingerprint", flatten(run.config)),
-        ("For the record", flatten(run.recorded)),
+        ("Part of the fingerprint", flatten(snapshot.run.config)),
+        ("For the record", flatten(snapshot.run.recorded)),
     ]
 
 
@@ -242,14 +175,36 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]
     """
     found: list[tuple[str, str]] = []
     for key, value in sorted(settings.items()):
-        if value is None or value == "" or value in ([], {}):
-            continue
         if isinstance(value, dict):
             found += flatten(value, f"{prefix}{key}.")
-        else:
+        elif value not in (None, "", []):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             found.append((prefix + key, cut(text, MAX_SETTING)))
     return found
+
+
+def put_page(url: str, page: str, open_store: OpenStore) -> int:
+    """Write a page to a path or URL, and return its size in bytes. An older page there is replaced.
+
+    Raises:
+        ConfigError: the URL names no file, or names a folder.
+    """
+    folder, name = split_name(url)
+    if not name or name.startswith("."):
+        raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
+    store = open_store(folder)
+    data = page.encode(errors="replace")
+    try:
+        store.create(name, data)
+    except AlreadyExists:
+        try:
+            store.replace(name, data, store.stat(name).etag)
+        except ObjectNotFound:
+            raise ConfigError(
+                f"--output {url}: is a folder, expected a file",
+                hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
+            ) from None
+    return len(data)
 
 
 # --------------------------------------------------------------------------- the command
@@ -275,7 +230,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]
 @price_options
 @common_options
 def command(**options: Any) -> dict[str, Any]:
-    """Write the run at RUN as one HTML page: progress, time line, lengths, errors, cost, settings, answers.
+    """Write the run at RUN as one HTML page: progress, speed, errors, cost, workers, answers, settings.
 
     The page needs no network and runs no script; it can be mailed or put into a bucket.
     """

@@ -19,7 +19,7 @@ _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-
 _OWN = "--server-command"
 
 
-def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = ()) -> str:
+def worker_command(run: Run, url: str, job_url: str) -> str:
     """Return a bash command that starts a worker for the run at `url`.
 
     The command has the options that decide answers, and the server's as the run's first worker had them. Other options
@@ -29,12 +29,7 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
-    words = [f"--manifest {quote(manifest)}" for manifest in manifests]
-    if job_url:
-        words.insert(0, f"--job {quote(job_url)}")
-    elif not manifests:
-        words.append("--manifest LIST")
-    words.append(f"--output {quote(url)}")
+    words = [f"--job {quote(job_url)}", f"--output {quote(url)}"]
     parts = _parts_of(run)
     left_out: list[str] = []
     for option in OPTIONS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import click
+import msgspec
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,10 +21,10 @@ from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.prices import Prices
+from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
-from batchinfer.ledger.inventory import RunReader, Snapshot
+from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.metrics import WorkerSample, families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
@@ -37,14 +39,15 @@ STATE_STYLES = {
     "running": "bold green",
     "loading": "cyan",
     "waiting": "cyan",
+    "slow": "bold yellow",
     "stalled": "bold yellow",
     "idle": "bold yellow",
-    "stopping": "yellow",
-    "stopped": "yellow",
     "gone": "red",
     "failed": "bold red",
 }
 """Colours of states. The name of the state is always shown, too."""
+_NAMED_STATES = ("slow", "stalled", "gone", "failed")
+"""States of workers that somebody should look at, so the workers are named."""
 
 
 class StatusConfig(Record, frozen=True, kw_only=True):
@@ -77,8 +80,7 @@ class Status:
         Raises:
             InputError: there is no such run, or the run cannot be read.
         """
-        seen = overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
-        return with_launches(seen, self._store, self._config.namespace)
+        return with_launches(self._overview(), self._store, self._config.namespace)
 
     def metrics(self) -> bytes:
         """Read the run as it is now. Return its figures in the text format of Prometheus.
@@ -86,30 +88,29 @@ class Status:
         Raises:
             InputError: there is no such run, or the run cannot be read.
         """
-        snapshot = self._reader.read()
-        seen = overview(snapshot, self._prices, is_spot=self._config.is_spot)
-        return metrics_text(snapshot, seen)
+        return metrics_text(self._overview())
+
+    def _overview(self) -> Overview:
+        return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
 
 
-def metrics_text(snapshot: Snapshot, seen: Overview) -> bytes:
+def metrics_text(seen: Overview) -> bytes:
     """Return the figures of a run and its workers in the text format of Prometheus."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    views = {view.id: view for view in seen.workers}
     samples = [
         WorkerSample(
-            record=worker.record,
+            record=view.record,
             state=view.state,
             cost=view.cost,
             price_per_hour=view.price_per_hour,
             age_seconds=view.heartbeat_age_seconds,
         )
-        for worker in snapshot.workers
-        if (view := views.get(worker.record.id)) is not None
+        for view in seen.workers
     ]
     figures: dict[str, float | None] = {
         "batchinfer_run_rows": seen.rows.total,
-        "batchinfer_run_rows_done": seen.rows.done + seen.rows.in_progress,
+        "batchinfer_run_rows_done": seen.rows_finished,
         "batchinfer_run_chunks": seen.chunks.total,
         "batchinfer_run_chunks_done": seen.chunks.done,
     }
@@ -136,9 +137,7 @@ def watch(status: Status, console: Console, clock: Clock, every_seconds: float) 
         The overview that was shown last.
     """
     seen = status.look()
-    with Live(
-        render(seen, console.width), console=console, auto_refresh=False, screen=False
-    ) as live:
+    with Live(render(seen, console.width), console=console, auto_refresh=False) as live:
         try:
             while seen.state not in ("done", "stopped"):
                 clock.sleep(every_seconds)
@@ -149,43 +148,27 @@ def watch(status: Status, console: Console, clock: Clock, every_seconds: float) 
     return seen
 
 
-def summary(seen: Overview) -> dict[str, Any]:
-    """The most important figures of a run. `status` prints them as its result; with --json it prints all figures."""
-    return {
-        "run": seen.run,
-        "state": seen.state,
-        "chunks_done": seen.chunks.done,
-        "chunks_total": seen.chunks.total,
-        "rows_done": seen.rows.done,
-        "rows_total": seen.rows.total,
-        "rows_error": seen.rows_error,
-        "rows_per_sec": round(seen.recent.rows, 3),
-        "tokens_per_sec": {
-            "input": round(seen.recent.input_tokens, 3),
-            "output": round(seen.recent.output_tokens, 3),
-        },
-        "eta_sec": None if seen.eta_seconds is None else round(seen.eta_seconds),
-        "cost": None if seen.cost.so_far is None else round(seen.cost.so_far, 4),
-        "max_cost": seen.cost.limit,
-        "hours": round(seen.hours, 4),
-        "max_hours": seen.max_hours,
-        "workers": len(seen.workers),
-        "workers_expected": sum(launch.expected for launch in seen.launches) or None,
-    }
-
-
 # --------------------------------------------------------------------------- the screen
 
 
 def render(seen: Overview, width: int = WIDE) -> Group:
     """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
     seen = printable_record(seen)
-    parts: list[Any] = [_head(seen)]
+    title = Text.assemble(
+        (seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", _styled(seen.state)
+    )
+    parts: list[Any] = [title]
+    if seen.rows.total:
+        bar = ProgressBar(total=seen.rows.total, completed=seen.rows_finished, width=72)
+        bar.complete_style = "cyan"  # rich's default is a red, which means failure here
+        parts += [bar, Text()]
+    grid = Table.grid(padding=(0, 2))
+    for name, text in _lines(seen):
+        # Plain text: names from the bucket must not be read as rich's markup.
+        grid.add_row(Text(name, style="dim"), Text(text))
+    parts.append(grid)
     if seen.workers:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))
-    if seen.errors:
-        counts = ", ".join(f"{units.count(number)} {code}" for code, number in seen.errors.items())
-        parts.append(Text(f"failed rows: {counts}", style="yellow"))
     warnings = seen.warnings[:MAX_SHOWN_WARNINGS]
     if len(seen.warnings) > len(warnings):
         warnings.append(f"… and {len(seen.warnings) - len(warnings)} more (--json has all)")
@@ -194,56 +177,44 @@ def render(seen: Overview, width: int = WIDE) -> Group:
     return Group(*parts)
 
 
-def _head(seen: Overview) -> Group:
-    state = (seen.state, STATE_STYLES.get(seen.state, ""))
-    title = Text.assemble((seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", state)
-    rows, chunks = seen.rows, seen.chunks
-    finished = rows.done + rows.in_progress
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
-
-    def add(name: str, text: str) -> None:
-        grid.add_row(
-            name, Text(text)
-        )  # plain text: names from the bucket must not be read as rich's markup
-
-    add(
-        "rows",
-        f"{units.count(finished)} of {units.count(rows.total)} ({units.percent(finished, rows.total)}), "
-        f"{units.count(rows.in_progress)} of them in checkpoints, {units.count(rows.waiting)} left",
-    )
-    add(
-        "chunks",
-        f"{units.count(chunks.done)} of {units.count(chunks.total)} done, "
-        f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
-    )
-    if seen.reasoning_tokens:
-        share = seen.reasoning_tokens / max(seen.completion_tokens, 1)
-        add("reasoning", f"{units.count(seen.reasoning_tokens)} tokens, {share:.0%} of the output")
+def _lines(seen: Overview) -> Iterable[tuple[str, str]]:
+    """Yield the lines above the table of workers, each with its name."""
+    rows, chunks, totals = seen.rows, seen.chunks, seen.totals
+    share = units.percent(seen.rows_finished, rows.total)
+    of_all = f"{units.count(seen.rows_finished)} of {units.count(rows.total)} ({share})"
+    in_open = f"{units.count(rows.in_progress)} of them in open chunks"
+    yield "rows", f"{of_all}, {in_open}, {units.count(rows.waiting)} left"
+    of_all = f"{units.count(chunks.done)} of {units.count(chunks.total)} done"
+    in_open = f"{units.count(chunks.in_progress)} in progress"
+    yield "chunks", f"{of_all}, {in_open}, {units.count(chunks.waiting)} waiting"
+    if seen.workers:
+        yield "workers", workers_text(seen.workers)
+    for launch in seen.launches:
+        yield "launched", launch_text(launch)
+    if totals.reasoning_tokens:
+        share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
+        yield "reasoning", f"{units.count(totals.reasoning_tokens)} tokens, {share} of the output"
+    why = why_no_rows(seen)
     if seen.state not in ("done", "stopped"):
         minutes = round(seen.recent.seconds / 60)
-        rates = f"{_rates(seen.recent)} over the last {minutes} minutes"
-        add("now", _why_no_rows(seen) or rates)
-    add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
-    add("time left", _time_left(seen))
-    add("cost", _cost(seen))
-    if seen.max_hours is not None:
-        add("hours", f"{seen.hours:.2f} of {seen.max_hours:g} (--max-hours)")
-    for launch in seen.launches:
-        add("launched", launch_text(launch))
-    bar = Table.grid()
-    if rows.total:
-        bar.add_row(
-            ProgressBar(
-                total=rows.total,
-                completed=min(finished, rows.total),
-                width=72,
-                complete_style="cyan",  # rich's default is a red, which means failure here
-                finished_style="green",
-            )
-        )
-    return Group(title, bar, grid)
+        yield "now", why or f"{_rates(seen.recent)} over the last {minutes} minutes"
+    yield "over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}"
+    yield "time left", _time_left(seen, why)
+    yield "cost", _cost(seen)
+    if totals.errors:
+        counts = (f"{units.count(number)} {code}" for code, number in totals.errors.items())
+        yield "failed rows", ", ".join(counts)
+
+
+def workers_text(workers: list[WorkerView]) -> str:
+    """Say in words how many workers are in which state, and which of them somebody should look at."""
+    parts = []
+    for state, number in Counter(view.state for view in workers).most_common():
+        names = [view.id for view in workers if view.state == state]
+        more = ", …" if number > 3 else ""
+        named = f" ({', '.join(names[:3])}{more})" if state in _NAMED_STATES else ""
+        parts.append(f"{number} {state}{named}")
+    return ", ".join(parts)
 
 
 def _rates(rate: Rate) -> str:
@@ -253,7 +224,7 @@ def _rates(rate: Rate) -> str:
     )
 
 
-def _why_no_rows(seen: Overview) -> str:
+def why_no_rows(seen: Overview) -> str:
     """Say why no row is finished now, however many were before; "" if workers are at work."""
     states = {view.state for view in seen.workers}.intersection(ALIVE_STATES)
     if not states:
@@ -261,12 +232,11 @@ def _why_no_rows(seen: Overview) -> str:
     return "the engine is loading" if states == {"loading"} else ""
 
 
-def _time_left(seen: Overview) -> str:
+def _time_left(seen: Overview, why: str) -> str:
     if seen.state == "done":
         return "nothing left to do"
     if seen.eta_seconds is None:
-        why = _why_no_rows(seen) or "no row was finished lately"
-        return f"not known: {why}" if seen.rows.total else "not known"
+        return f"not known: {why or 'no row was finished lately'}"
     return f"{units.duration(seen.eta_seconds)}, until {units.moment(seen.time + seen.eta_seconds)}"
 
 
@@ -274,68 +244,80 @@ def _cost(seen: Overview) -> str:
     cost = seen.cost
     if cost.so_far is None:
         return "not known: give --price-per-hour"
-    allowed = f" of {units.money(cost.limit)} (--max-cost)" if cost.limit is not None else ""
-    parts = [f"{units.money(cost.so_far)} so far{allowed}"]
+    parts = [f"{units.money(cost.so_far)} so far"]
     if cost.at_end is not None and seen.state != "done":
         parts.append(f"{units.money(cost.at_end)} at the end")
     if cost.per_million_output_tokens is not None:
+        output, both = cost.per_million_output_tokens, cost.per_million_tokens
         parts.append(
-            f"{units.money(cost.per_million_output_tokens)} per million output tokens "
-            f"({units.money(cost.per_million_tokens)} with input)"
+            f"{units.money(output)} per million output tokens ({units.money(both)} with input)"
         )
-    text = ", ".join(parts) + f" [{cost.source}]"
+    text = f"{', '.join(parts)} [{cost.source}]"
     if cost.unpriced_workers:
         text += f", without {cost.unpriced_workers} workers of unknown price"
     return text
 
 
-def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = [column for column in _WORKER_COLUMNS if is_wide or column.is_vital]
-    for column in columns:
-        table.add_column(column.name, justify=column.justify, no_wrap=True)
-    order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
-    for view in order[:MAX_SHOWN_WORKERS]:
-        cells = (column.cell(view) for column in columns)
-        table.add_row(*(Text(cell, style=STATE_STYLES.get(cell, "")) for cell in cells))
-    if len(order) > MAX_SHOWN_WORKERS:
-        table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
-    return table
+def _styled(state: str) -> tuple[str, str]:
+    return state, STATE_STYLES.get(state, "")
 
 
-def _short_id(name: str) -> str:
-    return name if len(name) <= 32 else f"{name[:12]}…{name[-19:]}"
+def place_of(machine: Machine) -> str:
+    """Cloud and region as one text for people."""
+    return "/".join(filter(None, (machine.cloud, machine.region))) or units.NONE
 
 
-def _chunks(view: WorkerView) -> str:
-    if not view.open_chunks:
+def gpus_of(machine: Machine) -> str:
+    """Number and name of the GPUs as one text for people."""
+    if not machine.accelerator:
         return units.NONE
-    more = len(view.open_chunks) - 1
-    return view.open_chunks[0] + (f" +{more}" if more else "")
+    spot = " spot" if machine.is_spot else ""
+    return f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}{spot}"
 
 
-class _WorkerColumn(NamedTuple):
+class _Column(NamedTuple):
     """One column of the table of workers. A narrow terminal shows only the columns with `is_vital`."""
 
     name: str
     cell: Callable[[WorkerView], str]
-    justify: Literal["left", "right"] = "right"
+    is_text: bool = False
     is_vital: bool = True
 
 
-_WORKER_COLUMNS = (
-    _WorkerColumn("worker", lambda view: _short_id(view.id), "left"),
-    _WorkerColumn("where", lambda view: view.place, "left", is_vital=False),
-    _WorkerColumn("GPUs", lambda view: view.machine, "left", is_vital=False),
-    _WorkerColumn("state", lambda view: view.state, "left"),
-    _WorkerColumn("chunks", _chunks, "left", is_vital=False),
-    _WorkerColumn("rows", lambda view: units.count(view.rows_done)),
-    _WorkerColumn("rows/s", lambda view: units.short(view.recent.rows)),
-    _WorkerColumn("tok/s out", lambda view: units.short(view.recent.output_tokens)),
-    _WorkerColumn("errors", lambda view: units.count(view.rows_error), is_vital=False),
-    _WorkerColumn("starts", lambda view: str(view.epoch), is_vital=False),
-    _WorkerColumn("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
+def _chunks(view: WorkerView) -> str:
+    names = list(view.record.open_chunks)
+    return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else units.NONE
+
+
+_COLUMNS = (
+    _Column("worker", lambda view: view.id, is_text=True),
+    _Column("where", lambda view: place_of(view.machine), is_text=True, is_vital=False),
+    _Column("GPUs", lambda view: gpus_of(view.machine), is_text=True, is_vital=False),
+    _Column("state", lambda view: view.state, is_text=True),
+    _Column("chunks", _chunks, is_text=True, is_vital=False),
+    _Column("rows", lambda view: units.count(view.record.rows_done)),
+    _Column("rows/s", lambda view: units.short(view.recent.rows)),
+    _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
+    _Column("errors", lambda view: units.count(view.record.rows_error), is_vital=False),
+    _Column("starts", lambda view: str(view.record.epoch), is_vital=False),
+    _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
+
+
+def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
+    """Lay out the table of workers: those first that are or should be at work."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = [column for column in _COLUMNS if is_wide or column.is_vital]
+    for column in columns:
+        table.add_column(
+            column.name, justify="left" if column.is_text else "right", no_wrap=True, max_width=32
+        )
+    order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
+    for view in order[:MAX_SHOWN_WORKERS]:
+        table.add_row(*(Text(*_styled(column.cell(view))) for column in columns))
+    if len(order) > MAX_SHOWN_WORKERS:
+        table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
+    return table
 
 
 # --------------------------------------------------------------------------- the command
@@ -365,12 +347,7 @@ _WORKER_COLUMNS = (
 @price_options
 @common_options
 def command(
-    *,
-    is_watch: bool,
-    refresh_seconds: float,
-    is_json: bool,
-    is_prometheus: bool,
-    **options: Any,
+    *, is_watch: bool, refresh_seconds: float, is_json: bool, is_prometheus: bool, **options: Any
 ) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
 
@@ -397,4 +374,10 @@ def command(
     else:
         seen = status.look()
         console.print(render(seen, console.width))
-    return seen if is_json else summary(seen)
+    return seen if is_json else _without_lists(seen)
+
+
+def _without_lists(seen: Overview) -> dict[str, Any]:
+    """The figures of a run as one short JSON object, without those of each worker."""
+    figures: dict[str, Any] = msgspec.to_builtins(seen)
+    return {name: value for name, value in figures.items() if not isinstance(value, list)}

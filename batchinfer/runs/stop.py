@@ -11,7 +11,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock, iso_utc
-from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, ConfigError
 from batchinfer.core.records import Record
 from batchinfer.ledger.runs import no_run, refuse_newer
 from batchinfer.runs.launched import cancel_launches
@@ -26,14 +26,6 @@ class StopConfig(Record, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class StopRequest(Record, frozen=True, kw_only=True):
-    """The content of stop.json. Workers stop because the object exists; its fields only inform people."""
-
-    requested: str
-    reason: str
-    nonce: str
-
-
 def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any]:
     """Write or remove the stop request, stop.json. No other object is touched, and a second call changes nothing.
 
@@ -44,19 +36,18 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     Raises:
         InputError: there is no run, or the run is of a newer format version.
     """
-    _require_run(store)
+    # A worker writes its record first, and run.json only after its engine has been loaded.
+    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES)
+    if not any(next(iter(store.list(place)), None) for place in places):
+        raise no_run(store)
     refuse_newer(store)  # workers of a newer batchinfer may need another kind of stop request
-    try:
-        store.stat(layout.STOP_KEY)
-        was_stopped = True
-    except ObjectNotFound:
-        was_stopped = False
+    was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
     if config.resume:
         store.delete([layout.STOP_KEY])
     elif not was_stopped:
-        request = StopRequest(
-            requested=iso_utc(clock.now()), reason=config.reason, nonce=secrets.token_hex(8)
-        )
+        # Workers stop because the object exists; its fields only inform people.
+        now, nonce = iso_utc(clock.now()), secrets.token_hex(8)
+        request = {"requested": now, "reason": config.reason, "nonce": nonce}
         try:
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
         except AlreadyExists:  # another `stop` has written stop.json meanwhile
@@ -67,19 +58,6 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         "stopped": not config.resume,
         "was_stopped": was_stopped,
     }
-
-
-def _require_run(store: Store) -> None:
-    """Raise InputError if there is no run: neither run.json nor a worker's record nor that of a launch.
-
-    A worker writes its record first, and run.json only after its engine has been loaded.
-    """
-    try:
-        store.stat(layout.RUN_KEY)
-    except ObjectNotFound:
-        places = (layout.WORKERS, layout.LAUNCHES)
-        if not any(next(iter(store.list(place)), None) for place in places):
-            raise no_run(store) from None
 
 
 @click.command("stop")
@@ -94,7 +72,9 @@ def _require_run(store: Store) -> None:
 )
 @click.option("--namespace", default="", help="Namespace of what is cancelled (kubernetes).")
 @common_options
-def command(**options: Any) -> dict[str, Any]:
+def command(
+    *, run: str, resume: bool, reason: str, is_cancelled: bool, namespace: str
+) -> dict[str, Any]:
     """Stop every worker of a run, wherever it is, and keep new ones from starting.
 
     Workers see it with their next heartbeat (a quarter of --lease-seconds, 30 s by default), keep what they have
@@ -102,19 +82,16 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    is_cancelled, namespace = options.pop("is_cancelled"), options.pop("namespace")
-    config = StopConfig(**options)
-    if config.resume and is_cancelled:
+    if resume and is_cancelled:
         raise ConfigError("--resume and --cancel: expected one of them")
-    store = open_store(config.run)
-    result = run_stop(config, store=store, clock=SystemClock())
+    store, clock = open_store(run), SystemClock()
+    config = StopConfig(run=run, resume=resume, reason=reason)
+    result = run_stop(config, store=store, clock=clock)
     if is_cancelled:
-        result["left"] = cancel_launches(store, SystemClock(), namespace)
-    if config.resume:
+        result["left"] = cancel_launches(store, clock, namespace)
+    text = "is stopped; its workers end within a heartbeat and their grace"
+    if resume:
         text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
-    else:
-        text = "is stopped; its workers end within a heartbeat and their grace"
-    say(f"{result['run']}: {text}")
-    for line in result.get("left", ()):
+    for line in (f"{result['run']}: {text}", *result.get("left", ())):
         say(line)
     return result

@@ -26,7 +26,7 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
-from batchinfer.worker.tally import MAX_CODES, group_lengths, num_reasoning_tokens
+from batchinfer.worker.tally import MAX_CODES, num_reasoning_tokens
 
 _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
@@ -64,8 +64,6 @@ class RowCounts:
     """Sums over the finished rows of one chunk."""
 
     __slots__ = (
-        "_completion_lengths",
-        "_prompt_lengths",
         "cached_tokens",
         "completion_tokens",
         "errors",
@@ -85,35 +83,19 @@ class RowCounts:
         self.reasoning_tokens = 0
         self.errors: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
-        # Number of ok rows for each exact length. The lengths are grouped only when the marker is made, to save time.
-        self._prompt_lengths: Counter[int] = Counter()
-        self._completion_lengths: Counter[int] = Counter()
 
     def add(self, rows: list[FinishedRow]) -> None:
         """Count finished rows."""
         failed = [row for row in rows if not row.ok]
         ok = [row for row in rows if row.ok] if failed else rows
-        prompt = [row.prompt_tokens for row in ok]
-        # Rows of a pooling model have no text, and so neither a reason for its end nor a length.
-        with_text = [row for row in ok if row.finish_reason]
-        completion = [row.completion_tokens for row in with_text]
         self.ok += len(ok)
         self.errors.update([row.code for row in failed])
-        self.finish_reasons.update([row.finish_reason for row in with_text])
-        self._prompt_lengths.update(prompt)
-        self._completion_lengths.update(completion)
-        self.prompt_tokens += sum(prompt) + sum([row.prompt_tokens for row in failed])
-        self.completion_tokens += sum(completion) + sum([row.completion_tokens for row in failed])
+        # Rows of a pooling model have no text, and so no reason for its end.
+        self.finish_reasons.update([row.finish_reason for row in ok if row.finish_reason])
+        self.prompt_tokens += sum([row.prompt_tokens for row in rows])
+        self.completion_tokens += sum([row.completion_tokens for row in rows])
         self.cached_tokens += sum([row.cached_tokens for row in rows])
         self.reasoning_tokens += num_reasoning_tokens(rows)
-
-    def prompt_lengths(self) -> dict[str, int]:
-        """Return the number of ok rows for each range of prompt lengths."""
-        return group_lengths(self._prompt_lengths)
-
-    def completion_lengths(self) -> dict[str, int]:
-        """Return the number of ok rows for each range of answer lengths."""
-        return group_lengths(self._completion_lengths)
 
     def add_resumed(self, num_rows: int) -> None:
         """Count `num_rows` rows that earlier starts or others have finished. The caller counts them with `add`, too."""
@@ -335,8 +317,6 @@ class OpenChunk:
             chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
             chunk_bytes=self.local.stored_bytes,
             finish_reasons=dict(sorted(counts.finish_reasons.most_common(MAX_CODES))),
-            prompt_lengths=counts.prompt_lengths(),
-            completion_lengths=counts.completion_lengths(),
             reasoning_tokens=counts.reasoning_tokens or msgspec.UNSET,
         )
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, iso_utc
 from batchinfer.core.errors import (
+    AlreadyExists,
     BatchinferError,
     InputError,
     LeaseLapsed,
@@ -48,6 +49,7 @@ _MAX_WRITING = 4
 _RETRY_SECONDS = 0.5
 """Seconds after a failed segment until the next one of the chunk. A store that refuses at once, such as a full disk,
 would otherwise be asked again and again without a pause."""
+_LEAST_SECONDS = 0.001
 _END_PAUSE_SECONDS = 2.0
 """Seconds between two attempts to save the rows of a chunk at the worker's end."""
 _LOG_SECONDS = 60.0
@@ -77,8 +79,9 @@ class Life:
         """Monotonic seconds."""
         self.chunk: OpenChunk | None = None
         """The chunk, once its thread has opened it."""
-        self.notes: deque[tuple[list[int], int]] = deque()
-        """Engine deaths that are not on storage yet: the lines that were in the engine, among so many rows."""
+        self.notes: deque[tuple[int, list[int], int]] = deque()
+        """Engine deaths that are not on storage yet: number of the segment, the lines that were in the engine, and the
+        number of all rows there. A note that is written again has the same name, since notes add up."""
         self.is_asked = False
         """Whether the finished rows are to be saved now."""
         self.is_publishing = False
@@ -92,6 +95,17 @@ class Life:
     def wake(self) -> None:
         """Let the thread look what there is to do."""
         self.event.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for `wake`, or so long. Called by the thread."""
+        # What is left of an interval may be less than a clock can show.
+        self.event.wait(max(_LEAST_SECONDS, seconds))
+
+    def note_death(self, lines: list[int], rows_in_flight: int) -> None:
+        """Have it noted on storage that the engine died with these lines, among so many rows of all chunks."""
+        assert self.chunk is not None
+        self.notes.append((self.chunk.next_segment_number(), lines, rows_in_flight))
+        self.wake()
 
     def ask(self) -> None:
         """Have the finished rows saved."""
@@ -166,7 +180,7 @@ def live(life: Life, hall: Hall) -> Ending:
     try:
         due = hall.clock.monotonic() + hall.checkpoint_seconds
         while chunk.num_left and not hall.is_ending:
-            life.event.wait(max(0.0, due - hall.clock.monotonic()))
+            life.wait(due - hall.clock.monotonic())
             if not chunk.num_left and not hall.is_closing:
                 break  # it is published next; a worker that may end soon saves it before
             if life.is_asked or life.notes or hall.clock.monotonic() >= due:
@@ -206,7 +220,7 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
     attempts = 0
     while not hall.is_ending:
         if not hall.run.lease.is_held():  # others may have taken the chunk; a heartbeat may come
-            life.event.wait(_RETRY_SECONDS)
+            life.wait(_RETRY_SECONDS)
             continue
         if not hall.publishing.enter(wait=False):  # all others upload, which may take long
             save(life, hall)
@@ -267,8 +281,10 @@ def save(life: Life, hall: Hall) -> bool:
     until = chunk.spool.size_bytes
     try:
         while life.notes:
-            lines, rows_in_flight = life.notes[0]
-            _write(chunk, hall, checkpoints.encode_deaths(lines, rows_in_flight), num_rows=0)
+            number, lines, rows_in_flight = life.notes[0]
+            with contextlib.suppress(AlreadyExists):  # written before, as it turns out
+                data = checkpoints.encode_deaths(lines, rows_in_flight)
+                _write(chunk, hall, data, number=number, num_rows=0)
             life.notes.popleft()
             logger.info(
                 "%s: noted %s in flight when the engine died",
@@ -280,7 +296,8 @@ def save(life: Life, hall: Hall) -> bool:
             end = chunk.spool.record_end(start + _SEGMENT_BYTES)
             with hall.writing:
                 data = chunk.spool.read(start, end)
-                _write(chunk, hall, data, num_rows=data.count(b"\n"))
+                number = chunk.next_segment_number()
+                _write(chunk, hall, data, number=number, num_rows=data.count(b"\n"))
             chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, end)
     except ScratchFull:
         raise
@@ -295,15 +312,14 @@ def save(life: Life, hall: Hall) -> bool:
     return True
 
 
-def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, num_rows: int) -> None:
-    run = hall.run
-    run.lease.require()
-    lease, number = run.lease, chunk.next_segment_number()
+def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, number: int, num_rows: int) -> None:
+    run, lease = hall.run, hall.run.lease
+    lease.require()
     key = layout.segment_key(chunk.name, lease.epoch, lease.writer, number, num_rows)
+    chunk.segment_keys.append(key)  # it may be there even if the reply is lost
     checkpoints.write_segment(
         run.store, key, data, chunk_sha256=chunk.local.sha256, fingerprint=run.fingerprint
     )
-    chunk.segment_keys.append(key)
     if num_rows:
         fields = {"chunk": chunk.name, "key": key, "bytes": len(data)}
         logger.debug(
@@ -365,7 +381,7 @@ def _pause(life: Life, hall: Hall, seconds: float) -> None:
         left = until - hall.clock.monotonic()
         if left <= 0:
             return
-        life.event.wait(left)
+        life.wait(left)
         if life.is_asked and life.chunk is not None:
             save(life, hall)
 

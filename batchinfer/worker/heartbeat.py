@@ -20,6 +20,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.events import event
+from batchinfer.core.shell import quote
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
@@ -39,7 +40,7 @@ def check_stop_request(store: Store) -> None:
         return
     raise StopRequested(
         f"{store.url}: the run was stopped",
-        hint=f"to go on: batchinfer stop --resume {store.url}",
+        hint=f"to go on: batchinfer stop --resume {quote(store.url)}",
     )
 
 

@@ -173,9 +173,7 @@ class OpenChunks:
             chunk = self.open.get(name)
             if chunk is not None:
                 chunk.note_deaths(each, len(keys))
-                life = self._lives[name][0]
-                life.notes.append((each, len(keys)))
-                life.wake()
+                self._lives[name][0].note_death(each, len(keys))
 
     def end(self, deadline: Callable[[], float], on_turn: Callable[[], None]) -> None:
         """Let all chunks save their rows and give their claims back. Blocks until they have, or until `deadline`.

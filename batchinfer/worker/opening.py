@@ -11,6 +11,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
+from batchinfer.core.shell import quote
 from batchinfer.formats import answer_of, read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
@@ -173,7 +174,8 @@ class Opener:
             raise InputError(
                 f"{chunk.name}: was changed after it was done: sha256 {chunk.local.sha256[:12]}…, "
                 f"its marker says {before.chunk_sha256[:12]}…",
-                hint=f"restore it, or do it again from the start: batchinfer clean RUN --redo {chunk.name} --yes",
+                hint="restore it, or do it again from the start: "
+                f"batchinfer clean RUN --redo {quote(chunk.name)} --yes",
             )
         refuse_foreign(
             {chunk.name: before.fingerprint}, self._run.fingerprint, url=self._run.store.url
@@ -187,7 +189,7 @@ class Opener:
                     raise InputError(
                         f"{chunk.name}: {before.output} is not what its marker vouches for",
                         hint="restore it, or do the chunk again from the start: "
-                        f"batchinfer clean RUN --redo {chunk.name} --yes",
+                        f"batchinfer clean RUN --redo {quote(chunk.name)} --yes",
                     )
                 file.seek(0)
                 chunk.adopt(good_rows(file, chunk.num_rows))

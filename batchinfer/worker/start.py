@@ -264,6 +264,8 @@ class _Start:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
+        if self.config.engine.engine == "echo":
+            logger.info("a rehearsal: neither the model nor the lengths of prompts are checked")
         return run.fingerprint
 
     def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:

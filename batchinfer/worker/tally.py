@@ -23,34 +23,13 @@ OTHER = "other"
 """Name under which everything after the first MAX_CODES error codes, or finish reasons, is counted."""
 
 
-def length_bucket(tokens: int) -> str:
-    """Return the largest length that falls into the same histogram bucket as `tokens`: a power of two, or 0.
-
-    >>> [length_bucket(n) for n in (0, 1, 2, 3, 1000)]
-    ['0', '1', '2', '4', '1024']
-    """
-    return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
-
-
-def group_lengths(rows: Counter[int]) -> dict[str, int]:
-    """Turn numbers of rows by exact length into numbers by histogram bucket. The shortest lengths come first.
-
-    >>> group_lengths(Counter([7, 3, 8]))
-    {'4': 1, '8': 2}
-    """
-    counter: Counter[str] = Counter()
-    for tokens, count in sorted(rows.items()):
-        counter[length_bucket(tokens)] += count
-    return dict(counter)
-
-
 def num_reasoning_tokens(rows: Iterable[FinishedRow]) -> int:
     """Return the number of tokens of reasoning in the rows' answers."""
     return sum([row.reasoning_tokens for row in rows if row.reasoning_tokens])
 
 
 class Tally:
-    """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts by minute."""
+    """Sums over finished rows: tokens, error codes, finish reasons, and counts by minute."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -63,8 +42,6 @@ class Tally:
         self.examples: dict[str, ErrorExample] = {}
         """First failed row of each error code."""
         self._finish_reasons: Counter[str] = Counter()
-        self._prompt_lengths: Counter[str] = Counter()
-        self._completion_lengths: Counter[str] = Counter()
         self._series: list[Minute] = []
         self._recent: dict[int, list[int]] = {}
 
@@ -95,14 +72,9 @@ class Tally:
         point = self._recent.setdefault(minute, [0, 0, 0, 0])
         for place, number in enumerate((len(rows), prompt_tokens, completion_tokens, len(failed))):
             point[place] += number
-        # Rows of a pooling model have no text, and so neither a reason for its end nor a length.
-        with_text = [row for row in ok if row.finish_reason]
-        _count(self._finish_reasons, [row.finish_reason for row in with_text])
+        # Rows of a pooling model have no text, and so no reason for its end.
+        _count(self._finish_reasons, [row.finish_reason for row in ok if row.finish_reason])
         _count(self.errors, failed)
-        self._prompt_lengths.update(group_lengths(Counter([row.prompt_tokens for row in ok])))
-        self._completion_lengths.update(
-            group_lengths(Counter([row.completion_tokens for row in with_text]))
-        )
 
     def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
         """Keep a failed row as an example if it is the first with its error code.
@@ -130,8 +102,6 @@ class Tally:
             errors=_sum(base.errors, self.errors),
             examples=_first_examples(base.examples, self.examples),
             finish_reasons=_sum(base.finish_reasons, self._finish_reasons),
-            prompt_lengths=_sum(base.prompt_lengths, self._prompt_lengths),
-            completion_lengths=_sum(base.completion_lengths, self._completion_lengths),
             minutes=merge_minutes(chain(base.minutes, self._series), self._recent),
         )
 

@@ -19,7 +19,7 @@ from batchinfer.core.errors import (
     StopRequested,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Span, Worker
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Worker
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import ENDED_STATES
@@ -30,8 +30,6 @@ from batchinfer.worker.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-MAX_SPANS = 2000
-MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 
 WAITING_SECONDS = 30.0
@@ -85,7 +83,6 @@ class Telemetry:
         self._write_now: Callable[[], object] = lambda: None
         self._engine: dict[str, Any] = {}
         self._open: dict[str, OpenChunk] = {}
-        self._spans: list[Span] = []
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._load_seconds = 0.0
@@ -99,14 +96,11 @@ class Telemetry:
     def begin(self, before: Worker | None) -> Worker:
         """Begin this start's record. `before` is the record that this worker's last start left; None without one."""
         if before is not None:
-            is_kill = before.state not in ENDED_STATES
             self._base = msgspec.structs.replace(
                 before,
                 host=self._base.host,
                 started=before.started,
                 ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
-                spans=[*before.spans, *_killed(before)] if is_kill else before.spans,
-                open_spans=[],
             )
             self.attempts = before.attempts + 1
             self._epoch = before.epoch + 1
@@ -284,9 +278,6 @@ class Telemetry:
             self.workload.done(chunk.name)
         if outcome == "done":
             self.chunks_done += 1
-        span = self._span(chunk, outcome)
-        self._spans.append(span)
-        del self._spans[:-MAX_SPANS]
         logger.info(
             "chunk %s: %s, %s ok, %s, %d resumed",
             chunk.name,
@@ -300,7 +291,7 @@ class Telemetry:
                 rows_ok=chunk.counts.ok,
                 errors=dict(chunk.counts.errors),
                 resumed=chunk.counts.resumed,
-                seconds=round(span.end - span.start, 3),
+                seconds=round(self._clock.now() - chunk.started, 3),
             ),
         )
 
@@ -375,7 +366,9 @@ class Telemetry:
             reason=self._reason,
             attempts=max(0, self.attempts - self._is_waiting),
             engine=self._engine or base.engine,
-            open_chunks=list(self._open),
+            open_chunks={
+                name: chunk.num_rows - chunk.num_left for name, chunk in self._open.items()
+            },
             chunks_done=base.chunks_done + self.chunks_done,
             chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,
@@ -387,10 +380,6 @@ class Telemetry:
             checkpointed=self._checkpointed,
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
-            spans=[*base.spans, *self._spans][-MAX_SPANS:],
-            open_spans=[
-                self._span(chunk, "open") for chunk in list(self._open.values())[:MAX_OPEN_SPANS]
-            ],
         )
         self.latest = self.up_to_date()
         return self.latest
@@ -423,22 +412,3 @@ class Telemetry:
         """
         is_idle = self._state == "running" and not self._has_had_a_chunk
         return is_idle and self.busy_seconds >= WAITING_SECONDS
-
-    def _span(self, chunk: OpenChunk, outcome: str) -> Span:
-        return Span(
-            chunk=chunk.name,
-            start=chunk.started,
-            end=self._clock.now(),
-            rows=chunk.num_rows - chunk.num_left,
-            resumed=chunk.counts.resumed,
-            epoch=self._epoch,
-            outcome=outcome,
-        )
-
-
-def _killed(before: Worker) -> list[Span]:
-    """Return spans for the chunks that were open when a start was killed. `before` is the killed start's record."""
-    return [
-        msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
-        for span in before.open_spans
-    ]

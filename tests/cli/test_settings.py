@@ -115,7 +115,7 @@ def test_a_wrong_value_is_said_to_be_from_the_file_or_the_variable(
 
 
 WRONG = [
-    (["check", "a.jsonl"], "engine: {load-timeout-seconds: 0}", "--load-timeout-seconds"),
+    (["check", "a.jsonl"], "engine: {replicas: 0}", "--replicas"),
     (["worker", "--job", "job"], "engine: {replicas: many}", "--replicas"),
     (["check", "a.jsonl", "--prompt-column", "text"], "engine: {replicas: many}", "--replicas"),
     (["check", "a.jsonl"], "prompt: {prompt-column: txt}", "--prompt-column"),

@@ -307,6 +307,14 @@ def test_slurm_gets_cores_memory_and_any_other_option(clients: Path) -> None:
     assert "#SBATCH --gres=none" in find_cluster("slurm").page(plan(gpu="none"))
 
 
+def test_no_option_of_slurm_takes_the_name_by_which_workers_are_found() -> None:
+    """With another name, `stop --cancel` left the workers, and `--watch` started them a second time."""
+    options = ["--job-name=mine", "-J other", "--array=0-99"]
+    lines = find_cluster("slurm").page(plan(sbatch_arg=options)).splitlines()
+    read = [line.replace('"', "") for line in lines if line.startswith("#SBATCH")]
+    assert read[-2:] == [f"#SBATCH --job-name={NAME}", "#SBATCH --array=0-2"], "the last ones win"
+
+
 def test_an_option_of_slurm_cannot_become_a_line_of_the_script() -> None:
     script = find_cluster("slurm").page(plan(sbatch_arg=["--comment=a\ntouch /tmp/x"]))
     assert "\ntouch" not in script
@@ -503,9 +511,10 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
     assert (clients / "sky.folder").read_text().strip() == str(ROOT)
     assert not list(elsewhere.iterdir())
     given = words.decode().split("\0")[:-1]
-    assert given[:6] == ["jobs", "launch", "-y", "-d", f"--name={NAME}", "--num-jobs=3"]
-    last = ["--secret=MY_TOKEN", "--gpus=H100:8", "--infra=aws", "--use-spot"]
-    assert given[-5:] == [*last, str(ROOT / "worker.yaml")]
+    options = ["--gpus=H100:8", "--infra=aws", "--use-spot"]
+    assert given[:7] == ["jobs", "launch", "-y", "-d", *options]
+    assert given[7:9] == [f"--name={NAME}", "--num-jobs=3"], "they win over options of the user's"
+    assert given[-2:] == ["--secret=MY_TOKEN", str(ROOT / "worker.yaml")]
     assert f"--env=GREETING={HARD}" in given
     assert f"--env=BATCHINFER_LAUNCH={ID}" in given
     assert f"--env=DATA_BUCKET={PLAN.job}" in given

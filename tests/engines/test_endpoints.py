@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -151,6 +152,21 @@ def test_an_endpoint_that_comes_back_costs_no_row(endpoint, engine):
     endpoint.rule = lambda *_: refusal(503) if time.monotonic() - begin < 1 else None
     found = drive(engine, ListSource(calls(30)))
     assert {code_of(each) for each in found.values()} == {""}
+
+
+def test_replies_to_abandoned_calls_are_not_given_to_the_next_round(endpoint, engine):
+    may_answer = threading.Event()
+    endpoint.rule = lambda text, _: (not text.startswith("row 0 ") and may_answer.wait(60)) or None
+    batches = engine.generate(ListSource(calls(4)), Flag())
+    assert [each.key for each in next(filter(None, batches))] == [("c", 0)]
+    may_answer.set()
+    endpoint.rule = lambda _text, _body: None
+    while engine._dispatcher.replies.qsize() < 3:
+        time.sleep(0.01)
+    batches.close()
+    batches = engine.generate(ListSource([call(9)]), Flag())
+    assert [each.key for each in next(filter(None, batches))] == [("c", 9)]
+    batches.close()
 
 
 def test_a_slow_endpoint_is_no_outage(endpoint):

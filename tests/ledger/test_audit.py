@@ -72,7 +72,7 @@ def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> Non
     write_run(lost, job)
     with pytest.raises(InputError) as caught:
         target_of(lost)
-    assert caught.value.hint == f"batchinfer verify --job JOB {lost}"
+    assert caught.value.hint == f"batchinfer verify --job JOB '{lost}'"
     with pytest.raises(InputError, match=r"no job\.json there"):
         target_of(lost, job_url=str(tmp_path))
     assert target_of(lost, job_url=job).job_url == job

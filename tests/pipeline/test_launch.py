@@ -157,6 +157,8 @@ def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
     assert watcher.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["rows_done"] == 60
     assert "1 lost" in err
+    assert "away: 0 (gone; slurm: FAILED" in err
+    assert "\ndone: 60 of 60 rows" in err
     wait_for(lambda: states() == ["FAILED", "COMPLETED", "COMPLETED"])
     assert call("verify", str(run)).result["rows_ok"] == 60
     assert sorted(one["relaunched"] for one in launched(call, run)) == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -106,6 +107,26 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, path
             assert not {name.split(".")[0] for name in names} & forbidden, path
+
+
+QUOTED = {"place", "flags", "redo", "FORMAT_VERSION"}
+"""Values of messages that are quoted where they are made, or are numbers."""
+
+
+def test_commands_in_messages_are_quoted() -> None:
+    """People paste them into a shell, and a bucket's or a chunk's name may be anybody's."""
+    bare = []
+    for path in Path(batchinfer.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_command = False
+            for part in node.values if isinstance(node, ast.JoinedStr) else ():
+                if isinstance(part, ast.Constant):
+                    is_command |= bool(re.search(r"\bbatchinfer [a-z-]+ ", str(part.value)))
+                elif is_command and isinstance(part, ast.FormattedValue):
+                    text = ast.unparse(part.value)
+                    if not text.startswith("quote(") and text not in QUOTED:
+                        bare.append(f"{path}:{node.lineno}: {text}")
+    assert not bare
 
 
 @pytest.mark.parametrize("worker", [["x"], "../../x", "/etc/passwd", ""])

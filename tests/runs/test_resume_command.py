@@ -57,11 +57,11 @@ def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
     }
     parts = [config, {**config, "prompt": {}}]
     for part in parts:
-        command = worker_command(run_of(part, recorded), text, text, [text])
+        command = worker_command(run_of(part, recorded), text, text)
         words = words_of(command, tmp_path)
         assert words[0] == "worker"
         assert "…" not in words
-        for option in ("--job", "--manifest", "--output", "--limit", "--seed", "--model"):
+        for option in ("--job", "--output", "--limit", "--seed", "--model"):
             assert words[words.index(option) + 1] == text
         assert all(letter.isprintable() or letter == "\n" for letter in command)
     assert not list(tmp_path.iterdir())

@@ -334,10 +334,10 @@ def clean_takes_every_orphan() -> Defect:
 
     def find_removals(
         inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> clean.Removals:
-        plan = real(inventory, config, is_safe=is_safe)
-        plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
-        return plan
+    ) -> Iterator[clean.Removal]:
+        yield from real(inventory, config, is_safe=is_safe)
+        for _, info in inventory.orphans():
+            yield clean.Removal("orphan outputs", info, None)
 
     return mock.patch.object(clean, "find_removals", find_removals)
 
@@ -437,15 +437,13 @@ def clean_ignores_chunks_at_work() -> Defect:
 
     def find_removals(
         inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> clean.Removals:
-        plan = real(inventory, config, is_safe=is_safe)
+    ) -> Iterator[clean.Removal]:
+        yield from real(inventory, config, is_safe=is_safe)
         unclaimed = copy.copy(inventory)
         unclaimed.claims = {}
-        bold = real(unclaimed, config, is_safe=is_safe)
-        for what in ("orphan outputs", "segments of done chunks"):
-            if what in bold.removed:
-                plan.removed[what] = bold.removed[what]
-        return plan
+        for removal in real(unclaimed, config, is_safe=is_safe):
+            if removal.what in ("orphan outputs", "segments of done chunks"):
+                yield removal
 
     return mock.patch.object(clean, "find_removals", find_removals)
 

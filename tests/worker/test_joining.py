@@ -84,3 +84,11 @@ def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     options = ["--job", job, "--engine", "echo", "--request-format", "openai-batch"]
     worker.main(options, standalone_mode=False)
     assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text
+
+
+def test_a_rehearsal_says_what_it_does_not_check(
+    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["--job", job, "--output", str(tmp_path / "run"), "--prompt-column", "prompt"]
+    worker.main([*options, "--engine", "echo", "--model", "no/such"], standalone_mode=False)
+    assert "neither the model nor the lengths of prompts are checked" in caplog.text

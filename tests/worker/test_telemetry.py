@@ -18,7 +18,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker import tally
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.tally import MAX_CODES, MAX_MESSAGE, MAX_MINUTES, OTHER, merge_minutes
-from batchinfer.worker.telemetry import MAX_SPANS, MAX_STARTS, Telemetry
+from batchinfer.worker.telemetry import MAX_STARTS, Telemetry
 from fakes import FakeClock
 
 
@@ -147,38 +147,20 @@ def test_time_up_leaves_out_the_time_between_starts() -> None:
     assert second.snapshot().up_seconds == 110
 
 
-def test_chunks_open_at_a_kill_become_killed_spans(tmp_path: Path) -> None:
+def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
     first.begin(None)
     chunk = open_chunk(tmp_path, "part-00000", 4, clock.seconds)
     first.chunk_opened(chunk)
     chunk.finish([finished(0)])
-    clock.seconds += 50
     before = msgspec.structs.replace(first.snapshot(), heartbeat=clock.seconds, state="running")
-    assert [(span.chunk, span.rows, span.outcome) for span in before.open_spans] == [
-        ("part-00000", 1, "open")
-    ]
+    assert before.open_chunks == {"part-00000": 1}
     clock.seconds += 900
     record = make_telemetry(clock).begin(before)
-    assert [(span.outcome, span.end) for span in record.spans] == [("killed", before.heartbeat)]
-    assert record.open_spans == []
+    assert record.open_chunks == {}
     assert record.ends == [(before.heartbeat, "running")]
     assert len(record.starts) == 2
-    chunk.close()
-
-
-def test_a_start_that_ended_by_itself_leaves_no_killed_span(tmp_path: Path) -> None:
-    clock = FakeClock()
-    first = make_telemetry(clock)
-    first.begin(None)
-    chunk = open_chunk(tmp_path, "part-00000", 1, clock.seconds)
-    first.chunk_opened(chunk)
-    first.chunk_closed(chunk, "released")
-    first.set_state("stopped")
-    record = make_telemetry(clock).begin(first.snapshot())
-    assert [span.outcome for span in record.spans] == ["released"]
-    assert record.ends[0][1] == "stopped"
     chunk.close()
 
 
@@ -236,17 +218,12 @@ def test_the_first_rows_say_where_the_seconds_since_the_start_went(
 # --------------------------------------------------------------------------- bounds
 
 
-def test_a_record_is_bounded_whatever_happens(tmp_path: Path) -> None:
+def test_a_record_is_bounded_whatever_happens() -> None:
     clock = FakeClock()
     record: Worker | None = None
     for _ in range(MAX_STARTS + 5):
         telemetry_ = make_telemetry(clock)
         record = telemetry_.begin(record)
-    for index in range(MAX_SPANS + 50):
-        chunk = open_chunk(tmp_path, f"part-{index:05d}", 1, clock.seconds)
-        telemetry_.chunk_opened(chunk)
-        telemetry_.chunk_closed(chunk, "done")
-        chunk.close()
     for index in range(3 * MAX_CODES):
         code = f"code_{index}"
         telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
@@ -258,7 +235,6 @@ def test_a_record_is_bounded_whatever_happens(tmp_path: Path) -> None:
     record = telemetry_.snapshot()
     assert len(record.starts) == MAX_STARTS
     assert len(record.ends) == MAX_STARTS - 1
-    assert len(record.spans) == MAX_SPANS
     assert len(record.examples) == MAX_CODES
     assert all(len(example.message) <= MAX_MESSAGE for example in record.examples.values())
     assert len(record.errors) <= MAX_CODES + 1
@@ -274,13 +250,6 @@ def test_codes_of_earlier_epochs_do_not_push_the_bound() -> None:
     total = tally._sum(before, tally.Counter({"new": 2}))
     assert total[OTHER] == 2
     assert len(total) == MAX_CODES + 1
-
-
-def test_an_older_record_without_the_new_fields_is_read() -> None:
-    old = b'{"id":"w","epoch":1,"nonce":"n","state":"running","started":1.0,"heartbeat":2.0,"minutes":[[5,1,2,3,0]]}'
-    record = codec.decode(old, Worker, name="workers/w.json")
-    assert record.minutes[0].length == 1
-    assert record.open_spans == []
 
 
 def test_replicas_lost_are_those_of_this_start() -> None:

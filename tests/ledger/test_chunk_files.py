@@ -1,0 +1,71 @@
+"""A chunk's local copy: every line of it, and only if the bytes are those that job.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from batchinfer.core import codec
+from batchinfer.core.errors import InputError
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.scratch import Scratch
+
+TEXT = b'{"a": 1}\n{"a": 2}'
+WHOLE = TEXT + b"\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MemoryStore:
+    return MemoryStore(f"memory://{tmp_path.name}")
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    scratch = Scratch(tmp_path)
+    yield scratch
+    scratch.close()
+
+
+def put(store: MemoryStore, data: bytes, key: str = "x.jsonl", **fields: Any) -> ChunkRef:
+    store.create(key, data)
+    given = {"rows": 2, "bytes": len(data), "sha256": codec.sha256(data), **fields}
+    return ChunkRef("x.jsonl", store.url, key, **given)
+
+
+@pytest.mark.parametrize("data", [TEXT, WHOLE, b"\n\n", b"\n "])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_last_line_without_a_newline_is_a_row(
+    data: bytes, is_packed: bool, store: MemoryStore, scratch: Scratch
+) -> None:
+    stored = zstandard.compress(data) if is_packed else data
+    key = "x.jsonl.zst" if is_packed else "x.jsonl"
+    found = fetch(store, put(store, stored, key), scratch)
+    assert (found.num_lines, found.size_bytes) == (2, len(data))
+    assert found.path.read_bytes() == data
+    assert (found.sha256, found.stored_bytes) == (codec.sha256(stored), len(stored))
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "said"),
+    [
+        (WHOLE, {"sha256": codec.sha256(TEXT)}, "sha256 .*, job.json says"),
+        (WHOLE, {"rows": 3}, "2 rows, job.json says 3"),
+        (WHOLE + b" ", {}, "3 rows, job.json says 2"),
+        (WHOLE, {"key": "x.jsonl.zst"}, "not readable as zstd"),
+    ],
+)
+def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(
+    data: bytes, fields: dict[str, Any], said: str, store: MemoryStore, scratch: Scratch
+) -> None:
+    wanted = put(store, data, **fields)
+    with pytest.raises(InputError, match=said):
+        fetch(store, wanted, scratch)
+    with pytest.raises(InputError, match="the chunk is gone"):
+        fetch(store, wanted._replace(key="gone.jsonl"), scratch)
+    assert not list(scratch.folder.glob("*jsonl*"))
