@@ -37,20 +37,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RunHandle", "errors", "make_job", "open_run", "run"]
 
-_CHILD = """
-import ctypes, os, sys
-try:
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-except (OSError, AttributeError):
-    pass
-else:
-    os.getppid() == int(sys.argv[1]) or os.kill(os.getpid(), 9)
-del sys.argv[1]
-from batchinfer.cli.main import run
-run()
-"""
+_CHILD = (
+    "from batchinfer.engines.parent_death import die_with_parent; die_with_parent();"
+    "from batchinfer.cli.main import run; run()"
+)
 """Program of a command's process. On Linux the kernel kills it when the thread that has started it ends."""
-_ERRORS: dict[int, type[errors.BatchinferError]] = {
+_ERRORS = {
     2: errors.UsageError,
     3: errors.PolicyStop,
     33: errors.EngineError,
@@ -58,7 +50,10 @@ _ERRORS: dict[int, type[errors.BatchinferError]] = {
     75: errors.Interrupted,
 }
 """Class of the error that is raised, by the exit status of the command."""
+_JSON_FILES = ("json_schema", "structural_tag", "tools")
+"""Options that are files with JSON, for which values are written to files."""
 _SHOWN_ROWS = 3
+_ROWS_AT_ONCE = 1024
 _FILES = (".parquet", ".jsonl", ".json", ".csv", ".txt", ".zst", ".gz")
 
 
@@ -133,33 +128,34 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
         errors.Interrupted: A signal ended it; the same call goes on.
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    options = {**given, **vllm}
+    for name in ("data", "output", "work", "quiet", "vllm"):
+        options.pop(name, None)
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
-    options = {
-        name: given[name] for name in given.keys() - {"data", "output", "work", "vllm", "quiet"}
-    }
-    if not quiet and importlib.util.find_spec("pandas") is None:
-        _say("pandas is not installed: read the answers with .rows(), .to_arrow() or .to_polars()")
     kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
-    if kept and not quiet:
-        _say(f"job and run are kept in {kept}; work={kept!r} goes on there")
-    place = work if work is not None else kept
+    if not quiet:
+        if importlib.util.find_spec("pandas") is None:
+            _say(
+                "pandas is not installed: read the answers with .rows(), .to_arrow() or .to_polars()"
+            )
+        if kept:
+            _say(f"job and run are kept in {kept}; work={kept!r} goes on there")
     with _sources(data) as (sources, scratch):
         dest = output if output is not None else scratch / "answers.parquet"
-        arguments = ["--output", str(dest), *(["--work", str(place)] if place else [])]
+        place = ["--work", str(work or kept)] if work or kept else []
         try:
-            result = _call("run", sources, arguments, options | vllm, scratch, quiet=quiet)
+            arguments = [*sources, "--output", str(dest), *place]
+            result = _call("run", arguments, options, scratch, quiet=quiet)
         except errors.BatchinferError as error:
             if kept and any(Path(kept).iterdir()):
                 error.hint = f"{error.hint}\nfinished rows are kept: work={kept!r} goes on".strip()
             raise
+    folder = str(result["work"])
+    if "://" not in folder:  # stays true when the program changes its folder
+        folder = str(Path(folder).expanduser().absolute())
     is_partial = limit is not None and result["status"] != "SUCCESS"
-    place = str(result["work"])
-    if "://" not in place:
-        place = str(
-            Path(place).expanduser().absolute()
-        )  # stays true when the program changes its folder
-    return RunHandle(f"{place}/run", result, is_partial=is_partial)
+    return RunHandle(f"{folder}/run", result, is_partial=is_partial)
 
 
 def make_job(data: Any, output: str | Path, **options: Any) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def make_job(data: Any, output: str | Path, **options: Any) -> dict[str, Any]:
         errors.StorageError: Storage failed.
     """
     with _sources(data) as (sources, scratch):
-        return _call("split", sources, ["--output", str(output)], options, scratch, quiet=False)
+        return _call("split", [*sources, "--output", str(output)], options, scratch, quiet=False)
 
 
 def open_run(url: str | Path) -> RunHandle:
@@ -205,9 +201,10 @@ class RunHandle:
         if not self.result:
             return name
         counts = f"{self.result['rows']} rows, {self.result.get('rows_error', 0)} failed"
-        with self._reader() as batches:
-            first = next(batches, None)
-            rows = [] if first is None else first.slice(0, _SHOWN_ROWS).to_pylist()
+        with self._collected() as file:
+            rows = (
+                next(file.iter_batches(_SHOWN_ROWS)).to_pylist() if file.metadata.num_rows else []
+            )
         shown = [json.dumps(row, ensure_ascii=False, default=str)[:200] for row in rows]
         return "\n".join([f"{name}  # {counts}", *(f"  {line}" for line in shown)])
 
@@ -215,12 +212,11 @@ class RunHandle:
         """Return the figures of `batchinfer status --json`: state, rows, rates, errors, workers."""
         import msgspec
 
-        from batchinfer.core.clock import SystemClock
         from batchinfer.runs.status import StatusConfig, run_status
-        from batchinfer.storage.opening import open_store
 
-        seen = run_status(StatusConfig(run=self.url), open_store=open_store, clock=SystemClock())
-        found: dict[str, Any] = msgspec.to_builtins(seen)
+        found: dict[str, Any] = msgspec.to_builtins(
+            run_status(StatusConfig(run=self.url), **_outside())
+        )
         return found
 
     def verify(self, *, deep: bool = False) -> dict[str, Any]:
@@ -232,12 +228,9 @@ class RunHandle:
         Raises:
             errors.RunUnsound: The run is incomplete or damaged; the error's `result` says how.
         """
-        from batchinfer.core.clock import SystemClock
         from batchinfer.runs.verify import VerifyConfig, run_verify
-        from batchinfer.storage.opening import open_store
 
-        config = VerifyConfig(run=self.url, is_deep=deep)
-        verdict = run_verify(config, open_store=open_store, clock=SystemClock())
+        verdict = run_verify(VerifyConfig(run=self.url, is_deep=deep), **_outside())
         if not verdict.is_sound:
             error = verdict.error()
             error.attach_result(verdict.result)
@@ -253,8 +246,8 @@ class RunHandle:
         Raises:
             errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
         """
-        with self._reader(with_source=with_source) as batches:
-            for batch in batches:
+        with self._collected(with_source=with_source) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
                 yield from batch.to_pylist()
 
     def to_arrow(self, *, with_source: bool = False) -> pa.Table:
@@ -262,10 +255,8 @@ class RunHandle:
 
         Raises as `rows`.
         """
-        import pyarrow as pa
-
-        with self._reader(with_source=with_source) as batches:
-            return pa.Table.from_batches(list(batches))
+        with self._collected(with_source=with_source) as file:
+            return file.read()
 
     def to_polars(self, *, with_source: bool = False) -> pl.DataFrame:
         """As `to_arrow`, as a frame of polars."""
@@ -286,23 +277,29 @@ class RunHandle:
         return datasets.Dataset(self.to_arrow(with_source=with_source))
 
     @contextmanager
-    def _reader(self, *, with_source: bool = False) -> Iterator[Iterator[pa.RecordBatch]]:
-        """Collect the answers to a temporary file, and give its batches."""
+    def _collected(self, *, with_source: bool = False) -> Iterator[Any]:
+        """Collect the answers to a temporary parquet file, and give it."""
         import pyarrow.parquet as pq
 
         from batchinfer.collect.collecting import run_collect
         from batchinfer.collect.options import CollectConfig
-        from batchinfer.core.clock import SystemClock
-        from batchinfer.storage.opening import open_store
 
         with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
-            path = f"{folder}/answers.parquet"
+            path, partial = f"{folder}/answers.parquet", self._is_partial
             config = CollectConfig(
-                run=self.url, dest=path, with_source=with_source, partial=self._is_partial
+                run=self.url, dest=path, with_source=with_source, partial=partial
             )
-            run_collect(config, open_store=open_store, clock=SystemClock())
+            run_collect(config, **_outside())
             with pq.ParquetFile(path) as file:
-                yield file.iter_batches(batch_size=1024)
+                yield file
+
+
+def _outside() -> dict[str, Any]:
+    """Return what the functions of commands take beside their options."""
+    from batchinfer.core.clock import SystemClock
+    from batchinfer.storage.opening import open_store
+
+    return {"open_store": open_store, "clock": SystemClock()}
 
 
 def _say(line: str) -> None:
@@ -324,14 +321,18 @@ def _sources(data: Any) -> Iterator[tuple[list[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="batchinfer-") as name:
         folder = Path(name)
         items = [data] if isinstance(data, str | Path) else data
-        if isinstance(items, list | tuple) and items and all(map(_is_place, items)):
-            yield [str(item) for item in items], folder
-            return
         package = type(data).__module__.partition(".")[0]
-        if package in ("pyarrow", "pandas", "polars", "datasets"):
-            yield [_write_table(data, package, folder)], folder
+        if isinstance(items, list | tuple) and items and all(map(_is_place, items)):
+            yield (
+                [f"./{item}" if str(item).startswith("-") else str(item) for item in items],
+                folder,
+            )
+        elif package in ("pyarrow", "pandas", "polars", "datasets"):
+            _write_table(data, package, folder / "data.parquet")
+            yield [str(folder / "data.parquet")], folder
         elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Mapping):
-            yield [_write_rows(data, folder)], folder
+            _write_rows(data, folder / "data.jsonl")
+            yield [str(folder / "data.jsonl")], folder
         else:
             raise errors.InputError(
                 f"data: {data!r:.80} is no file, table, or list of prompts, conversations or dictionaries",
@@ -350,39 +351,33 @@ def _is_place(item: Any) -> bool:
     return is_there or "://" in item.partition(" ")[0] or item.endswith(_FILES)
 
 
-def _write_table(data: Any, package: str, folder: Path) -> str:
-    path = str(folder / "data.parquet")
+def _write_table(data: Any, package: str, path: Path) -> None:
     if package == "pandas":
         data.to_parquet(path, index=False)
     elif package == "polars":
         data.lazy().sink_parquet(path)
-    elif package == "datasets" and hasattr(data, "to_parquet"):
-        data.to_parquet(path)
-    elif package == "datasets":
+    elif package == "datasets" and not hasattr(data, "to_parquet"):
         raise errors.InputError(f"data: has the splits {', '.join(map(str, data))}, expected one")
+    elif package == "datasets":
+        data.to_parquet(path)
     else:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        reader = pa.table(data) if isinstance(data, pa.RecordBatch) else data
-        batches = pa.RecordBatchReader.from_stream(reader)
+        stream = pa.table(data) if isinstance(data, pa.RecordBatch) else data
+        batches = pa.RecordBatchReader.from_stream(stream)
         with batches, pq.ParquetWriter(path, batches.schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
-    return path
 
 
-def _write_rows(rows: Iterable[Any], folder: Path) -> str:
+def _write_rows(rows: Iterable[Any], path: Path) -> None:
     from batchinfer.core import codec
 
-    path = folder / "data.jsonl"
     with path.open("wb") as file:
         for index, item in enumerate(rows):
-            row = item
-            if isinstance(item, str):
-                row = {"prompt": item}
-            elif isinstance(item, list | tuple):
-                row = {"messages": item}
+            row = {"prompt": item} if isinstance(item, str) else item
+            row = {"messages": row} if isinstance(row, list | tuple) else row
             try:
                 file.write(codec.encode(dict(row)) + b"\n")
             except (TypeError, ValueError) as error:
@@ -390,20 +385,13 @@ def _write_rows(rows: Iterable[Any], folder: Path) -> str:
                     f"data: item {index}, a {type(item).__name__}, cannot be a row ({error})",
                     hint="give texts, lists of messages, or dictionaries of what JSON can hold",
                 ) from error
-    return str(path)
 
 
 # --------------------------------------------------------------------------- running a command
 
 
 def _call(
-    name: str,
-    sources: Sequence[str],
-    arguments: Sequence[str],
-    options: Mapping[str, Any],
-    folder: Path,
-    *,
-    quiet: bool,
+    name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path, *, quiet: bool
 ) -> dict[str, Any]:
     """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
     from batchinfer.worker.progress import MARKED_LINES, is_shown_to_people
@@ -414,11 +402,9 @@ def _call(
     variables = {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
     if not quiet and is_shown_to_people(sys.stderr):
         variables[MARKED_LINES] = "1"
-    command = [sys.executable, "-c", _CHILD, str(os.getpid()), name]
-    places = [f"./{place}" if place.startswith("-") else place for place in sources]
     lines: deque[str] = deque(maxlen=200)
     with subprocess.Popen(
-        [*command, *places, *arguments, "--config", str(settings)],
+        [sys.executable, "-c", _CHILD, name, *arguments, "--config", str(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -469,7 +455,7 @@ def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:
             raise errors.ConfigError(
                 f"{name}: is a {type(value).__name__}, expected a number, a text, a list or a dictionary"
             ) from None
-        if name in ("json_schema", "tools") and not isinstance(plain, str):
+        if name in _JSON_FILES and not isinstance(plain, str):
             path = folder / f"{name}.json"
             path.write_text(json.dumps(plain), encoding="utf-8")
             plain = str(path)

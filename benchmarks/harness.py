@@ -239,7 +239,7 @@ class Watch:
 def _name(command: list[str]) -> str:
     text = " ".join(command)
     for part, name in (
-        ("batchinfer worker", "worker"),  # first: it may name a server's command
+        ("-m batchinfer.worker", "worker"),  # first: it may name a server's command
         ("guard.py", "guard"),
         ("vllm_serve", "server"),
         ("echo_server", "server"),
@@ -279,7 +279,7 @@ def write_job(
             file.seek(0)
             digest = codec.sha256_file(file)
             name = layout.chunk_name(index, num_chunks)
-            store.create_file(layout.chunk_file(name, "none"), Path(file.name))
+            store.put_file(layout.chunk_file(name, "none"), Path(file.name))
             chunks.append(
                 Chunk(
                     name=name, first_row=numbers.start, rows=len(numbers), bytes=size, sha256=digest

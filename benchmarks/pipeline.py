@@ -4,7 +4,8 @@ Against decoding and encoding the same lines with msgspec and nothing else. Rows
 LMSYS-Chat-1M, whole (as `split` keeps them) or four columns of them; the prompt is the first turn. CPU seconds are the
 kernel's for the worker's process and all its threads; what a worker spends on a job of one row (imports, run.json, its
 record) is measured too and taken off. Then the worker's peak memory over rows of 1 KB: 100,000 in one chunk, a million
-in one chunk, a million in 1000 (5 GB of disk). The last line is one JSON object.
+in one chunk, a million in 1000 (5 GB of disk); and over 12,000 rows of 120 KB, for which 300 MB is the bound. The last
+line is one JSON object.
 
     python benchmarks/pipeline.py [--quick] [--rows 200000] [--repeats 3] [--folder DIR] [--only formats|memory]
 """
@@ -29,6 +30,7 @@ from harness import Spread, Usage, alternate, as_line, entries, print_table, spr
 from batchinfer.core import layout
 
 BASE_ROWS = 20_000
+LARGE_ROWS, LARGE_BYTES = 12_000, 120_000
 """Rows that are made; larger jobs repeat them under new numbers."""
 MILLION = 1_000_000
 
@@ -116,6 +118,12 @@ def as_kilobyte(line: bytes, row: int) -> bytes:
     """Make a row of about 1 KB: the begin of the conversation's text as the prompt, more of it as another column."""
     text = "".join(turn["content"] for turn in json.loads(line)["conversation"])
     return as_line({"prompt": text[:300] or "-", "context": text[300:950]}, row)
+
+
+def as_large(line: bytes, row: int) -> bytes:
+    """Make a row whose prompt has 120 KB. Its answer has 2000 words of them."""
+    words = json.loads(line)["conversation"][0]["content"][:50] + " "
+    return as_line({"prompt": (words * (LARGE_BYTES // len(words) + 1))[:LARGE_BYTES]}, row)
 
 
 def as_batch(line: bytes, row: int) -> bytes:
@@ -236,6 +244,11 @@ def measure_memory(base: Path, scratch: Path, rows: int, repeats: int) -> dict[s
             job = make_job(folder, base, rows=count, per_chunk=count // chunks, convert=as_kilobyte)
             stack.callback(shutil.rmtree, job)
             ways[name] = partial(run_worker, job, PROMPT)
+        job = make_job(
+            scratch / "memory-large", base, rows=LARGE_ROWS, per_chunk=1000, convert=as_large
+        )
+        stack.callback(shutil.rmtree, job)
+        ways[f"{LARGE_ROWS} rows of 120 KB"] = partial(run_worker, job, PROMPT)
         runs = alternate(ways, repeats)
     return {
         name: spread(each.peak_bytes / 1e6 for each in measured) for name, measured in runs.items()
@@ -275,7 +288,7 @@ def report_ways(
 def report_memory(memory: dict[str, Spread], result: dict[str, Any]) -> None:
     """Print the table of peak memory, and enter its figures into the result."""
     print_table(("job", "peak MB"), [(name, format(peak, ".0f")) for name, peak in memory.items()])
-    small, large, few_chunks, many_chunks = (peak.median for peak in memory.values())
+    small, large, few_chunks, many_chunks, large_rows = (each.median for each in memory.values())
     result["peak_memory"] = {name: peak.entries("mb", 1) for name, peak in memory.items()}
     # The worker remembers the place of each row of an open chunk; nothing else may grow.
     added_rows = 0.9 * int(list(memory)[1].split()[0])
@@ -287,6 +300,7 @@ def report_memory(memory: dict[str, Spread], result: dict[str, Any]) -> None:
         "memory_flat_in_data_set": many_chunks < 1.25 * few_chunks,
         "memory_flat_in_chunks": many_chunks < 1.25 * small,
         "memory_of_a_row_of_an_open_chunk": result["bytes_a_row_of_an_open_chunk"] <= 20,
+        "memory_of_large_rows": large_rows < 300,
     }
 
 

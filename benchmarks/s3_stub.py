@@ -117,7 +117,7 @@ def fill(num_chunks: int, num_markers: int) -> None:
     objects.update({info.key: store.get(info.key).data for info in store.list()})
     for index in range(num_markers):
         name = layout.chunk_name(index, num_chunks)
-        objects[RUN + layout.output_key(layout.output_file(name))] = b"{}\n"
+        objects[RUN + layout.output_key(layout.output_file(name, "0"))] = b"{}\n"
         objects[RUN + layout.marker_key(name)] = b"x" * 700
     keys.extend(sorted(objects))
 
@@ -129,10 +129,10 @@ def finish(num_markers: int) -> None:
     """
     job = codec.decode(objects["job/job.json"], Job, name="job.json")
     first = job.chunks[0].name
-    line = objects[RUN + layout.output_key(layout.output_file(first))]
+    line = objects[RUN + layout.output_key(layout.output_file(first, "0"))]
     marker = codec.decode(objects[RUN + layout.marker_key(first)], Marker, name=first)
     for index, chunk in enumerate(job.chunks[1:num_markers], 1):
-        file = layout.output_file(chunk.name)
+        file = layout.output_file(chunk.name, "0")
         data = line.replace(b'"_row":0,"_id":"0"', b'"_row":%d,"_id":"%d"' % (index, index))
         own = msgspec.structs.replace(
             marker,

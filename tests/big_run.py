@@ -190,7 +190,7 @@ def _shifted(worker: Worker, seconds: float) -> Worker:
 
 def make_marker(name: str, worker: str, output: bytes, shape: Shape, **changes: Any) -> Marker:
     values: dict[str, Any] = {
-        "output": f"{name}.jsonl",
+        "output": layout.output_file(name, "0"),
         "output_bytes": len(output),
         "output_sha256": codec.sha256(output),
         "chunk": f"chunks/{name}.jsonl",
@@ -246,7 +246,7 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
         body = output_lines(name, shape)
         if index < shape.num_outputs:
-            run.create(layout.output_key(f"{name}.jsonl"), body)
+            run.create(layout.output_key(layout.output_file(name, "0")), body)
             rows = "".join(
                 f'{{"prompt": "question {i} {HOSTILE[:8]}"}}\n'
                 for i in range(shape.rows_in_outputs)

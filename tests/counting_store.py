@@ -55,10 +55,10 @@ class CountingStore:
         self._count("create")
         return self._store.create(key, data)
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """See `Store.create_file`."""
-        self._count("create_file")
-        return self._store.create_file(key, path, is_final=is_final)
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`."""
+        self._count("put_file")
+        self._store.put_file(key, path)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`."""

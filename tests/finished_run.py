@@ -63,8 +63,8 @@ def finish_run(
     job, sha256 = found
     store = open_store(str(run_url))
     config = {"job_sha256": sha256, "limit": None, "model": "tiny", "prompt": dict(prompt or {})}
-    run = join_run(store, config, {"job": str(job_url)}, nonce="n", is_safe=True)
-    publisher = Publisher(store, is_safe=True, nonce=f"n{generation}", require_lease=lambda: None)
+    run = join_run(store, config, {"job": str(job_url)}, nonce="n")
+    publisher = Publisher(store, nonce=f"n{generation}", require_lease=lambda: None)
     with tempfile.TemporaryDirectory() as folder:
         for index, ref in enumerate(job_chunks(job, str(job_url)).values()):
             if index in leave_out:

@@ -99,7 +99,7 @@ def demo_engine(demo_url):
 @pytest.fixture
 def workers_share_demo_engine(demo_engine, monkeypatch):
     """Workers that run in this process with --engine vllm use `demo_engine` instead of a server of their own."""
-    monkeypatch.setattr("batchinfer.worker.config.create_engine", lambda _: demo_engine)
+    monkeypatch.setattr("batchinfer.engines.create_engine", lambda _: demo_engine)
 
 
 @pytest.fixture

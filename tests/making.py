@@ -137,7 +137,7 @@ def wrap(name):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
     setattr(S3Store, name, written)
-wrap("create"), wrap("create_file")
+wrap("create"), wrap("put_file")
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -204,6 +204,11 @@ def read_marker(store: Store, name: str, generation: int = 0) -> Marker:
     """Read a chunk's marker."""
     key = layout.marker_key(name, generation)
     return codec.decode(store.get(key).data, Marker, name=key)
+
+
+def output_key(store: Store, name: str) -> str:
+    """The key of the output that a chunk's marker names."""
+    return layout.output_key(read_marker(store, name).output)
 
 
 def change_marker(store: Store, name: str, generation: int = 0, /, **changes: Any) -> None:

@@ -16,8 +16,8 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     ScratchFull,
 )
-from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.opening import probe
+from batchinfer.storage import Store
+from batchinfer.storage.opening import check_preconditions
 from counting_store import CountingStore
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
@@ -87,29 +87,28 @@ class StoreContract:
             store.create("k", b"")
         assert list(store.list()) == []
 
-    def test_file_is_created_once(self, store: Store, tmp_path: Path) -> None:
-        file = tmp_path / "result.jsonl"
-        file.write_bytes(b"rows\n" * 1000)
-        etag = store.create_file("outputs/part-00000.jsonl", file)
-        assert store.get("outputs/part-00000.jsonl") == (file.read_bytes(), etag)
-        assert store.create_file("outputs/part-00000.jsonl", file) == etag
-        file.write_bytes(b"swor\n" * 1000)
-        with pytest.raises(AlreadyExists):
-            store.create_file("outputs/part-00000.jsonl", file)
-        file.write_bytes(b"short")
-        with pytest.raises(AlreadyExists):
-            store.create_file("outputs/part-00000.jsonl", file)
-        assert store.get("outputs/part-00000.jsonl").etag == etag
+    def test_file_becomes_a_whole_object_in_place_of_any_that_is_there(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        key = "outputs/part-00000.3f2a.jsonl"
+        for index, data in enumerate((b"rows\n" * 1000, b"rows\n" * 1000, b"short")):
+            file = tmp_path / f"result-{index}"
+            file.write_bytes(data)
+            store.put_file(key, file)
+            assert store.get(key).data == data
+            file.unlink()
+            assert store.get(key).data == data
+        assert [found.key for found in store.list()] == [key]
 
-    def test_empty_file_can_be_created(self, store: Store, tmp_path: Path) -> None:
+    def test_empty_file_can_be_put(self, store: Store, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
-        store.create_file("empty", tmp_path / "empty")
+        store.put_file("empty", tmp_path / "empty")
         assert store.get("empty").data == b""
         assert store.stat("empty").bytes == 0
 
     def test_file_that_is_not_there_is_named(self, store: Store, tmp_path: Path) -> None:
         with pytest.raises(BatchinferError, match="nowhere"):
-            store.create_file("k", tmp_path / "nowhere")
+            store.put_file("k", tmp_path / "nowhere")
         assert list(store.list()) == []
 
     def test_download_overwrites_a_local_file(self, store: Store, tmp_path: Path) -> None:
@@ -210,7 +209,7 @@ class StoreContract:
             lambda: store.stat(key),
             lambda: store.download(key, tmp_path / "copy"),
             lambda: store.create(key, b"x"),
-            lambda: store.create_file(key, file),
+            lambda: store.put_file(key, file),
             lambda: store.replace(key, b"x", "etag"),
             lambda: store.delete([key]),
         ):
@@ -252,10 +251,8 @@ class StoreContract:
         assert [type(error) for error in errors] == [PreconditionFailed] * 15
         assert stores[1].get("w.json").etag == etags[0]
 
-    def test_probe_finds_the_store_safe_and_leaves_nothing(self, store: Store) -> None:
-        found = probe(store)
-        assert found == Preconditions(create=True, replace=True)
-        assert found.is_safe
+    def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store: Store) -> None:
+        check_preconditions(store)
         assert list(store.list()) == []
 
     def test_requests_can_be_counted(self, store: Store, tmp_path: Path) -> None:
@@ -265,9 +262,9 @@ class StoreContract:
         counting.get("k")
         counting.stat("k")
         counting.download("k", tmp_path / "copy")
-        counting.create_file("l", tmp_path / "copy")
+        counting.put_file("l", tmp_path / "copy")
         assert len(list(counting.list())) == 2
         counting.delete(["k", "l"])
-        verbs = ["create", "create_file", "delete", "download", "get", "list", "replace", "stat"]
+        verbs = ["create", "put_file", "delete", "download", "get", "list", "replace", "stat"]
         assert dict(counting.requests) == dict.fromkeys(verbs, 1)
         assert counting.url == store.url

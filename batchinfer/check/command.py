@@ -7,15 +7,14 @@ from typing import Any
 import click
 
 from batchinfer.check.steps import CheckConfig, Examination
-from batchinfer.cli.origins import origins_in
-from batchinfer.cli.run_options import run_options
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
-from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
-from batchinfer.split.command import parse_delimiter
+from batchinfer.worker.config import WorkerConfig
 
 
 def run_check(config: CheckConfig) -> dict[str, Any]:
@@ -48,37 +47,29 @@ def tell(result: dict[str, Any], *, show: int = 3) -> None:
     for problem in result["problems"]:
         hint = f" ({problem['hint']})" if problem["hint"] else ""
         say(f"{problem['level']}: {problem['message']}{hint}")
-        for origin in origins_in(problem["message"]):
-            say(f"hint: {origin}")
 
 
 @click.command("check", cls=ServerCommand)
 @click.argument("sources", nargs=-1)
-@click.option("--delimiter", callback=parse_delimiter, help="As in split, for SOURCE's CSV.")
-@click.option(
-    "--gpu", metavar="NAME[:N],…", help="GPUs of one worker, or several kinds: L4, H100:8."
-)
-@click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
-@click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
-@click.option("--workers", type=click.IntRange(1), help="How many there will be.")
-@click.option("--hours", type=NumberRange(0, min_open=True), help="Wanted time: how many workers?")
-@click.option("--sample-rows", type=click.IntRange(1), default=200, help="Rows to look at.")
-@click.option("--show", type=click.IntRange(0), default=3, help="Requests to show.")
+@options_from(CheckConfig)
 @price_options
-@run_options(with_look=False, without=("price_per_hour", "headless"))
+@options_from(WorkerConfig, without=["price_per_hour"])
 @common_options
-def command(
-    sources: tuple[str, ...], sample_rows: int, show: int, **options: Any
-) -> dict[str, Any]:
+def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.
+
+    \b
+      batchinfer check reviews.parquet --model Qwen/Qwen3-8B --gpu L4 \\
+          --messages-column conversation --max-tokens 512
 
     Looks at the options, access (a probe object is written to --output and removed), the model's files, the prompts of
     some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
-    """
-    config = CheckConfig(options=options, sources=list(sources), sample_rows=sample_rows)
+    """  # noqa: D301 - \b keeps click from wrapping the example
+    own = values_of(CheckConfig, options)
+    config = CheckConfig(**own | {"options": options, "sources": list(sources)})
     result = run_check(config)
-    tell(result, show=show)
-    result["requests"] = result.get("requests", [])[:show]
+    tell(result, show=config.show)
+    result["requests"] = result.get("requests", [])[: config.show]
     if result["errors"]:
         error = ConfigError(
             f"would not work: {units.many(result['errors'], 'error')}, listed above",

@@ -7,15 +7,17 @@ import dataclasses
 import os
 import threading
 from collections import Counter as Tally
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from batchinfer.check.estimate import estimate
 from batchinfer.check.model import Counter, memory_on
-from batchinfer.cli.run_options import value_of
+from batchinfer.cli.options import value_of
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.options import NO_OPTION, Count, Opt, Positive
 from batchinfer.core.records import Call, Job, Record
 from batchinfer.engines import check_engine, create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
@@ -23,10 +25,10 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
-from batchinfer.storage.opening import leaving_no_folders, open_store, probe
+from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
-from batchinfer.worker.config import real_environment, rules_of
+from batchinfer.worker.config import WorkerConfig, real_environment, rules_of
 from batchinfer.worker.joining import Membership
 from batchinfer.worker.preview import read_first_rows
 
@@ -52,14 +54,31 @@ class Problem(Record, frozen=True, kw_only=True):
 
 
 class CheckConfig(Record, frozen=True, kw_only=True):
-    """What to check."""
+    """What to check, and the declaration of the options of `check` that are not the worker's."""
 
-    options: dict[str, Any]
-    """Options of a worker and of `check`, by their parameters, as click has parsed them."""
-    sources: list[str] = []
+    SECTION: ClassVar[str] = "options"
+
+    options: Annotated[dict[str, Any], NO_OPTION]
+    """All options of the command, by their parameters, as click has parsed them."""
+    sources: Annotated[list[str], NO_OPTION] = []
     """Sources that are not split yet, in place of a job."""
-    sample_rows: int = 200
-    counts_tokens: bool = True
+    delimiter: Annotated[str, Opt(form="delimiter")] = ""
+    """As in split, for SOURCE's CSV."""
+    gpu: Annotated[str | None, Opt(metavar="NAME[:N],…")] = None
+    """GPUs of one worker, or several kinds: L4, H100:8."""
+    rate: Positive | None = None
+    """Rows per second of one worker."""
+    rate_from: Annotated[str | None, Opt(metavar="RUN")] = None
+    """Take the rate of an earlier run's workers."""
+    workers: Count | None = None
+    """How many there will be."""
+    hours: Positive | None = None
+    """Wanted time: how many workers?"""
+    sample_rows: Count = 200
+    """Rows to look at."""
+    show: Annotated[int, Meta(ge=0)] = 3
+    """Requests to show."""
+    counts_tokens: Annotated[bool, NO_OPTION] = True
     """Whether the lengths of prompts are wanted, for which a tokenizer may have to be loaded."""
 
 
@@ -169,11 +188,8 @@ class Examination:
             return
         store = open_store(self.options["output"])
         with leaving_no_folders(store.url):
-            is_safe = probe(store).is_safe
-        self.result["storage"] = {"url": store.url, "is_safe": is_safe}
-        if not is_safe:
-            text = f"{store.url}: ignores preconditions, so workers cannot share chunks there"
-            self._problem(ERROR, "access", text, "use a store with conditional writes")
+            check_preconditions(store)
+        self.result["storage"] = {"url": store.url}
         if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)
 
@@ -182,7 +198,9 @@ class Examination:
         if data is None or engine is None or self.prompt is None:
             return
         rules = dataclasses.replace(rules_of(engine), max_model_len=self._longest)
-        builder = PromptBuilder(self.prompt, value_of("seed", self.options), rules=rules)
+        builder = PromptBuilder(
+            self.prompt, value_of(WorkerConfig, "run_seed", self.options), rules=rules
+        )
         if data.job is not None:
             check_columns(data.job, builder.needed_columns, optional=self.prompt.optional_columns)
         if data.counted is not None:
@@ -263,7 +281,7 @@ def refuse_other_run(options: dict[str, Any]) -> None:
     assignment = read_assignment(
         worker.manifests,
         job_url=worker.job,
-        allow_absolute=worker.allow_absolute,
+        allow_absolute=False,
         limit=worker.limit,
         open_store=open_store,
     )
@@ -299,7 +317,7 @@ def _read_sources(config: CheckConfig) -> Data:
     from batchinfer.split.sources import count_sources
 
     counted = count_sources(
-        config.sources, limit=config.options["limit"], delimiter=config.options["delimiter"]
+        config.sources, limit=config.options["limit"], delimiter=config.delimiter
     )
     sample = []
     places = _spread(len(counted.parts))

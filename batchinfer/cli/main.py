@@ -17,13 +17,13 @@ import click
 
 from batchinfer import __version__
 from batchinfer.cli.entry import INTERRUPTED
+from batchinfer.cli.help import WIDTH, HelpOption
 from batchinfer.cli.logs import configure_logging
-from batchinfer.cli.origins import origin_of, origins_in
 from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.terminal import say
-from batchinfer.core.errors import BatchinferError, UsageError
+from batchinfer.core.errors import BatchinferError
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
 
 
 class LazyGroup(click.Group):
@@ -54,14 +54,6 @@ class LazyGroup(click.Group):
             ctx.fail(f"No such command {args[0]!r}. (Did you mean {near[0]!r}?)")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """See click.Group. An error about an option says which settings file or variable the option's value is from."""
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            error.attach_origins(origins_in(error.message))
-            raise
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """See click.Group."""
         with formatter.section("Commands"):
@@ -74,7 +66,8 @@ def _name_variables(command: click.Command, name: str) -> None:
     By default click would derive it from the name of the Python parameter, which may differ from the option's.
     """
     for option in command.params:
-        if isinstance(option, click.Option) and option.envvar is None:
+        is_asked = isinstance(option, click.Option) and not isinstance(option, HelpOption)
+        if is_asked and option.envvar is None:
             spelling = max(option.opts, key=len).lstrip("-")
             option.envvar = f"BATCHINFER_{name}_{spelling}".replace("-", "_").upper()
 
@@ -138,8 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(error: BatchinferError) -> None:
     say(f"error: {error.message}")
-    for origin in error.origins:
-        say(f"hint: {origin}")
     if error.hint:
         for line in f"hint: {error.hint}".split("\n"):  # a command to copy may have several lines
             say(line)
@@ -155,8 +146,6 @@ def _show_click_error(error: click.ClickException) -> None:
     error.show(file=text)
     for line in text.getvalue().rstrip("\n").split("\n"):
         say(line)
-    if origin := origin_of(error):
-        say(f"hint: the value is from {origin}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -1,90 +1,75 @@
-"""The class for an option of a run, and help that shows options in sections.
-
-The options themselves are rows of the table `batchinfer.cli.run_options.OPTIONS`. Each row defines the option of the
-command line with its help, its environment variable, its key in settings files, and the value in the configuration. It
-also defines how the option is written in the command that resumes a run.
-"""
+"""Options of commands, read off the structs that declare them; see `batchinfer.core.options`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import click
+import msgspec
 
-from batchinfer.cli.values import Kind
+from batchinfer.cli.help import SectionOption
+from batchinfer.cli.values import FORMS, Kind, NumberRange, kind_of_type
+from batchinfer.core.options import NO_OPTION, Opt
 from batchinfer.core.shell import FromFile
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-SECTIONS = ("input", "model", "engine", "prompt", "media", "sampling", "output", "behaviour")
-"""Sections of a run's options, in help and in settings files."""
-FIRST = "what a first run needs"
-LOOK = "a look before working"
-COMMON = "settings and logs"
-ENDPOINT = "endpoint, with --engine openai"
-REHEARSAL = "rehearsal, with --engine echo"
-_OTHERS = "options"
-_HELP_ORDER = (_OTHERS, FIRST, *SECTIONS, ENDPOINT, LOOK, COMMON, REHEARSAL)
+S = TypeVar("S", bound=msgspec.Struct)
+_METAVARS: dict[type, str] = {click.IntRange: "N", NumberRange: "X"}
+LEFT_OUT = "options_left_out"
+"""Attribute of a command's function: names of the declared options that the command does without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a run."""
+    """One option, as the field of a struct declares it."""
 
-    flags: str
-    """Spelling on the command line: ``--top-k``, or ``--steal/--no-steal``."""
+    struct: type[msgspec.Struct]
+    field: str
+    """Name of the struct's field, and of click's parameter."""
     kind: Kind
+    default: Any
+    """Value of the field if the option is not given; None if the field has no default."""
     help: str
-    default: Any = None
-    """Default, in a form that click accepts. None: there is no default, or `kind` defines the default."""
-    name: str = ""
-    """Name of click's parameter, if it differs from the flag's name. Settings files accept both names."""
-    section: str = ""
-    """Section of help. Empty: the section of the option's group."""
-    is_first: bool = False
-    """Whether help shows the option among the few that a first run needs."""
-    struct: str | None = None
-    """Name of the struct of the configuration that has a field for the value. Empty: no struct has such a field. None:
-    the struct is that of the option's group."""
-    field: str = ""
-    """Name of the struct's field, if it differs from the name of click's parameter."""
-    recorded: str = ""
-    """Part of run.json that holds the value, such as ``config`` or ``recorded``. Empty: run.json keeps the value in the
-    part with the struct's name, or not at all."""
-    metavar: str | None = None
-    envvar: Sequence[str] | None = None
-    """Environment variables, if they are not just BATCHINFER_<COMMAND>_<OPTION>."""
+    mark: Opt
 
     @property
     def flag(self) -> str:
-        """Spelling on the command line, without the negated spelling: ``--steal`` for ``--steal/--no-steal``."""
-        return self.flags.partition("/")[0]
+        """Spelling on the command line, without the negated spelling: ``--check`` for ``--check/--no-check``."""
+        return self.mark.flag or "--" + self.field.replace("_", "-")
 
     @property
-    def parameter(self) -> str:
-        """Name of click's parameter."""
-        return self.name or self.flag.lstrip("-").replace("-", "_")
+    def flags(self) -> str:
+        """Spelling on the command line, with the negated one of a flag that may be on by default."""
+        is_negatable = self.kind.click.get("is_flag") and self.default is not False
+        return f"{self.flag}/--no-{self.flag[2:]}" if is_negatable else self.flag
 
     @property
-    def target(self) -> str:
-        """Name of the struct's field."""
-        return self.field or self.parameter
+    def spellings(self) -> list[str]:
+        """Everything that click must know of the option's spelling, and the name of its parameter."""
+        return [*filter(None, [self.mark.short]), self.flags, self.field]
 
     @property
-    def part(self) -> str:
-        """Part of run.json that holds the value; empty if no part holds it."""
-        return self.recorded or self.struct or ""
+    def section(self) -> str:
+        """Section in help and in settings files."""
+        return self.mark.section or getattr(self.struct, "SECTION", "")
 
     @property
     def value_if_not_given(self) -> Any:
-        """The value that click gives when the option is not on the command line."""
-        return (self.kind.click | self._click_default).get("default")
-
-    @property
-    def _click_default(self) -> dict[str, Any]:
-        return {} if self.default is None else {"default": self.default}
+        """The value that click gives when the option is not given; None if only `read` knows the default."""
+        settings = self.kind.click
+        if settings.get("multiple"):
+            return ()
+        if settings.get("is_flag"):
+            return self.default
+        is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
+        is_text = isinstance(self.default, str) and not isinstance(settings["type"], click.Path)
+        return self.default if is_number or is_text else None
 
     def read(self, given: Any) -> Any:
         """Convert the value that click has parsed to the configuration's value. Reads the file if the value names one.
@@ -92,71 +77,153 @@ class Option:
         Raises:
             ConfigError: the value cannot be read.
         """
-        return self.kind.read(self.flag, given)
+        if given is None or given in ((), "", self.value_if_not_given):
+            return self.default
+        value = self.kind.read(self.flag, given)
+        return self.default if value in ([], {}) else value
 
     def spell(self, value: Any) -> list[tuple[str, str | FromFile | None]]:
         """Return the words of a command line that give the option this value.
 
         Each item is a flag and the word after it; None instead of the word if the flag takes no word. The list is empty
-        if the option can be left out, because the value is the default or an empty one.
+        if the option can be left out, because the value is the default.
         """
-        settings = self.kind.click | self._click_default
-        if value == self.read(self.value_if_not_given):
+        if value == self.default:
             return []
-        if settings.get("is_flag"):
-            return [(self.flag if value else self.flags.partition("/")[2], None)]
+        if self.kind.click.get("is_flag"):
+            return [(self.flag if value else f"--no-{self.flag[2:]}", None)]
         return [(self.flag, word) for word in self.kind.write(value)]
 
     def decorate(self, function: F) -> F:
         """Add the option to a command."""
+        default = self.value_if_not_given
         return click.option(
-            self.flags,
-            self.parameter,
+            *self.spellings,
             cls=SectionOption,
-            section=FIRST if self.is_first else self.section,
-            **self.kind.click | self._click_default,
-            show_default=self.default is not None and self.default not in ("", "{}"),
-            metavar=self.metavar,
-            envvar=self.envvar,
+            section=self.section,
+            is_first=self.mark.is_first,
+            default=default,
+            show_default=default not in (None, (), "", False),
+            metavar=self.mark.metavar or _METAVARS.get(type(self.kind.click.get("type"))),
+            envvar=self.mark.variables or None,
             help=self.help,
+            **self.kind.click,
         )(function)
 
 
-def group(section: str, struct: str, *options: Option) -> tuple[Option, ...]:
-    """Return options with a section and a struct that they share. An option's own section or struct wins."""
-    return tuple(
-        replace(
-            option,
-            section=option.section or section,
-            struct=struct if option.struct is None else option.struct,
-        )
-        for option in options
-    )
+@functools.cache
+def options_of(struct: type[msgspec.Struct]) -> tuple[Option, ...]:
+    """Return the options that a struct declares, and the structs in its fields, in their order."""
+    hints, texts = get_type_hints(struct, include_extras=True), _texts(struct)
+    found: list[Option] = []
+    for field in msgspec.structs.fields(struct):
+        mark, hint = _divided(hints[field.name])
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            found += options_of(hint)
+        elif mark is not NO_OPTION:
+            kind = FORMS[mark.form] if mark.form else kind_of_type(hint)
+            default = None if field.required else _default(field)
+            found.append(Option(struct, field.name, kind, default, texts.get(field.name, ""), mark))
+    return tuple(found)
 
 
-# --------------------------------------------------------------------------- help in sections
+def _divided(hint: Any) -> tuple[Opt, Any]:
+    """Divide the annotation of a field into its mark and its type."""
+    if get_origin(hint) is not Annotated:
+        return Opt(), hint
+    kind, *rest = get_args(hint)
+    marks = [one for one in rest if isinstance(one, Opt)]
+    others = [one for one in rest if not isinstance(one, Opt)]
+    return marks[0] if marks else Opt(), Annotated[(kind, *others)] if others else kind
 
 
-class SectionOption(click.Option):
-    """An option of click's with the section in which help shows it."""
-
-    def __init__(self, *arguments: Any, section: str, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.section = section
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    has_factory = field.default_factory is not msgspec.NODEFAULT
+    return field.default_factory() if has_factory else field.default
 
 
-class SectionCommand(click.Command):
-    """A command whose help shows options in sections."""
+def _texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the texts below the fields of a struct's class, by field, on one line each."""
+    found: dict[str, str] = {}
+    name = ""
+    for node in _classes(struct.__module__)[struct.__name__].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            found[name] = " ".join(str(node.value.value).replace("``", "").split())
+        if not isinstance(node, ast.AnnAssign):
+            name = ""
+    return found
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See click.Command."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                rest = COMMON if parameter is self.get_help_option(ctx) else _OTHERS
-                section = parameter.section if isinstance(parameter, SectionOption) else rest
-                sections.setdefault(section, []).append(record)
-        for section in sorted(sections, key=_HELP_ORDER.index):
-            with formatter.section(section.capitalize()):
-                formatter.write_dl(sections[section])
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def options(
+    struct: type[msgspec.Struct], *, only: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[F], F]:
+    """Return a decorator that adds the options of a struct to a command.
+
+    Args:
+        struct: The struct.
+        only: Names of the fields whose options are wanted; empty for all.
+        without: Names of the fields whose options are left out.
+    """
+
+    def decorate(function: F) -> F:
+        left_out: frozenset[str] = getattr(function, LEFT_OUT, frozenset())
+        for option in reversed(options_of(struct)):
+            if option.field in without or (only and option.field not in only):
+                left_out |= {option.field, option.flag[2:].replace("-", "_")}
+            else:
+                function = option.decorate(function)
+        setattr(function, LEFT_OUT, left_out)
+        return function
+
+    return decorate
+
+
+def values_of(struct: type[msgspec.Struct], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that options give to the own fields of a struct, by field. Reads the files that options name.
+
+    Args:
+        struct: The struct.
+        given: Values that click has parsed, by the names of its parameters. Those that are missing are defaults.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    return {
+        option.field: option.read(given.get(option.field))
+        for option in options_of(struct)
+        if option.struct is struct
+    }
+
+
+def value_of(struct: type[msgspec.Struct], field: str, given: Mapping[str, Any]) -> Any:
+    """Return the value that one option gives to a field of a struct.
+
+    Raises:
+        ConfigError: the value cannot be read.
+    """
+    (option,) = (each for each in options_of(struct) if each.field == field)
+    return option.read(given.get(field))
+
+
+def recorded_values(config: msgspec.Struct) -> dict[str, Any]:
+    """Return the values of a configuration that run.json records for the command that resumes the run, by field."""
+    found: dict[str, Any] = {}
+    parts = [config, *(getattr(config, name) for name in config.__struct_fields__)]
+    for part in parts:
+        if isinstance(part, msgspec.Struct):
+            found |= {
+                option.field: getattr(part, option.field)
+                for option in options_of(type(part))
+                if option.struct is type(part)
+                and option.mark.is_recorded
+                and getattr(part, option.field) != option.default
+            }
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from batchinfer.cli.options import SectionCommand
+from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import is_secret, redact

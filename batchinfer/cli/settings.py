@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 
 import click
 
+from batchinfer.cli.help import COMMON, SECTIONS, HelpOption, SectionOption
 from batchinfer.cli.logs import set_format, set_level
-from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
-from batchinfer.cli.origins import remember_command, remember_file
+from batchinfer.cli.options import LEFT_OUT, F
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
 from batchinfer.core.errors import ConfigError
@@ -87,10 +87,6 @@ SERVER_SECTION = "vllm"
 """Section of settings files with options of the server that a run starts."""
 FROM_FILE = "batchinfer.server_args"
 """Key of click's `Context.meta` under which the words of that section are kept."""
-RUN_COMMANDS = ("run", "worker", "check", "launch")
-"""Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
-PARTIAL_COMMANDS = ("generate", "chat")
-"""Names of commands that take some options of a run. In the sections of settings files they skip the other options."""
 
 
 def price_options(function: F) -> F:
@@ -197,56 +193,45 @@ def unknown_variables(
 
 
 def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
-    remember_command(context)
     if path is None or context.resilient_parsing:
         return
     settings = read_settings(path, context.command)
     context.meta[FROM_FILE] = server_settings(path)
-    context.default_map = {
-        **(context.default_map or {}),
-        **{name: setting.value for name, setting in settings.items()},
-    }
-    remember_file(context, path, {name: setting.key for name, setting in settings.items()})
+    context.default_map = {**(context.default_map or {}), **settings}
 
 
-class SettingsValue(NamedTuple):
-    """A value of a settings file, in the form that it would have on the command line, and the key that it has there."""
-
-    value: Any
-    key: str
-
-
-def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue]:
+def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
     """Read a settings file for one command.
 
     The file's keys are names of options, spelled with - or _. They may stand in sections or outside of them. Sections
-    that are named after other commands are skipped, so that several commands can use the same file. `PARTIAL_COMMANDS`
-    also skip the options in sections that they do not have.
+    that are named after other commands are skipped, and so are options of a run that the command does without, so that
+    several commands can use the same file.
 
     Returns:
-        Values by the names of click's parameters.
+        Values in the form that they would have on the command line, by the names of click's parameters.
 
     Raises:
         ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
     """
     options = _options(command)
-    values: dict[str, SettingsValue] = {}
+    left_out = getattr(command.callback, LEFT_OUT, None)
+    values: dict[str, Any] = {}
     for key, value in _load(path).items():
         name = str(key).replace("-", "_")
-        if isinstance(value, dict) and name in COMMANDS and name != command.name:
-            continue
-        if name == SERVER_SECTION:
-            continue  # see `server_settings`
+        is_others = name in COMMANDS and name != command.name
+        if name == SERVER_SECTION or (isinstance(value, dict) and is_others):
+            continue  # for SERVER_SECTION see `server_settings`
         is_section = isinstance(value, dict) and name in SECTIONS
-        if is_section and command.name not in (*RUN_COMMANDS, *PARTIAL_COMMANDS):
+        if is_section and left_out is None:
             continue
-        if isinstance(value, dict) and (name in SECTIONS or name == command.name):
-            for inner, inner_value in value.items():
-                if is_section and _is_skipped(str(inner), options, command):
-                    continue
-                _put(values, options, path, str(inner), inner_value, f"{key}.{inner}")
-        else:
-            _put(values, options, path, str(key), value, str(key))
+        inside = is_section or (isinstance(value, dict) and name == command.name)
+        for inner, each in value.items() if inside else [(key, value)]:
+            shown = f"{key}.{inner}" if inside else str(key)
+            if is_section and str(inner).replace("-", "_") in (left_out or ()):
+                continue
+            option = _named(options, str(inner), shown, path)
+            if each is not None:  # else as if the file did not have the key
+                values[str(option.name)] = _click_value(option, each)
     return values
 
 
@@ -304,38 +289,17 @@ def _load(path: Path) -> dict[Any, Any]:
 
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Return a command's options by each of their names, without leading dashes and with _ in place of -."""
-    found: dict[str, click.Option] = {}
-    for parameter in command.params:
-        if (
-            isinstance(parameter, click.Option)
-            and parameter.name
-            and parameter.name != "config_file"
-        ):
-            for spelling in (parameter.name, *parameter.opts):
-                found[spelling.lstrip("-").replace("-", "_")] = parameter
-    return found
+    return {
+        spelling.lstrip("-").replace("-", "_"): each
+        for each in command.params
+        if isinstance(each, click.Option)
+        and not isinstance(each, HelpOption)
+        and each.name != "config_file"
+        for spelling in (each.name or "", *each.opts)
+    }
 
 
-def _is_skipped(key: str, options: Mapping[str, click.Option], command: click.Command) -> bool:
-    """Whether a key in a section is an option of a run that this command does without."""
-    from batchinfer.cli.run_options import OPTIONS
-
-    name = key.replace("-", "_")
-    if command.name not in PARTIAL_COMMANDS or name in options:
-        return False
-    return any(
-        name in (each.parameter, each.flag.lstrip("-").replace("-", "_")) for each in OPTIONS
-    )
-
-
-def _put(
-    values: dict[str, SettingsValue],
-    options: dict[str, click.Option],
-    path: Path,
-    key: str,
-    value: Any,
-    shown: str,
-) -> None:
+def _named(options: Mapping[str, click.Option], key: str, shown: str, path: Path) -> click.Option:
     name = key.replace("-", "_")
     if name not in options:
         near = difflib.get_close_matches(name, options, n=1)
@@ -343,13 +307,9 @@ def _put(
             f"--config {path}: unknown key {shown!r}",
             hint=f"did you mean {near[0]!r}?"
             if near
-            else "every key is the name of an option; see --help",
+            else "every key is the name of an option; see --help-all",
         )
-    option = options[name]
-    assert option.name is not None
-    if value is None:
-        return  # as if the file did not have the key
-    values[option.name] = SettingsValue(_click_value(option, value), shown)
+    return options[name]
 
 
 def _click_value(option: click.Option, value: Any) -> Any:

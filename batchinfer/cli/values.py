@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from msgspec import inspect
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import redact
@@ -41,13 +42,8 @@ def _plain(kind: click.ParamType[Any] | type) -> Kind:
     return Kind({"type": kind}, lambda _flag, given: given, _write_plain)
 
 
-TEXT = _plain(str)
-
-
-WHOLE = _plain(int)
-NUMBER = _plain(float)
-FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
-FLAG_OR_NONE = _plain(bool)._replace(click={"is_flag": True, "default": None})
+_TEXT = _plain(str)
+_FLAG = Kind({"is_flag": True}, lambda _flag, given: given, _write_plain)
 
 
 class NumberRange(click.FloatRange):
@@ -61,22 +57,28 @@ class NumberRange(click.FloatRange):
         return number
 
 
-def at_least(least: int, most: int | None = None) -> Kind:
-    """Return the kind of whole numbers from `least` on, and up to `most` if it is given."""
-    return _plain(click.IntRange(least, most))
+def kind_of_type(hint: Any) -> Kind:
+    """Return the kind of values that the type of a field says: its bounds and its choices are the option's."""
+    kind = inspect.type_info(hint)
+    if isinstance(kind, inspect.UnionType):
+        (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+    match kind:
+        case inspect.BoolType():
+            return _FLAG
+        case inspect.IntType():
+            is_free = kind.ge is None and kind.le is None
+            return _plain(int if is_free else click.IntRange(kind.ge, kind.le))
+        case inspect.FloatType():
+            least = kind.ge if kind.gt is None else kind.gt
+            return _plain(NumberRange(least, kind.le, min_open=kind.gt is not None))
+        case inspect.LiteralType():
+            return _plain(click.Choice(kind.values))
+        case inspect.ListType():
+            return _INTEGERS if isinstance(kind.item_type, inspect.IntType) else _REPEATED
+    return _TEXT
 
 
-def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
-    """Return the kind of numbers from `least` to `most`. If `is_open`, `least` itself is excluded."""
-    return _plain(NumberRange(least, most, min_open=is_open))
-
-
-def one_of(*names: str) -> Kind:
-    """Return the kind of values that are one of some names."""
-    return _plain(click.Choice(names))
-
-
-def whole_or(word: str, meaning: str | None) -> Kind:
+def _whole_or(word: str, meaning: str | None) -> Kind:
     """Return the kind of values that are a whole number or `word`. `word` becomes `meaning` in the configuration."""
 
     def read(flag: str, given: Any) -> Any:
@@ -97,30 +99,15 @@ def _split_commas(text: str | None) -> list[str]:
 
 
 def _write_commas(value: Any) -> list[str]:
-    return _write_plain(",".join(map(str, value or ())))
+    return [",".join(map(str, value))]
 
 
-NAMES = Kind({"type": str}, lambda _flag, given: _split_commas(given), _write_commas)
-"""Names with commas between. The configuration has a list, which may be empty."""
-NAMES_OR_NONE = NAMES._replace(read=lambda _flag, given: _split_commas(given) or None)
-"""Names with commas between. The configuration has None in place of an empty list."""
-
-
-def _read_integers(flag: str, given: str | None) -> list[int] | None:
+def _read_integers(flag: str, given: str) -> list[int] | None:
     return [_integer(flag, part) for part in _split_commas(given)] or None
 
 
-INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
-"""Whole numbers with commas between. The configuration has None in place of an empty list."""
-
-REPEATED = Kind(
-    {"type": str, "multiple": True},
-    lambda _flag, given: list(given or ()) or None,
-    lambda value: list(value or ()),
-)
-"""Texts. The option is repeated for each text. The configuration has None in place of an empty list."""
-REPEATED_LIST = REPEATED._replace(read=lambda _flag, given: list(given or ()))
-"""Texts. The option is repeated for each text. The configuration has a list, which may be empty."""
+_INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
+_REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)
 
 
 def _json(value: Any) -> str:
@@ -151,8 +138,6 @@ def _read_object(flag: str, given: str) -> dict[str, Any]:
         raise ConfigError(f"{flag}: expected a JSON object")
     return value
 
-
-JSON_OBJECT = Kind({"type": str}, _read_object, lambda value: [_json(value)])
 
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
 _NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
@@ -209,17 +194,9 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
     return _WORDS.get(word.lower(), word), position
 
 
-PAIRS = Kind(
-    {"type": str, "multiple": True},
-    lambda flag, given: read_pairs(flag, given or ()),
-    lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
-)
-"""NAME=VALUE pairs. The configuration has a mapping."""
-
-
-def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:
+def _read_adapters(flag: str, given: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for argument in given or ():
+    for argument in given:
         name, equals, source = (part.strip() for part in argument.partition("="))
         if not (name and equals and source) or "://" in name:
             raise ConfigError(
@@ -233,14 +210,6 @@ def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:
                 source = json.loads(source)
         found[name] = source
     return found
-
-
-ADAPTERS = Kind(
-    {"type": str, "multiple": True},
-    _read_adapters,
-    lambda value: [f"{name}={source}" for name, source in value.items()],
-)
-"""NAME=PATH pairs, one each time that the option is given. The configuration has a mapping."""
 
 
 def _read_file(flag: str, path: Path) -> str:
@@ -271,27 +240,20 @@ def _read_text(flag: str, given: str) -> str:
     return given
 
 
+_WORD = re.compile(r"[a-z-]+")
+
+
+def _read_template(flag: str, given: str) -> str:
+    """Return the text of a file; of a word that is no file's name, the word itself, which names a template."""
+    path = Path(given)
+    return given if _WORD.fullmatch(given) and not path.exists() else _read_file(flag, path)
+
+
 def _write_text(value: str) -> Sequence[str | FromFile]:
     return [FromFile(value, "@")] if value.startswith("@") else _write_plain(value)
 
 
-TEXT_OR_FILE = Kind({"type": str}, _read_text, _write_text)
-"""A text, or @ and the name of a file. The configuration has the text."""
-
-
-_PATH = {"type": click.Path(path_type=Path)}
-FOLDER = Kind(_PATH, lambda _flag, given: str(given) if given else None, _write_plain)
-FILE = Kind(
-    _PATH,
-    lambda flag, given: _read_file(flag, given) if given else "",
-    lambda value: [FromFile(value)] if value else [],
-)
-"""The name of a file. The configuration holds the file's text instead of its name."""
-
-
-def _read_objects(flag: str, path: Path | None) -> Any:
-    if not path:
-        return []
+def _read_objects(flag: str, path: Path) -> Any:
     try:
         value = json.loads(_shallow(flag, _read_file(flag, path)))
     except ValueError as error:
@@ -301,7 +263,59 @@ def _read_objects(flag: str, path: Path | None) -> Any:
     return value
 
 
-FILE_OF_OBJECTS = Kind(
-    _PATH, _read_objects, lambda value: [FromFile(_json(value))] if value else []
-)
-"""The name of a file with a JSON list of objects. The configuration holds the list."""
+def _read_place(flag: str, given: str) -> str:
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"{flag}: is {given!r}, expected [HOST:]PORT", hint=f"{flag} 9400")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
+def _read_delimiter(flag: str, given: str) -> str:
+    character = "\t" if given in ("tab", "\\t") else given
+    if len(character) != 1 or character in '"\r\n':
+        raise ConfigError(f"{flag}: is {given!r}, expected one character, or tab")
+    return character
+
+
+_PATH: dict[str, Any] = {"type": click.Path(path_type=Path)}
+_WORDS_OF_PAIRS: dict[str, Any] = {"type": str, "multiple": True}
+
+FORMS = {
+    # NAME=PATH, once for each adapter
+    "adapters": Kind(
+        _WORDS_OF_PAIRS,
+        _read_adapters,
+        lambda value: [f"{name}={source}" for name, source in value.items()],
+    ),
+    # a whole number, or "auto"
+    "auto": _whole_or("auto", "auto"),
+    # the character between the fields of CSV
+    "delimiter": Kind({"type": str}, _read_delimiter, _write_plain),
+    # the name of a file, whose text is the value
+    "file": Kind(_PATH, _read_file, lambda value: [FromFile(value)]),
+    # the name of a template, or of a file, whose text is the value
+    "template": Kind(
+        {"type": str},
+        _read_template,
+        lambda value: [value if _WORD.fullmatch(value) else FromFile(value)],
+    ),
+    "folder": Kind(_PATH, lambda _flag, given: str(given), _write_plain),
+    "json": Kind({"type": str}, _read_object, lambda value: [_json(value)]),
+    # names with commas between
+    "names": Kind({"type": str}, lambda _flag, given: _split_commas(given), _write_commas),
+    # the name of a file with a JSON list of objects, which is the value
+    "objects": Kind(_PATH, _read_objects, lambda value: [FromFile(_json(value))]),
+    # NAME=VALUE with commas between
+    "pairs": Kind(
+        _WORDS_OF_PAIRS,
+        read_pairs,
+        lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
+    ),
+    # [HOST:]PORT
+    "place": Kind({"type": str}, _read_place, _write_plain),
+    # a whole number; the word "none" stands for None
+    "seed": _whole_or("none", None),
+    # a text, or @ and the name of a file whose text is the value
+    "text": Kind({"type": str}, _read_text, _write_text),
+}
+"""Ways in which words become values where the type of a field does not say it, by the names in `Opt.form`."""

@@ -16,16 +16,16 @@
 
 export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
 {{ exports }}
-worker= is_ending= is_out_of_time=
+worker= signal=
 end() {
-  is_ending=yes
-  [ -z "$worker" ] || kill -TERM $worker
+  [ -z "$worker" ] || [ -n "$signal" ] || kill -TERM $worker
+  [ "$signal" = TERM ] || signal=$1
 }
-trap 'is_out_of_time=yes; end' USR1
-trap end TERM
+trap 'end USR1' USR1
+trap 'end TERM' TERM
 {{ command }} &
 worker=$!
-[ -z "$is_ending" ] || kill -TERM $worker
+[ -z "$signal" ] || kill -TERM $worker
 wait $worker
 status=$?
 while kill -0 $worker 2>/dev/null; do
@@ -33,10 +33,10 @@ while kill -0 $worker 2>/dev/null; do
   status=$?
 done
 # 33 and 34 say that a new start may help; 75 that a signal came, which calls for one only at the end of the job's time:
-# after scancel nobody wants it, and a preempted job Slurm itself queues again.
-case $status in
-  33 | 34) again=yes ;;
-  75) again=$is_out_of_time ;;
+# after SIGTERM, by scancel, nobody wants it, and a preempted job Slurm itself queues again.
+case $status-$signal in
+  *-TERM) again= ;;
+  33-* | 34-* | 75-USR1) again=yes ;;
   *) again= ;;
 esac
 if [ -n "$again" ]; then

@@ -1,21 +1,26 @@
-"""The answers of a run as columns: DuckDB reads the output lines, and holds their columns within a limit of memory."""
+"""The answers of a run as columns, which DuckDB makes of the output lines within a limit of memory."""
 
 from __future__ import annotations
 
 import importlib.resources
+import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from batchinfer.collect.outputs import Outputs
 from batchinfer.core.errors import InputError, ScratchFull
+from batchinfer.core.records import Marker
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.storage.scratch import Scratch, scratch_errors
 
-_MOST_ROWS = 16_384
-_BLOCK_BYTES = 16 << 20
+_MOST_ROWS = 4096
+_BLOCK_BYTES = 8 << 20
 _MEMORY = "512MB"
-"""Memory for the columns of answers. What does not fit goes to the scratch folder."""
+"""Memory for DuckDB. What does not fit goes to the scratch folder."""
 _MAX_THREADS = 8
 _LEAST_LINE_BYTES = 16 << 20
 _SEVERAL = {
@@ -36,37 +41,80 @@ _OPTIONAL = ("results", "model", *_COUNTS, "reasoning_tokens")
 
 
 class Answers:
-    """The columns of the output lines that were added, in the order of adding.
+    """The columns of output lines, in their order, in an Arrow file on the scratch disk that DuckDB reads as a table.
 
     Args:
         sql: Connection of `connect`.
+        outputs: The output files, some at a time.
+        scratch: Folder for the Arrow file.
         name: Name of the table.
         with_lines: Whether the lines themselves are kept.
+
+    Raises:
+        InputError: a line is not JSON.
     """
 
-    def __init__(self, sql: Any, name: str = "answers", *, with_lines: bool = False) -> None:
+    def __init__(
+        self,
+        sql: Any,
+        outputs: Iterable[Outputs],
+        scratch: Scratch,
+        name: str = "answers",
+        *,
+        with_lines: bool = False,
+    ) -> None:
+        import pyarrow as pa
+        from pyarrow import dataset
+
         self.sql, self._name = sql, name
+        self.found: list[tuple[ChunkRef, Marker]] = []
+        """What was read: the chunks, with their markers."""
+        self._most = dict.fromkeys(_SEVERAL, 0)
+        self._num_values: Counter[str] = Counter()
         text = (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
         macro, query = text.split(";\n", 1)
-        self._query = query.replace("KEEPS_LINES", str(with_lines))
-        self.sql.execute(macro)
-        nothing = self._query.replace("FILES", "(SELECT NULL::JSON AS json WHERE false)")
-        self.sql.execute(f"CREATE TABLE {name} AS {nothing}")
+        query = query.replace("KEEPS_LINES", str(with_lines))
+        sql.execute(macro)
+        path = scratch.new_path(f"{name}.arrow")
+        with (
+            sql_errors("an output"),
+            scratch_errors(scratch.folder),
+            pa.OSFile(str(path), "wb") as file,
+        ):
+            nothing = query.replace("FILES", "(SELECT NULL::JSON AS json WHERE false)")
+            schema = sql.cursor().sql(nothing).to_arrow_table().schema
+            with pa.ipc.new_file(file, schema) as writer:
+                for some in outputs:
+                    self.found += some.values()
+                    rows = rows_at_once(
+                        sum(marker.output_bytes for _, marker in some.values()),
+                        sum(marker.rows_ok + marker.rows_error for _, marker in some.values()),
+                    )
+                    read = sql.cursor().sql(query.replace("FILES", files(list(some))))
+                    for batch in read.to_arrow_reader(rows):
+                        self._count(batch)
+                        writer.write_table(pa.table(batch), max_chunksize=rows)
+        self._data = dataset.dataset(path, schema, format="ipc")
+        sql.register(name, self._data)
 
-    def add(self, paths: Sequence[Path]) -> None:
-        """Add the lines of output files.
+    def _count(self, batch: Any) -> None:
+        """Count the values of each column."""
+        from pyarrow import compute
 
-        Raises:
-            InputError: a line is not JSON.
-        """
-        with sql_errors("an output"):
-            self.sql.execute(
-                f"INSERT INTO {self._name} {self._query.replace('FILES', files(paths))}"
-            )
+        for name in _SEVERAL:
+            lists = batch[f"{name}_list"]
+            longest = compute.max(compute.list_value_length(lists)).as_py() or 0
+            self._most[name] = max(self._most[name], longest)
+            values = lists.flatten()
+            self._num_values[name] += len(values) - values.null_count
+        for name in _OPTIONAL:
+            self._num_values[name] += len(batch) - batch[name].null_count
 
-    def one(self, expression: str) -> Any:
-        """Return the value of an aggregate over all rows."""
-        return self.sql.execute(f"SELECT {expression} FROM {self._name}").fetchall()[0][0]
+    def one(self, *expressions: str) -> tuple[Any, ...]:
+        """Return the values of aggregates over all rows."""
+        query = f"SELECT {', '.join(expressions)} FROM {self._name}"
+        values: tuple[Any, ...] = self.sql.execute(query).fetchall()[0]
+        return values
 
     def columns(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
@@ -75,25 +123,39 @@ class Answers:
         """
         found = {name: name for name in ("_row", "_id", "status")}
         for name, several in _SEVERAL.items():
-            most, count = self.one(f"(max(len({name}_list)), sum(list_count({name}_list)))")
-            if (most or 0) > 1 and count:
+            if self._num_values[name] and self._most[name] > 1:
                 found[several] = f"{name}_list"
-            elif count or name in wanted:
+            elif self._num_values[name] or name in wanted:
                 found[name] = f"{name}_list[1]"
-        found |= {name: name for name in _OPTIONAL if name in _COUNTS or self.one(f"count({name})")}
+        found |= {name: name for name in _OPTIONAL if self._num_values[name] or name in _COUNTS}
         return found | {name: name for name in _ERROR}
 
-    def tables(self, columns: dict[str, str], rows: int) -> Iterator[Any]:
-        """Yield all rows in order, as Arrow tables of `rows` rows. Columns are expressions by their names.
-
-        The first table has no rows.
-        """
+    def read(self, columns: dict[str, str]) -> Taker:
+        """Return a reader of all rows, in order. Columns are expressions by their names."""
         listed = ", ".join(f"{value} AS {quoted(name)}" for name, value in columns.items())
         query = f"SELECT {listed} FROM {self._name}"
-        total = self.one("count(*)")
-        for first, stop in pairwise([0, *range(0, total, rows), total]):
-            range_query = f"{query} WHERE rowid >= {first} AND rowid < {stop}"
-            yield self.sql.cursor().sql(range_query).to_arrow_table()
+        sql = self.sql.cursor()  # so that other queries may run meanwhile
+        sql.register(self._name, self._data)
+        return Taker(sql.sql(query).to_arrow_reader(_MOST_ROWS))
+
+
+class Taker:
+    """Takes rows from a reader of Arrow batches, in order."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._held = reader.schema.empty_table()
+
+    def take(self, count: int) -> Any:
+        """Return the next rows, so many of them or all that are left, as an Arrow table."""
+        import pyarrow as pa
+
+        tables = [self._held]
+        while sum(map(len, tables)) < count and (batch := next(self._reader, None)) is not None:
+            tables.append(pa.table(batch))
+        found = pa.concat_tables(tables)
+        self._held = found.slice(count)
+        return found.slice(0, count)
 
 
 def rows_at_once(num_bytes: int, num_rows: int) -> int:
@@ -115,11 +177,6 @@ def connect(scratch: Path) -> Any:
     )
 
 
-def arrow_reader(sql: Any, query: str, rows: int = 1024) -> Any:
-    """Return the rows of a query, in order, as an Arrow reader of batches. Other queries may run meanwhile."""
-    return sql.cursor().sql(query).to_arrow_reader(rows)
-
-
 @contextmanager
 def sql_errors(what: str) -> Iterator[None]:
     """Turn DuckDB's errors into ScratchFull if the disk or the memory do not suffice, else into InputError."""
@@ -138,17 +195,22 @@ def sql_errors(what: str) -> Iterator[None]:
 def files(paths: Sequence[Path]) -> str:
     """Return the SQL that reads JSON Lines files in order, each line as `json`. Blank lines are passed over."""
     listed = ", ".join(quoted(str(path), "'") for path in paths)
-    longest = max(_LEAST_LINE_BYTES, *(_longest_line(path) for path in paths))
+    longest = max(map(_longest_line, paths))
     return f"read_ndjson_objects([{listed}], maximum_object_size = {longest})"
 
 
 def _longest_line(path: Path) -> int:
     """Return a number of bytes that is not less than the longest line's."""
-    size = path.stat().st_size
-    if size <= _LEAST_LINE_BYTES:
-        return size
-    with path.open("rb") as file:
-        return max(map(len, file)) + 1
+    longest, start, size = _LEAST_LINE_BYTES, 0, path.stat().st_size
+    if size > longest:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            while size - start > longest:  # the lines that end within these bytes are not longer
+                end = data.rfind(b"\n", start, start + longest)
+                if end < 0:
+                    end = data.find(b"\n", start)
+                    longest = (size if end < 0 else end + 1) - start
+                start += longest if end < 0 else end + 1 - start
+    return longest
 
 
 def quoted(name: str, mark: str = '"') -> str:

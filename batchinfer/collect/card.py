@@ -25,26 +25,25 @@ def make_card(
         name: Name of the data set.
         path: Glob pattern that matches the data files in the repository.
         sources: URLs of the source.
-        tables: What is known of the rows: names and values by the heading of each table.
+        tables: What is known of the rows: names and values by the heading of each table; None is left out.
     """
     import jinja2
 
-    template = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # noqa: S701 - Markdown; `plain` and `code` escape it
-    )
-    environment.filters |= {"plain": _plain, "code": _code}
+    text = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
     made = {"model": run.config.get("model"), "source": ", ".join(sources), **run.recorded}
     made = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint}
-    return environment.from_string(template).render(
-        title=name.rpartition("/")[2],
+    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()
+    template = jinja2.Template(text, trim_blocks=True, lstrip_blocks=True)
+    card: str = template.render(
+        title=_plain(name.rpartition("/")[2]),
         front_matter=_front_matter(run, path, sources),
-        tables={"How it was made": {name: each for name, each in made.items() if each}, **tables},
-        options=codec.encode_pretty(run.config.get("prompt") or {}).decode(),
+        tables={
+            heading: [(_plain(key), _plain(each)) for key, each in rows.items() if each is not None]
+            for heading, rows in {"How it was made": made, **tables}.items()
+        },
+        options=_code(options),
     )
+    return card
 
 
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import click
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.outputs import sound_outputs
-from batchinfer.collect.selection import Gap, Selection, select
+from batchinfer.collect.selection import select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import differing_keys
 from batchinfer.storage.scratch import Scratch
-
-logger = logging.getLogger(__name__)
 
 
 def run_compare(
@@ -58,7 +55,7 @@ def run_compare(
     try:
         sql = connect(scratch.folder)
         for name, store, selection in zip("ab", stores, found, strict=True):
-            _load(Answers(sql, name), selection, store, scratch)
+            Answers(sql, sound_outputs(selection, store, scratch, []), scratch, name)
         sql.execute((importlib.resources.files("batchinfer.collect") / "compare.sql").read_text())
         sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
         a, b = (selection.run.config for selection in found)
@@ -75,14 +72,6 @@ def run_compare(
         scratch.close()
 
 
-def _load(answers: Answers, selection: Selection, store: Any, scratch: Scratch) -> None:
-    damaged: list[Gap] = []
-    for outputs in sound_outputs(selection, store, scratch, damaged):
-        answers.add(list(outputs))
-    for gap in damaged:
-        logger.warning("%s: %s: %s; it is left out", store.url, gap.chunk, gap.problem)
-
-
 def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
     found = sql.execute(query)
     names = [column[0] for column in found.description]
@@ -90,7 +79,7 @@ def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
 
 
 def render(found: dict[str, Any]) -> Any:
-    """Lay out the comparison for a terminal."""
+    """Lay out the comparison as a table that is no wider than its texts."""
     from rich.table import Table
     from rich.text import Text
 

@@ -28,28 +28,28 @@ FROM words;
 -- The views below are what `compare` tells, in this order. Answers are those of rows that both runs have answered.
 CREATE VIEW figures AS SELECT
     count(*) AS "rows",
-    count_if(is_same) AS "same answer",
-    count_if(NOT is_same) AS "different answers",
+    count(*) FILTER (is_same) AS "same answer",
+    count(*) FILTER (NOT is_same) AS "different answers",
     avg(common) FILTER (NOT is_same) AS "share of words in common, where they differ",
-    count_if(NOT a_ok AND NOT b_ok) AS "failed in both"
+    count(*) FILTER (NOT a_ok AND NOT b_ok) AS "failed in both"
 FROM pairs;
 
 CREATE VIEW sides AS SELECT
     'A' AS run,
-    count_if(NOT a_ok AND b_ok) AS "failed here only",
-    count_if(a_ok IS NULL) AS "missing here only",
+    count(*) FILTER (NOT a_ok AND b_ok) AS "failed here only",
+    count(*) FILTER (a_ok IS NULL) AS "missing here only",
     avg(length(a_text)) FILTER (is_same IS NOT NULL) AS "characters an answer",
     avg(a_tokens) FILTER (is_same IS NOT NULL) AS "tokens an answer"
 FROM pairs UNION ALL SELECT
     'B',
-    count_if(a_ok AND NOT b_ok),
-    count_if(b_ok IS NULL),
+    count(*) FILTER (a_ok AND NOT b_ok),
+    count(*) FILTER (b_ok IS NULL),
     avg(length(b_text)) FILTER (is_same IS NOT NULL),
     avg(b_tokens) FILTER (is_same IS NOT NULL)
 FROM pairs;
 
 CREATE VIEW errors AS
-SELECT error_code, count_if(run = 'A') AS A, count_if(run = 'B') AS B
+SELECT error_code, count(*) FILTER (run = 'A') AS A, count(*) FILTER (run = 'B') AS B
 FROM (SELECT 'A' AS run, error_code FROM a UNION ALL SELECT 'B', error_code FROM b)
 WHERE error_code IS NOT NULL GROUP BY ALL ORDER BY A + B DESC, 1;
 

@@ -47,6 +47,8 @@ class Collected(Record, frozen=True, kw_only=True):
     files: list[CollectedFile]
     broken_answers: int = 0
     """Number of finished answers that break the run's JSON schema."""
+    json_texts: dict[str, int] = {}
+    """Number of the source's values that Arrow has no type for and that are their JSON text, by column."""
 
 
 def raced(where: str) -> InputError:
@@ -117,13 +119,9 @@ class StoreDestination:
     def put(self, file: TableFile, index: int) -> str:
         """Store a file and return the name that it has at the place. The local file is gone afterwards."""
         name = self._name or f"part-{index:05d}{self._suffix}"
-        try:
-            self._store.create_file(name, file.path)
-        except AlreadyExists as error:
-            if name not in self._old:
-                raise raced(f"{self._store.url}/{name}") from error
-            self._store.delete([name])
-            self._store.create_file(name, file.path)
+        if name not in self._old and name in {info.key for info in self._store.list(name)}:
+            raise raced(f"{self._store.url}/{name}")
+        self._store.put_file(name, file.path)
         self._old.discard(name)
         file.path.unlink()
         return name

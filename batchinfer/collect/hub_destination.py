@@ -1,43 +1,125 @@
-"""A data set on the Hub as the place to which `collect` writes."""
+"""A data set on the Hub as the place to which `collect` writes.
+
+huggingface_hub takes its time to load, so only the functions that use it import it.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from batchinfer.collect.destinations import OWN_NAME, Collected, raced, read_record
 from batchinfer.collect.files import TableFile
 from batchinfer.collect.options import suffix_of
 from batchinfer.core import codec
-from batchinfer.core.errors import InputError
-from batchinfer.storage.hub_data_set import CARD, BranchState, HubFile, HubRepository, is_large
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
+from batchinfer.storage.hub import ReadOnlyStore, hub_errors
+from batchinfer.storage.retrying import RetryPolicy, retried
+from batchinfer.storage.waits import waiting
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HUB_RECORD = ".collected.json"
 """Name of the record of a collection on the Hub. Programs that read data sets skip names that begin with a dot."""
+CARD = "README.md"
+"""File of a data set's repository that the Hub shows as its page."""
+_ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
+
+
+class State(NamedTuple):
+    """A branch at one commit: the Hub's descriptions of its files, by their paths."""
+
+    commit: str
+    files: dict[str, Any]
+
+    @property
+    def data(self) -> dict[str, str]:
+        """The hashes of the files that hold the data set's rows, by their paths."""
+        return {
+            name: file.blob_id
+            for name, file in self.files.items()
+            if suffix_of(name) and not name.startswith(".")
+        }
+
+    def has(self, record: Collected) -> bool:
+        """Whether the files of a collection are there, as far as sizes and the checksums of large files tell."""
+        found = [(file, self.files.get(file.name)) for file in record.files]
+        return all(
+            there
+            and there.size == file.bytes
+            and (not there.lfs or there.lfs.sha256 == file.sha256)
+            for file, there in found
+        )
 
 
 class HubDestination:
     """A data set on the Hub, which readers see before or after the collection, and never in between.
 
-    Files are uploaded as they are built, and are removed from the disk then. One commit at the end brings them all, and
-    removes the old ones. The Hub takes no file twice, so a `collect` that was killed sends only the rest next time.
+    Files are uploaded as they are built, which the Hub shows to nobody, and are removed from the disk then. One commit
+    at the end brings them all, and removes the old ones. The Hub takes no file twice, so a `collect` that was killed
+    sends only the rest next time. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN).
 
     Args:
-        dataset: The repository.
+        url: hf://datasets/org/name[@branch].
         suffix: Ending of the files' names.
         overwrite: Whether what an earlier `collect` left may be replaced.
+        is_private: Whether only its owners see a repository that is made.
+
+    Raises:
+        ConfigError: the URL is not of this form.
     """
 
-    def __init__(self, dataset: HubRepository, suffix: str, *, overwrite: bool) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, url: str, suffix: str = "", *, overwrite: bool = False, is_private: bool = True
+    ) -> None:
+        match = _ADDRESS.match(url)
+        if match is None:
+            raise ConfigError(
+                f"{url}: no place for a data set on the Hub, expected hf://datasets/org/name[@branch]",
+                hint="a model's or a space's repository takes no data set, nor does a folder in one",
+            )
+        self.url = url
+        self.commit = ""
+        self._repo, self._branch = match["repo"], match["branch"] or "main"
         self._suffix = suffix
         self._overwrite = overwrite
-        self._before = BranchState("", {})
+        self._is_private = is_private
+        self._retries = RetryPolicy()
+        self._before = State("", {})
         self._uploaded: list[Any] = []
-        self.commit = ""
+
+    def make(self) -> None:
+        """Make repository and branch if they are missing, and announce an upload: the Hub refuses who may not write.
+
+        Raises:
+            AccessDenied: the token is missing, or may not write there.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        def steps(api: Any) -> None:
+            api.create_repo(
+                self._repo, private=self._is_private, exist_ok=True, repo_type="dataset"
+            )
+            if self._branch != "main":
+                api.create_branch(
+                    self._repo, branch=self._branch, exist_ok=True, repo_type="dataset"
+                )
+            self._preupload(api, CommitOperationAdd(CARD, b"#"))
+
+        try:
+            self._ask(steps)
+        except (AccessDenied, InputError, ObjectNotFound) as error:
+            owner = self._repo.partition("/")[0]
+            raise AccessDenied(
+                f"{self.url}: the Hub does not let this token write there ({error.message})",
+                hint=f"is {owner!r} your name or an organisation of yours? HF_TOKEN, or `hf auth login`, "
+                "must give a token with the right to write there",
+            ) from error
 
     def prepare(self, key: str) -> Collected | None:
         """See StoreDestination. Repository and branch are made if they are missing.
@@ -46,78 +128,100 @@ class HubDestination:
         wrote. They are replaced.
 
         Raises:
-            AccessDenied: The token is missing, or may not write there.
+            AccessDenied: the token is missing, or may not write there.
         """
-        self._before = self._dataset.prepare()
-        if HUB_RECORD in self._before.files:
-            record = read_record(self._dataset.read(HUB_RECORD, self._before.commit), key)
-            if record is not None and _has_all(self._before, record):
-                self.commit = self._before.commit
-                return record
-        data = sorted(data_files(self._before))
+        self.make()
+        self._before = self._ask(self._look)
+        record = self._collected(self._before, key)
+        if record is not None:
+            self.commit = self._before.commit
+            return record
+        data = sorted(self._before.data)
         foreign = [name for name in data if not OWN_NAME.match(name)]
         if foreign or (data and not self._overwrite):
             more = "" if foreign else ", or add --overwrite to replace what was collected before"
             raise InputError(
-                f"{self._dataset.url}: holds data already ({(foreign or data)[0]})",
+                f"{self.url}: holds data already ({(foreign or data)[0]})",
                 hint=f"name another data set{more}",
             )
         return None
 
     def put(self, file: TableFile, index: int) -> str:
         """Upload a file and return its name. A large file is gone from the disk afterwards."""
+        from huggingface_hub import CommitOperationAdd
+
         name = f"data/part-{index:05d}{self._suffix}"
-        logger.info("%s: uploading %s", self._dataset.url, name)
-        self._uploaded.append(self._dataset.upload(name, file.path))
-        if is_large(self._uploaded[-1]):
-            file.path.unlink()
+        logger.info("%s: uploading %s", self.url, name)
+
+        def upload(api: Any) -> Any:
+            addition = CommitOperationAdd(name, file.path)
+            self._preupload(api, addition)
+            return addition
+
+        self._uploaded.append(self._ask(upload))
+        if self._uploaded[-1]._upload_mode == "lfs":  # noqa: SLF001 - huggingface_hub tells it nowhere else
+            file.path.unlink()  # the others travel with the commit
         return name
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """Publish the files that were uploaded, with a card if there is none."""
-        text = card().encode()
-        self.commit = self._dataset.retried(lambda: self._try_publish(record, text))
+        """Publish the files that were uploaded in one commit, with a card if there is none."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    def _try_publish(self, record: Collected, card: bytes) -> str:
-        """Make the commit that brings the collection to the readers, and return its hash."""
-        seen = self._dataset.look()
-        encoded = codec.encode_pretty(record)
-        if seen is None:
-            raise raced(self._dataset.url)
-        there = seen.files.get(HUB_RECORD)
-        if there is not None and there.holds(encoded) and _has_all(seen, record):
-            return seen.commit  # an attempt before has made the commit, and only its reply was lost
-        data = data_files(seen)
-        if data != data_files(self._before):
-            raise raced(self._dataset.url)
-        added = {HUB_RECORD: encoded}
-        if CARD not in seen.files or self._overwrite:
-            added[CARD] = card
-        else:
-            logger.info("%s: its card stays as it is", self._dataset.url)
-        return self._dataset.try_publish(
-            seen,
-            add=[*self._uploaded, *(self._dataset.upload(*item) for item in added.items())],
-            delete=sorted(data.keys() - {file.name for file in record.files}),
-            message=f"{record.rows:,} rows of the run {record.fingerprint}",
-        )
+        added = {HUB_RECORD: codec.encode_pretty(record), CARD: card().encode()}
 
+        def publish(api: Any) -> str:
+            seen = self._look(api)
+            if self._collected(seen, record.key):
+                return (
+                    seen.commit
+                )  # an attempt before has made the commit, and only its reply was lost
+            if seen.data != self._before.data:
+                raise raced(self.url)
+            if CARD in seen.files and not self._overwrite and added.pop(CARD, b""):
+                logger.info("%s: its card stays as it is", self.url)
+            gone = sorted(seen.data.keys() - {file.name for file in record.files})
+            info = api.create_commit(
+                self._repo,
+                [
+                    *(CommitOperationDelete(name) for name in gone),
+                    *self._uploaded,
+                    *(CommitOperationAdd(name, data) for name, data in added.items()),
+                ],
+                commit_message=f"{record.rows:,} rows of the run {record.fingerprint}",
+                parent_commit=seen.commit,
+                revision=self._branch,
+                repo_type="dataset",
+            )
+            return str(info.oid)
 
-def _has_all(state: BranchState, record: Collected) -> bool:
-    """Whether the files of a collection are there, as far as sizes and the checksums of large files tell."""
-    found = [state.files.get(file.name) for file in record.files]
-    return all(
-        there is not None
-        and there.size == file.bytes
-        and (not there.is_large or there.digest == file.sha256)
-        for there, file in zip(found, record.files, strict=True)
-    )
+        self.commit = self._ask(publish)
 
+    def _look(self, api: Any) -> State:
+        commit = str(api.dataset_info(self._repo, revision=self._branch).sha)
+        found = api.list_repo_tree(self._repo, revision=commit, recursive=True, repo_type="dataset")
+        return State(commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")})
 
-def data_files(state: BranchState) -> dict[str, HubFile]:
-    """Return the files of a data set's repository that hold its rows, by their paths."""
-    return {
-        name: file
-        for name, file in state.files.items()
-        if suffix_of(name) and not name.startswith(".")
-    }
+    def _collected(self, state: State, key: str) -> Collected | None:
+        """Return the record of the collection with this key, if it is there with all of its files."""
+        if HUB_RECORD not in state.files:
+            return None
+        store = ReadOnlyStore(f"hf://datasets/{self._repo}@{state.commit}", retries=self._retries)
+        record = read_record(store.get(HUB_RECORD).data, key)
+        return record if record is not None and state.has(record) else None
+
+    def _preupload(self, api: Any, addition: Any) -> None:
+        api.preupload_lfs_files(self._repo, [addition], revision=self._branch, repo_type="dataset")
+
+    def _ask(self, action: Callable[[Any], T]) -> T:
+        """Run `action` on the Hub's client until it succeeds, fails for good, or has failed too often."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()  # a log would get a line for every step of every file
+
+        def attempt() -> T:
+            with hub_errors(self.url), waiting(self.url):
+                return action(HfApi())
+
+        return retried(self._retries, attempt)

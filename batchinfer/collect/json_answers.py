@@ -2,61 +2,81 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from batchinfer.collect.answers import Answers, arrow_reader, quoted
-from batchinfer.collect.structures import find_structure, merged, of_schema, settled, spelled
-from batchinfer.core.json_text import MAX_DEPTH, is_deep
+import msgspec
 
-VALID = "answer_valid"
+from batchinfer.collect.json_columns import MAX_FIELDS, JsonColumns
+from batchinfer.core.json_text import is_deep, read_object
+
+_OF_SCHEMA = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
+"""Names that Arrow has for the types of a JSON schema's simple members."""
+_PREFIX = "answer_"
 
 
 class JsonAnswers:
-    """The columns of answers that are JSON: `columns`, expressions by their names. Other answers have nulls there.
+    """The columns of answers that are JSON, and of whether they keep the run's schema.
 
-    An object's members are columns, named after them; other values, and lists of answers, are the column `answer`.
+    An object's members are columns `answer_NAME`; other values, and lists of answers, are the column `answer`.
 
     Args:
-        answers: The answers.
+        texts: Gives all answers, some at a time: a text, a list of texts or None for each row.
         schema: JSON schema of the run; None if it has none.
-        is_list: Whether rows have several answers.
+        columns: Names of the columns with answers and finish reasons.
     """
 
-    def __init__(self, answers: Answers, schema: Any, *, is_list: bool) -> None:
-        self.num_broken = 0
-        """Number of finished answers that break the schema, so far."""
-        self.validator: Any = _validator(schema) if isinstance(schema, Mapping) else None
-        text = _shallow(answers)
-        rows = f"(SELECT {text}::JSON AS json FROM (SELECT unnest(text_list) AS t FROM answers))"
-        found = find_structure(answers.sql, f"(FROM {rows} WHERE json IS NOT NULL)")
-        found = settled(merged(found, of_schema(schema)))
-        value = (
-            f"list_transform(text_list, lambda t: json_transform({text}::JSON, {spelled(found)}))"
-        )
-        value += "" if is_list else "[1]"
-        fields = found if isinstance(found, dict) and not is_list else {}
-        self.columns = {f"answer_{name}": f"{value}.{quoted(name)}" for name in fields} or {
-            "answer": value
-        }
-        self.json_texts = [f"answer_{name}" for name, kind in fields.items() if kind == "JSON"]
-        self.json_texts += ["answer"] if found == "JSON" else []
-
-    def valid(self, texts: Any, reasons: Any) -> Any:
-        """Return whether answers keep the schema, as an Arrow array; null for those that did not end by themselves.
-
-        Args:
-            texts: The texts of some rows, or lists of texts.
-            reasons: Their finish reasons, or lists of them.
-        """
+    def __init__(
+        self, texts: Callable[[], Iterable[list[Any]]], schema: Any, columns: Sequence[str]
+    ) -> None:
         import pyarrow as pa
 
-        found = list(map(self._is_valid, texts.to_pylist(), reasons.to_pylist()))
-        return pa.array(found, pa.list_(pa.bool_()) if pa.types.is_list(texts.type) else pa.bool_())
+        self._texts, self._reasons = columns
+        self.num_broken = 0
+        """Number of finished answers that break the schema, among those looked at so far."""
+        self._validator: Any = _validator(schema) if isinstance(schema, Mapping) else None
+        self._valid_type = pa.bool_() if self._texts == "text" else pa.list_(pa.bool_())
+        known = {
+            _PREFIX + name: pa.type_for_alias(_OF_SCHEMA[member["type"]])
+            for name, member in _members(schema)
+            if isinstance(member, Mapping) and str(member.get("type")) in _OF_SCHEMA
+        }
+        self._is_flat = True
+        blocks = lambda: (list(map(self._row, block)) for block in texts())  # noqa: E731
+        self._columns = JsonColumns(blocks, known)
+        if len(self._columns.names) > MAX_FIELDS:
+            self._is_flat = False
+            self._columns = JsonColumns(blocks)
+
+    def made(self, table: Any) -> Any:
+        """Return an Arrow table of rows with these columns behind its own."""
+        import pyarrow as pa
+
+        texts, reasons = table[self._texts].to_pylist(), table[self._reasons].to_pylist()
+        found = self._columns.arrays(list(map(self._row, texts)), self._columns.names)
+        if self._validator is not None:
+            name = "answer_valid" if "answer_valid" not in found else "_answer_valid"
+            found[name] = pa.array(map(self._is_valid, texts, reasons), self._valid_type)
+        for name, array in found.items():
+            table = table.append_column(name, array)
+        return table
+
+    @property
+    def json_texts(self) -> list[str]:
+        """Names of the columns that are JSON text."""
+        return self._columns.json_texts
+
+    def _row(self, text: Any) -> dict[str, Any]:
+        if isinstance(text, list):
+            return {"answer": list(map(_value, text))}
+        value = _value(text)
+        if self._is_flat and isinstance(value, dict):
+            return {_PREFIX + name: item for name, item in value.items()}
+        return {"answer": value} if value is not None else {}
 
     def _is_valid(self, text: Any, reason: Any) -> Any:
+        """Return whether an answer keeps the schema; None for one that did not end by itself."""
         from referencing.exceptions import Unresolvable
 
         if isinstance(text, list):
@@ -64,7 +84,7 @@ class JsonAnswers:
         if text is None or reason != "stop":
             return None
         try:
-            is_valid = bool(self.validator.is_valid(json.loads(text)))
+            is_valid = bool(self._validator.is_valid(json.loads(text)))
         except (ValueError, RecursionError):
             is_valid = False
         except Unresolvable:  # the schema points to another place
@@ -73,18 +93,21 @@ class JsonAnswers:
         return is_valid
 
 
-def _shallow(answers: Answers) -> str:
-    """Return the SQL for a text `t` if it is JSON. DuckDB fails at JSON that is nested too deep."""
-    brackets = "length(t) - length(translate(t, '[{', ''))"
-    texts = f"SELECT DISTINCT t FROM (SELECT unnest(text_list) AS t FROM answers) WHERE {brackets} > {MAX_DEPTH}"
-    deep = [
-        hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        for batch in arrow_reader(answers.sql, texts)
-        for text in batch.column(0).to_pylist()
-        if is_deep(text.encode())
-    ]
-    unless = f" AND md5(t) NOT IN {(*deep, '')}" if deep else ""
-    return f"CASE WHEN json_valid(t){unless} THEN t END"
+def _value(text: str | None) -> Any:
+    """Return the JSON value of a text; None if it is none, or is nested too deep."""
+    data = (text or "").encode()
+    if not data or is_deep(data):
+        return None
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        has_numbers = b"NaN" in data or b"Infinity" in data  # which JSON does not have
+        return None if has_numbers else read_object(data)
+
+
+def _members(schema: Any) -> Iterable[tuple[str, Any]]:
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found.items() if isinstance(found, Mapping) else ()
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:

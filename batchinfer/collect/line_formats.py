@@ -19,34 +19,24 @@ def _error_of(line: OutputLine) -> dict[str, Any]:
     """Return the error of a line as an OpenAI server writes it."""
     assert line.error is not None
     kind = "invalid_request_error" if line.status < _SERVER_FAULT else "server_error"
-    error = msgspec.structs.asdict(line.error)
-    return {
-        "message": error["message"],
-        "type": kind,
-        "param": error["param"],
-        "code": error["code"],
-    }
+    return {**msgspec.structs.asdict(line.error), "type": kind}
 
 
-def openai_batch(line: str, _source: str) -> bytes:
+def openai_batch(line: str, _source: bytes) -> bytes:
     """Return the line of the output file of OpenAI's batch API. Its ids follow from the row."""
     found = read_line(line.encode())
     digest = hashlib.blake2b(f"{found.row}\0{found.id}".encode(), digest_size=12).hexdigest()
     body: Any = found.body if found.error is None else {"error": _error_of(found)}
-    response: dict[str, Any] | None = {
-        "status_code": found.status,
-        "request_id": f"req_{digest}",
-        "body": body,
-    }
+    request = f"req_{digest}"
+    response: Any = {"status_code": found.status, "request_id": request, "body": body}
     error = None
     if found.error is not None and found.status >= _SERVER_FAULT:  # no fault of the request
         response, error = None, {"code": found.code, "message": found.error.message}
-    return _encode(
-        {"id": f"batch_req_{digest}", "custom_id": found.id, "response": response, "error": error}
-    )
+    names = {"id": f"batch_{request}", "custom_id": found.id}
+    return _encode({**names, "response": response, "error": error})
 
 
-def completions(line: str, source: str) -> bytes:
+def completions(line: str, source: bytes) -> bytes:
     """Return the row's request and its result. A failed row has no result, but an error."""
     found = read_line(line.encode())
     try:
@@ -60,12 +50,12 @@ def completions(line: str, source: str) -> bytes:
     return _encode({"request": request, "result": {"choices": choices}})
 
 
-def unchanged(line: str, _source: str) -> bytes:
+def unchanged(line: str, _source: bytes) -> bytes:
     """Return the output line itself."""
     return line.encode()
 
 
-ENCODERS: dict[str, Callable[[str, str], bytes]] = {
+ENCODERS: dict[str, Callable[[str, bytes], bytes]] = {
     "openai-batch": openai_batch,
     "completions": completions,
     "lines": unchanged,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated, ClassVar, Literal
+
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.options import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 
-SHARD_ROWS = 100_000
 TABLES = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv"}
 """Forms of a table, with the endings of their files' names."""
 FORMATS = TABLES | {"openai-batch": ".jsonl", "completions": ".jsonl", "lines": ".jsonl"}
@@ -14,29 +16,42 @@ _OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".
 """Endings of names that look like files, but that `collect` does not write."""
 
 
-class CollectConfig(Record, frozen=True, kw_only=True):
-    """Options of `collect`. If `format` is empty, DEST's ending decides; without an ending the format is parquet."""
+Form = Literal["parquet", "jsonl", "csv", "openai-batch", "completions", "lines"]
 
-    run: str
-    dest: str
-    format: str = ""
-    where: str = ""
-    """SQL condition over the table's columns; empty takes every row."""
-    sample: int | None = None
-    """Number of rows to draw from those that fulfil the condition; None takes them all."""
+
+class CollectConfig(Record, frozen=True, kw_only=True):
+    """Options of `collect`."""
+
+    SECTION: ClassVar[str] = "options"
+
+    run: Annotated[str, NO_OPTION]
+    dest: Annotated[str, NO_OPTION]
+    where: Annotated[str, Opt(metavar="SQL", is_first=True)] = ""
+    """Only rows that fulfil a condition over the table's columns, such as 'error_code IS NOT NULL'."""
+    sample: Annotated[Count | None, FIRST] = None
+    """Only N rows, drawn at random from those that --where leaves."""
     seed: int = 0
-    with_source: bool = False
-    columns: list[str] | None = None
-    """Columns of the source to join; None for all."""
+    """Other numbers draw other rows."""
+    format: Annotated[Form | None, FIRST] = None
+    """lines: the output lines byte for byte. Default: by DEST's ending, else parquet."""
+    with_source: Annotated[bool, FIRST] = False
+    """Join the source's columns: from parquet files that are there unchanged, else from the job's chunks."""
+    columns: Annotated[list[str], Opt(form="names", metavar="A,B")] = []
+    """With --with-source: only these columns of it."""
     answer_json: bool | None = None
-    """Whether answers are parsed as JSON; None: where the run asks the model for JSON."""
-    shard_rows: int = SHARD_ROWS
-    partial: bool = False
-    overwrite: bool = False
-    is_private: bool = True
-    job: str | None = None
-    manifests: list[str] = []
-    scratch_dir: str | None = None
+    """Columns answer_… of answers that are JSON. Default: where the run asks the model for JSON."""
+    shard_rows: Count = 100_000
+    """Rows a file, where DEST is a folder."""
+    partial: Annotated[bool, FIRST] = False
+    """Collect what there is of an unfinished run."""
+    overwrite: Annotated[bool, FIRST] = False
+    """Replace what an earlier collect left at DEST."""
+    is_public: Annotated[bool, Opt(flag="--public")] = False
+    """Everybody sees the data set, if it is made on the Hub."""
+    job: Annotated[str | None, Opt(metavar="URL")] = None
+    """The job, where run.json and the run's place do not tell."""
+    scratch_dir: Annotated[str | None, Opt(form="folder")] = None
+    """Local folder for files under way."""
 
     @property
     def kind(self) -> str:
@@ -76,7 +91,7 @@ def check_options(config: CollectConfig) -> None:
         raise ConfigError(
             f"--format {config.format}: {config.dest} takes a table", hint="leave --format out"
         )
-    if config.columns is not None and not config.with_source:
+    if config.columns and not config.with_source:
         raise ConfigError("--columns: needs --with-source", hint="add --with-source")
     if config.with_source and not is_table:
         raise ConfigError(

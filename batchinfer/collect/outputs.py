@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from batchinfer.collect.selection import Gap, Selection
+from batchinfer.collect.selection import Selection
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.core.records import Marker
-from batchinfer.ledger.audit import CORRUPT
+from batchinfer.ledger.audit import CORRUPT, Finding
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
@@ -27,7 +27,7 @@ Outputs = dict[Path, tuple[ChunkRef, Marker]]
 
 
 def sound_outputs(
-    selection: Selection, store: Store, scratch: Scratch, damaged: list[Gap]
+    selection: Selection, store: Store, scratch: Scratch, damaged: list[Finding]
 ) -> Iterator[Outputs]:
     """Yield the sound outputs of a run in input order, some at a time. Copies go when the next ones are asked for.
 
@@ -52,7 +52,8 @@ def sound_outputs(
     ):
         if problem:
             path.unlink(missing_ok=True)
-            damaged.append(Gap(ref.name, CORRUPT, problem))
+            damaged.append(Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo"))
+            logger.warning("%s: %s: %s", store.url, ref.name, problem)
             continue
         found[path] = ref, marker
         held += marker.output_bytes

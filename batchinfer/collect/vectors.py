@@ -20,15 +20,15 @@ class VectorColumn:
     Args:
         answers: The answers, some of which have vectors.
         task: The run's task.
-        is_list: Whether a row may have several vectors.
+        column: The column that holds them as JSON texts: `embedding`, or `embeddings` if a row may have several.
     """
 
-    def __init__(self, answers: Answers, task: str, *, is_list: bool) -> None:
+    def __init__(self, answers: Answers, task: str, column: str) -> None:
         import pyarrow as pa
 
-        least = answers.one(f"min(list_min({_LENGTHS}))")
-        most = answers.one(f"max(list_max({_LENGTHS}))")
-        self._is_list, self._is_nested = is_list, least < 0
+        self._column, is_list = column, column == "embeddings"
+        least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
+        self._is_nested = least < 0
         self._is_number = task == "reward" and least == most == 1
         names = {True: "reward", False: "embedding"}
         self.name = names[task == "reward" and (self._is_number or self._is_nested)]
@@ -42,11 +42,13 @@ class VectorColumn:
         for is_so in (self._is_nested, is_list):
             self.type = pa.list_(self.type) if is_so else self.type
 
-    def array(self, texts: Any) -> Any:
-        """Return the column of some rows from their vectors as JSON texts."""
+    def made(self, table: Any) -> Any:
+        """Return an Arrow table of rows with this column in the place of the JSON texts."""
         import pyarrow as pa
 
-        return pa.array(list(map(self._value, texts.to_pylist())), self.type)
+        texts = table[self._column].to_pylist()
+        index = table.column_names.index(self._column)
+        return table.set_column(index, self.name, pa.array(map(self._value, texts), self.type))
 
     def _value(self, text: Any) -> Any:
         import numpy as np

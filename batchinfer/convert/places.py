@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from batchinfer.core.errors import AlreadyExists, InputError
+from batchinfer.core.errors import InputError
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
@@ -113,10 +113,7 @@ def _upload(store: Store, folder: Path) -> None:
         raise _taken(store.url)
     for name in sorted(names, key=lambda name: (name in _UPLOADED_LAST, name)):
         logger.info("uploading %s", name)
-        try:
-            store.create_file(name, folder / name)
-        except AlreadyExists:
-            raise _taken(store.url) from None
+        store.put_file(name, folder / name)
 
 
 def _taken(dest: str) -> InputError:

@@ -22,7 +22,8 @@ PROBES = "probes/"
 LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
 
-_MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
+_OUTPUT = re.compile(r"^(?P<chunk>[^/]+)\.[^./]+\.jsonl\Z")
+_MARKER = re.compile(r"^(?P<chunk>[^/]+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?\Z")
 _SEGMENT = re.compile(
     r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})(?:\.(?P<rows>[0-9]{1,12}))?\.jsonl$"
 )
@@ -83,13 +84,13 @@ def worker_manifest(index: int, num_workers: int) -> str:
     return f"{MANIFESTS}worker-{index:0{width}d}.txt"
 
 
-def output_file(name: str, nonce: str = "") -> str:
-    """Name of a chunk's output file in outputs/. With `nonce`, a name for when the plain name is taken.
+def output_file(name: str, nonce: str) -> str:
+    """Name of an output file of a chunk in outputs/. `nonce` makes it a name of its own, and has no dot.
 
-    >>> output_file("part-00007"), output_file("part-00007", "3f2a")
-    ('part-00007.jsonl', 'part-00007.3f2a.jsonl')
+    >>> output_file("part-00007", "3f2a")
+    'part-00007.3f2a.jsonl'
     """
-    return f"{name}.{nonce}.jsonl" if nonce else f"{name}.jsonl"
+    return f"{name}.{nonce}.jsonl"
 
 
 def output_key(file: str) -> str:
@@ -97,42 +98,39 @@ def output_key(file: str) -> str:
     return OUTPUTS + file
 
 
-def chunks_of_output(key: str) -> tuple[str, ...]:
-    """Names of the chunks that an output may belong to: its file's stem, and the stem without a nonce.
+def chunk_of_output(key: str) -> str:
+    """Name of the chunk that an output belongs to; empty if the key is not that of an output.
 
-    Empty if the key is not that of an output.
-
-    >>> chunks_of_output("outputs/part-00007.3f2a.jsonl")
-    ('part-00007.3f2a', 'part-00007')
+    >>> (
+    ...     chunk_of_output("outputs/part-00007.3f2a.jsonl"),
+    ...     chunk_of_output("outputs/part-00007.succeed"),
+    ... )
+    ('part-00007', '')
     """
-    file = key.removeprefix(OUTPUTS)
-    if not file.endswith(".jsonl") or "/" in file:
-        return ()
-    name = file.removesuffix(".jsonl")
-    without_nonce, dot, _ = name.rpartition(".")
-    return (name, without_nonce) if dot else (name,)
+    match = _OUTPUT.match(key.removeprefix(OUTPUTS))
+    return match["chunk"] if match else ""
 
 
 def marker_key(name: str, generation: int = 0) -> str:
-    """Key of a chunk's marker. It never has a nonce, even if the name of the chunk's output file has one.
+    """Key of a chunk's marker.
 
     >>> marker_key("part-00007"), marker_key("part-00007", 2)
-    ('outputs/part-00007.jsonl.succeed', 'outputs/part-00007.jsonl.succeed.2')
+    ('outputs/part-00007.succeed', 'outputs/part-00007.succeed.2')
     """
     suffix = f".{generation}" if generation else ""
-    return f"{OUTPUTS}{name}.jsonl{MARKER_SUFFIX}{suffix}"
+    return f"{OUTPUTS}{name}{MARKER_SUFFIX}{suffix}"
 
 
 def parse_marker(key: str) -> tuple[str, int] | None:
     """Return (chunk name, generation) of a marker's key, or None if the key does not end like a marker's.
 
-    >>> parse_marker("outputs/part-00007.jsonl.succeed.2")
+    >>> parse_marker("outputs/part-00007.succeed.2")
     ('part-00007', 2)
     """
     match = _MARKER.match(key.removeprefix(OUTPUTS))
     if match is None:
         return None
-    return stem(match["output"]), int(match["generation"] or 0)
+    return match["chunk"], int(match["generation"] or 0)
 
 
 def checkpoint_prefix(name: str) -> str:
@@ -180,7 +178,7 @@ def run_above(key: str) -> str | None:
     None for the key of any other object. Every run that is worth keeping has one of these three.
 
     >>> (
-    ...     run_above("tests/a/outputs/part-00000.jsonl.succeed"),
+    ...     run_above("tests/a/outputs/part-00000.succeed"),
     ...     run_above("run.json"),
     ...     run_above("chunks/a.jsonl"),
     ... )

@@ -210,7 +210,7 @@ class Run(Record, frozen=True, kw_only=True):
 
 
 class Marker(Record, frozen=True, kw_only=True):
-    """Content of a marker (`<chunk>.jsonl.succeed`), which says that a chunk is done and describes its output.
+    """Content of a marker (`<chunk>.succeed`), which says that a chunk is done and describes its output.
 
     `start` and `end` are times in UTC, as ISO 8601.
     """

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-GENERATE = "generate"
+from typing import Literal, get_args
+
+Task = Literal[
+    "generate",
+    "embed",
+    "token-embed",
+    "classify",
+    "score",
+    "rerank",
+    "reward",
+    "transcribe",
+    "translate",
+]
+GENERATE: Literal["generate"] = "generate"
 EMBED = "embed"
 TOKEN_EMBED = "token-embed"  # noqa: S105 - no password
 CLASSIFY = "classify"
@@ -13,7 +26,7 @@ TRANSCRIBE = "transcribe"
 TRANSLATE = "translate"
 
 _POOLING = (EMBED, TOKEN_EMBED, CLASSIFY, SCORE, RERANK, REWARD)
-TASKS = (GENERATE, *_POOLING, TRANSCRIBE, TRANSLATE)
+TASKS: tuple[str, ...] = get_args(Task)
 """All tasks."""
 
 

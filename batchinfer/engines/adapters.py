@@ -58,12 +58,12 @@ def describe_adapters(config: EngineConfig) -> list[AdapterInfo]:
         EngineLoadError: the Hub cannot be reached.
         StorageError: the store failed after its retries.
     """
-    return [_describe(name, place, config) for name, place in sorted(config.loras.items())]
+    return [_describe(name, place) for name, place in sorted(config.loras.items())]
 
 
-def _describe(name: str, place: str, config: EngineConfig) -> AdapterInfo:
+def _describe(name: str, place: str) -> AdapterInfo:
     subject = f"--lora {name}"
-    folder = _find(subject, place, config)
+    folder = _find(subject, place)
     weights = next((each for each in WEIGHT_FILES if (folder / each).is_file()), None)
     try:
         if weights is None or not (folder / CONFIG_FILE).is_file():
@@ -93,10 +93,10 @@ def _is_pair(shapes: Mapping[str, Sequence[int]], ranks: set[int]) -> bool:
     return len(first) == len(second) == 2 and first[0] == second[1] and first[0] in ranks
 
 
-def _find(subject: str, place: str, config: EngineConfig) -> Path:
+def _find(subject: str, place: str) -> Path:
     """Return the local folder of an adapter. From the Hub or a bucket, it is fetched to a cache of this machine."""
     if is_in_bucket(place):
-        return fetch(list_model(place, subject), cache_folder(config))
+        return fetch(list_model(place, subject), cache_folder())
     path = plain_path(place)
     if path.is_dir():
         return path

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from batchinfer.core.errors import ConfigError, Interrupted, ScratchFull, StorageError
 from batchinfer.core.units import size
 from batchinfer.engines import Stop
-from batchinfer.engines.config import EngineConfig
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.opening import READ_ONLY_SCHEMES, open_store, split_url
 
@@ -61,10 +60,8 @@ def is_in_bucket(name: str) -> bool:
     return "://" in name and not name.lower().startswith("file://")
 
 
-def cache_folder(config: EngineConfig) -> Path:
-    """Return the folder of fetched models: --model-cache, else a folder in HF_HOME or in the user's cache."""
-    if config.model_cache:
-        return Path(config.model_cache).expanduser()
+def cache_folder() -> Path:
+    """Return the folder of fetched models: a folder in HF_HOME, else in the user's cache."""
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser() / "batchinfer"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -151,8 +148,8 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
                 raise
     except (OSError, ScratchFull) as error:
         raise ConfigError(
-            f"--model-cache: {cache} cannot be used: {error}",
-            hint="name another folder with --model-cache",
+            f"{cache}: cannot be used: {error}",
+            hint="name another folder in HF_HOME",
         ) from error
     finally:
         shutil.rmtree(building.parent, ignore_errors=True)

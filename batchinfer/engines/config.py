@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.options import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import Record
-from batchinfer.core.tasks import GENERATE, is_pooling
+from batchinfer.core.tasks import GENERATE, Task, is_pooling
 
 CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Our default of vLLM's --structured-outputs-config.
@@ -26,6 +27,8 @@ vLLM's own default is the backend "auto": the first constrained request of a ser
 ones, so answers would depend on the order of the rows. Without `disable_any_whitespace`, models may fill JSON with
 white space up to `max_tokens`.
 """
+NODE_OPTIONS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
+"""The server's options for a model that several machines run together."""
 # An option in a command line: two dashes or one, and a letter. A negative number is none.
 _OPTION = re.compile(r"--?[A-Za-z]")
 
@@ -33,58 +36,84 @@ _OPTION = re.compile(r"--?[A-Za-z]")
 class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Options of ``--engine echo``; `batchinfer.engines.echo` describes them."""
 
-    latency_seconds: float = 0.0
-    load_seconds: float = 0.0
+    SECTION: ClassVar[str] = "rehearsal"
+
+    latency_seconds: Annotated[NotNegative, Opt(flag="--echo-latency-seconds")] = 0.0
+    """Mean latency of a row."""
+    load_seconds: Annotated[NotNegative, Opt(flag="--echo-load-seconds")] = 0.0
+    """Seconds that loading takes."""
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine that a user asks for, with its options. A field that is None is left to the engine or the model."""
 
-    engine: str = "vllm"
-    task: str = GENERATE
-    """One of `core.tasks.TASKS`."""
-    model: str = ""
-    revision: str | None = None
-    model_cache: str | None = None
-    """Folder in which models from buckets are kept; None for the default of `buckets.cache_folder`."""
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int = 1
-    nnodes: int = 1
-    """Number of machines ("nodes") that run the model together."""
-    node_rank: int = 0
-    """Number of this node. Node 0 is the worker, the others only compute."""
-    master_addr: str = ""
-    """Address of node 0."""
-    master_port: int = 29501
-    """Port of node 0 at which vLLM connects the nodes. `batchinfer.engines.headless` uses the next port."""
-    replicas: int | Literal["auto"] = "auto"
-    """Number of servers. With "auto", each server gets the fewest GPUs that serve the model well, and there are as many
-    servers as the GPUs suffice for."""
-    gpus: list[str] | None = None
-    """GPUs to use, as indices or UUIDs like those in CUDA_VISIBLE_DEVICES; None means all visible GPUs."""
-    loras: dict[str, str] = {}
-    """Folder, URL or Hub name of each LoRA adapter, by the name by which rows ask for it."""
-    server_command: str = ""
-    """Command that starts another server in vLLM's place, with {model} and {port} or {socket} to be filled in."""
-    server_args: list[str] = []
+    SECTION: ClassVar[str] = "engine"
+
+    engine: Annotated[str, RECORDED] = "vllm"
+    """vllm; openai, a running endpoint; or echo, to rehearse without a model."""
+    model: Annotated[str, Opt(section="model", is_first=True, is_recorded=True)] = ""
+    """Name on the Hub, or folder, here or in a bucket."""
+    task: Annotated[Task, Opt(section="model", metavar="TASK", is_recorded=True)] = GENERATE
+    """What the model makes of a row: a text (generate), a vector (embed, token-embed), the probabilities of classes
+    (classify), a number (score, reward), an order (rerank), or the text of a sound (transcribe, translate); see
+    docs/features.md."""
+    revision: Annotated[str | None, Opt(section="model")] = None
+    """Commit, tag or branch of the model. Default: the run's, else the latest."""
+    loras: Annotated[
+        dict[str, str],
+        Opt(
+            form="adapters",
+            flag="--lora",
+            section="model",
+            metavar="NAME=PATH",
+            is_recorded=True,
+        ),
+    ] = {}
+    """LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated."""
+    replicas: Annotated[int | Literal["auto"], Opt(form="auto")] = "auto"
+    """Servers, each on its own GPUs, or auto: the fewest GPUs that serve the model well for each, on all GPUs."""
+    gpus: Annotated[list[str] | None, Opt(form="names")] = None
+    """GPUs to use, as numbers or UUIDs, e.g. 2,5. Default: all that are visible."""
+    server_command: Annotated[str, Opt(metavar="COMMAND", is_recorded=True)] = ""
+    """Start another server in vLLM's place, with {model} and {socket} or {port} where it takes them; see
+    docs/features.md."""
+    stall_seconds: Positive = 300.0
+    """Without a token and an answer for so long, while rows are in flight, the engine counts as hung, or an endpoint as
+    down."""
+    load_timeout_seconds: Positive = 1800.0
+    """Longest time that the model may take to load."""
+
+    base_urls: Annotated[
+        list[str], Opt(flag="--base-url", section="endpoint", metavar="URL", is_recorded=True)
+    ] = []
+    """With --engine openai: URL of an endpoint that speaks the OpenAI API, e.g. http://127.0.0.1:8000/v1; may be
+    repeated, to share the rows. Its key comes from OPENAI_API_KEY."""
+    max_concurrency: Annotated[Count, Opt(section="endpoint")] = 100
+    """Requests under way at once, at each endpoint, and at each server whose own limit is not known."""
+    requests_per_minute: Annotated[Count | None, Opt(section="endpoint")] = None
+    """Most requests that are sent in a minute."""
+    tokens_per_minute: Annotated[Count | None, Opt(section="endpoint")] = None
+    """Most tokens, of prompts and answers together, in a minute."""
+    request_timeout_seconds: Annotated[Positive, Opt(section="endpoint")] = 600.0
+    """Longest time that one attempt at a request may take."""
+
+    server_args: Annotated[list[str], NO_OPTION] = []
     """Further options of the server, as typed: ["--max-model-len", "8192", "--enforce-eager"]."""
-    seed: int = 0
-    stall_seconds: float = 300.0
-    """Seconds without a token and without an answer, while calls are in flight, after which a server counts as hung.
-    For endpoints: seconds that an outage may last."""
-    load_timeout_seconds: float = 1800.0
-    scratch_dir: str | None = None
+    tensor_parallel_size: Annotated[int | None, NO_OPTION] = None
+    """Number of GPUs that share each layer in a replica; None for the fewest that fit. This field and the next five are
+    read from `server_args`."""
+    pipeline_parallel_size: Annotated[int, NO_OPTION] = 1
+    nnodes: Annotated[int, NO_OPTION] = 1
+    """Number of machines ("nodes") that run the model together."""
+    node_rank: Annotated[int, NO_OPTION] = 0
+    """Number of this node. Node 0 is the worker, the others only compute."""
+    master_addr: Annotated[str, NO_OPTION] = ""
+    """Address of node 0."""
+    master_port: Annotated[int, NO_OPTION] = 29501
+    """Port of node 0 at which vLLM connects the nodes. `batchinfer.engines.headless` uses the next port."""
+    seed: Annotated[int, NO_OPTION] = 0
+    scratch_dir: Annotated[str | None, NO_OPTION] = None
     """Folder under which the servers' logs and sockets are; None for the system's folder of temporary files."""
-
-    base_urls: list[str] = []
-    """URLs of the endpoints. This field and the next four concern ``--engine openai``."""
-    max_concurrency: int = 100
-    """Calls under way at once at each endpoint, or at each server whose own limit we do not know."""
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    request_timeout_seconds: float = 600.0
-    """Seconds that one attempt at a call to an endpoint may take."""
-
     echo: EchoOptions = EchoOptions()
 
     @property
@@ -113,6 +142,24 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         if typed:
             return [str(name) for name in (typed if isinstance(typed, list) else [typed])]
         return ["echo"] if self.engine == "echo" else [self.model]
+
+
+def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
+    """Return the options in `server_args` that say how GPUs and machines share a model, as fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: a number is none.
+    """
+    typed = parse_args(server_args)
+    names = ["tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_port"]
+    found: dict[str, Any] = {name: typed[name] for name in names if name in typed}
+    for name, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option}: is {value!r}, expected a whole number")
+    if "master_addr" in typed:
+        found["master_addr"] = str(typed["master_addr"])
+    return found
 
 
 def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
@@ -173,8 +220,14 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names them.
     """
-    if config.replicas != "auto" and config.replicas < 1:
-        raise ConfigError(f"--replicas: is {config.replicas}, expected at least 1")
+    counts = {
+        "--replicas": None if config.replicas == "auto" else config.replicas,
+        "--tensor-parallel-size": config.tensor_parallel_size,
+        "--pipeline-parallel-size": config.pipeline_parallel_size,
+    }
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{option}: is {value}, expected at least 1")
     command = config.server_command
     if command and not any(place in command for place in ("{port}", "{socket}")):
         raise ConfigError(
@@ -192,6 +245,8 @@ def _check_nodes(config: EngineConfig) -> None:
         )
     if config.nnodes == 1:
         return
+    if not 1 <= config.master_port <= 65_534:
+        raise ConfigError(f"--master-port: is {config.master_port}, expected 1 to 65534")
     if not config.master_addr:
         raise ConfigError(
             f"--nnodes {config.nnodes} without --master-addr: expected the address of node 0",

@@ -6,8 +6,8 @@ of everything but the engine, and for tests. Use it with::
     batchinfer worker --engine echo …
 
 A token is a word: the text between two single spaces. (Spaces are quick to count.) `max_tokens` cuts the answer after
-that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. An image or
-a sound is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that
+that many words (finish_reason "length"), and `n` gives equal choices; there are no log-probabilities. An image or a
+sound is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that
 depend on nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options
 (`config.EchoOptions`):
 
@@ -157,23 +157,11 @@ def _generated(body: _Body, config: EngineConfig) -> _Body:
         choice: _Body = {"text": shown}
         if is_chat:
             choice = {"message": {"role": "assistant", "content": found}}
-        logprobs = body.get("logprobs")
-        has_logprobs = logprobs is not None and logprobs is not False
-        choice["logprobs"] = _logprobs(found, is_chat=is_chat) if has_logprobs else None
+        choice["logprobs"] = None
         for _ in range(_number(body, "n") or 1):
             choices.append({"index": len(choices), **choice, "finish_reason": reason})
             num_answered += num_words
     return {"choices": choices, "usage": _usage(texts, num_answered)}
-
-
-def _logprobs(text: str, *, is_chat: bool) -> _Body:
-    """Return a log-probability of -1.0 for each word."""
-    words = tokens_of(text)
-    if is_chat:
-        tokens = [{"token": word, "logprob": -1.0, "bytes": None} for word in words]
-        return {"content": [{**token, "top_logprobs": [token]} for token in tokens]}
-    top = [{word: -1.0} for word in words]
-    return {"tokens": words, "token_logprobs": [-1.0] * len(words), "top_logprobs": top}
 
 
 def _response(body: _Body, config: EngineConfig) -> _Body:

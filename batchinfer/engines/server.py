@@ -139,7 +139,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
 def local_model(config: EngineConfig, stop: Stop | None = None) -> str:
     """Return the folder of the model, fetched from its bucket if need be, or its name on the Hub."""
     if is_in_bucket(config.model):
-        return str(fetch(list_model(config.model, "--model"), cache_folder(config), stop))
+        return str(fetch(list_model(config.model, "--model"), cache_folder(), stop))
     path = plain_path(config.model)
     return str(path) if path.exists() else config.model
 

@@ -194,7 +194,7 @@ class Audit:
                     f"job.json says {ref.sha256[:12]}…"
                 ),
             )
-        if name not in layout.chunks_of_output(layout.output_key(marker.output)):
+        if name != layout.chunk_of_output(layout.output_key(marker.output)):
             yield FOREIGN, f"{key}: names the output {marker.output}, expected one of this chunk"
         output = self._inventory.outputs.get(marker.output)
         if output is None:

@@ -102,11 +102,9 @@ class Lease:
         *,
         lease_seconds: float,
         nonce: str,
-        is_safe: bool = True,
     ) -> None:
         self._store = store
         self._clock = clock
-        self._is_safe = is_safe
         self._is_closed = False
         self._key = layout.worker_key(worker_id)
         self._etag = ""
@@ -123,8 +121,7 @@ class Lease:
     def writer(self) -> str:
         """Name of this process in keys: the worker's id and this start's nonce.
 
-        Epochs do not tell two starts of one worker apart: they begin at 1 again after the worker's record was lost, and
-        on a store without preconditions two processes may get the same one.
+        Epochs do not tell two starts of one worker apart: they begin at 1 again after the worker's record was lost.
         """
         return f"{self.worker_id}.{self.nonce}"
 
@@ -132,7 +129,7 @@ class Lease:
         """Write this worker's record with the next epoch. Return the record that was there before, None if none was.
 
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
-        another start's record at its next renewal, and stops. A store without preconditions does not show it that.
+        another start's record at its next renewal, and stops.
         """
         while True:
             before, self._etag = self._read()
@@ -261,23 +258,13 @@ class Lease:
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
 
-        On a store without preconditions it is always written.
-
         Raises:
             Superseded: A newer start of this worker was seen before. The record belongs to that start, even if it is
                 damaged or gone now. If this start wrote it anew, the newer one would take itself for superseded.
         """
         self._refuse_superseded()
         try:
-            if not self._is_safe:
-                # A store without preconditions ignores etags, or refuses even the right one. So the record is written
-                # without an etag. There are no claims on this store: the record only shows that the worker is alive.
-                try:
-                    self._etag = self._store.create(self._key, self._body(record))
-                except AlreadyExists:
-                    self._store.delete([self._key])
-                    self._etag = self._store.create(self._key, self._body(record))
-            elif self._etag:
+            if self._etag:
                 self._etag = self._store.replace(self._key, self._body(record), self._etag)
             else:
                 self._etag = self._store.create(self._key, self._body(record))

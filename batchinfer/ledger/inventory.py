@@ -88,7 +88,7 @@ class Listing:
             self.stop = info
         elif marker is not None:
             self.marker_infos.setdefault(marker[0], {})[marker[1]] = info
-        elif key.startswith(layout.OUTPUTS) and layout.chunks_of_output(key):
+        elif key.startswith(layout.OUTPUTS) and layout.chunk_of_output(key):
             self.outputs[key.removeprefix(layout.OUTPUTS)] = info
         elif segment is not None:
             self.segments.setdefault(segment[0], []).append(info)
@@ -150,9 +150,7 @@ class Inventory(Listing):
         }
         for file, info in self.outputs.items():
             if file not in named:
-                candidates = layout.chunks_of_output(info.key)
-                known = [name for name in candidates if name in self.marker_infos]
-                yield known[0] if known else candidates[-1], info
+                yield layout.chunk_of_output(info.key), info
 
     def is_passed_over(self, name: str, left: ObjectInfo) -> bool:
         """Whether an orphan output or a segment is useless for good, even if its worker wakes up after a long sleep.

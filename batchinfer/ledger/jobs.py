@@ -248,6 +248,15 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
     return chunks
 
 
+def rows_by_chunk(job: Job, limit: int | None = None) -> dict[str, int]:
+    """Return the number of rows to do in each chunk by name; with `limit`, only those of the job's first rows."""
+    return {
+        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
+        for chunk in job.chunks
+        if limit is None or chunk.first_row < limit
+    }
+
+
 def rank_manifests(job: Job, rank: int, num_ranks: int) -> list[str]:
     """Return the keys of the manifests that rank `rank` (counted from 0) of `num_ranks` has to do.
 
@@ -445,7 +454,7 @@ def _resolve_elsewhere(
         if is_absolute(line) and is_remote and not allow_absolute:
             raise InputError(
                 f"{manifest}: {line!r} is absolute, and the manifest is not local",
-                hint="if you trust who wrote it, pass --allow-absolute",
+                hint="if you trust who wrote it, copy it to this machine",
             )
         if line.startswith("chunks/") and folder.endswith("manifests"):
             raise InputError(

@@ -1,15 +1,17 @@
 """Publishing one chunk: first its output, then the marker that names the output, then leftovers are deleted.
 
 This order keeps promises P2 to P4. A crash between two steps leaves an orphan output, or segments and a claim of a
-finished chunk. Readers ignore these objects, and `clean` removes them. Outputs and markers are created, and not changed
-later. The first marker of a chunk wins; a worker that comes second discards its own output. There is one exception: a
-marker that was damaged from outside (it cannot be read, or its output is gone) does not count. The chunk is done again,
-and the new marker replaces the damaged one by if-match, so that only one of two workers can do so.
+finished chunk. Readers ignore these objects, and `clean` removes them. Every output has a name of its own, so none is
+ever overwritten. Markers are created, and not changed later. The first marker of a chunk wins; a worker that comes
+second discards its own output. There is one exception: a marker that was damaged from outside (it cannot be read, or
+its output is gone) does not count. The chunk is done again, and the new marker replaces the damaged one by if-match,
+so that only one of two workers can do so.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -160,19 +162,15 @@ def find_marker(store: Store, chunk: str, generation: int) -> Marker | None:
 class Publisher:
     """Publishes outputs to one run.
 
-    `is_safe`: The store really honours preconditions (see `storage.opening.probe`). `nonce` belongs to this start of
-    the worker. If a marker has this nonce, an earlier try of this process wrote it, although its times may differ.
+    `nonce` belongs to this start of the worker. If a marker has this nonce, an earlier try of this process wrote it,
+    although its times may differ.
     """
 
-    def __init__(
-        self, store: Store, *, is_safe: bool, nonce: str, require_lease: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: Store, *, nonce: str, require_lease: Callable[[], None]) -> None:
         self._store = store
-        self._is_safe = is_safe
         self._nonce = nonce
+        self._numbers = itertools.count(1)
         self._require_lease = require_lease
-        self._damaged: set[str] = set()
-        """Keys of damaged markers. Such a marker may name the usual output file, so new bytes get another name."""
 
     def publish(
         self,
@@ -194,7 +192,7 @@ class Publisher:
                 with this chunk's name. `leftovers` were not deleted.
         """
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
-        file = self._put_output(built, chunk, marker.generation)
+        file = self._put_output(built, chunk)
         marker = msgspec.structs.replace(
             marker,
             output=file,
@@ -209,10 +207,7 @@ class Publisher:
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
-            # Our marker may still appear: a store without preconditions can carry out a write late that seemed to fail.
-            # The output that the marker names must exist then, so the output is left for `clean`.
-            if self._is_safe:
-                discarded = [layout.output_key(file)]
+            discarded = [layout.output_key(file)]
         try:
             self._store.delete([*discarded, *leftovers])
         except (StorageError, AccessDenied) as error:
@@ -222,49 +217,27 @@ class Publisher:
 
     def current_marker(self, chunk: str, generation: int) -> Marker | None:
         """Read a chunk's marker of one generation. Return None if it does not exist or is damaged."""
-        marker, etag = read_marker(self._store, chunk, generation)
-        if marker is None and etag:
-            self._damaged.add(layout.marker_key(chunk, generation))
-        return marker
+        return read_marker(self._store, chunk, generation)[0]
 
-    def _put_output(self, built: Built, chunk: str, generation: int) -> str:
-        is_fixing = layout.marker_key(chunk, generation) in self._damaged
-        if self._is_safe and generation == 0 and not is_fixing:
-            file = layout.output_file(chunk)
-            try:
-                self._create_output(file, built)
-            except AlreadyExists:
-                logger.info("%s: another output lies there; ours gets a name of its own", file)
-            else:
-                return file
-        file = layout.output_file(chunk, self._nonce)
-        self._create_output(file, built)
-        return file
-
-    def _create_output(self, file: str, built: Built) -> None:
+    def _put_output(self, built: Built, chunk: str) -> str:
+        """Store an output under a name that no other try has, of this start or of another one. Return the name."""
+        file = layout.output_file(chunk, f"{self._nonce}{next(self._numbers)}")
         self._require_lease()  # before every write, since the one before it may have taken long
-        self._store.create_file(layout.output_key(file), built.path, is_final=True)
+        self._store.put_file(layout.output_key(file), built.path)
+        return file
 
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
         """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
 
-        A damaged marker is replaced. On a store without preconditions: look for a marker, create ours if there is none,
-        then read it back.
+        A damaged marker is replaced.
         """
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
-        if not self._is_safe:
-            current = self.current_marker(chunk, marker.generation)
-            if current is not None:
-                return current
-            if key in self._damaged:
-                self._store.delete([key])
         while True:
             self._require_lease()
             try:
                 self._store.create(key, data)
-                if self._is_safe:
-                    return marker
+                return marker
             except AlreadyExists:
                 pass
             current, etag = read_marker(self._store, chunk, marker.generation)

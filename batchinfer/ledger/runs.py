@@ -152,15 +152,11 @@ def join_run(
     recorded: dict[str, Any],
     *,
     nonce: str,
-    is_safe: bool,
     marked: Mapping[str, str] | None = None,
 ) -> Run:
     """Create run.json, or check that the existing one has the same configuration.
 
     It is not created if there are markers of another configuration. `marked`: The fingerprints in markers, by chunk.
-
-    On a store without preconditions (`is_safe` is false) two workers that start at once may both write run.json. Each
-    of them then reads run.json back, to see whose version stayed. This does not notice a version that is written later.
 
     Raises:
         RunMismatch: The run, or a chunk that is done, has another configuration. The message names each difference, or
@@ -180,11 +176,9 @@ def join_run(
         refuse_foreign(marked or {}, mine.fingerprint, url=store.url)
         try:
             store.create(layout.RUN_KEY, codec.encode_pretty(mine))
+            return mine
         except AlreadyExists:
             pass
-        else:
-            if is_safe:
-                return mine
         standing = read_run(store)
         if standing is None:
             raise InputError(

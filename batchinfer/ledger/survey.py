@@ -78,7 +78,7 @@ def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
     for info in store.list(layout.OUTPUTS + beginning):
         marker = layout.parse_marker(info.key)
         if marker is None:
-            outputs.update(layout.chunks_of_output(info.key))
+            outputs.add(layout.chunk_of_output(info.key))
         elif info.bytes >= SMALLEST_MARKER_BYTES:
             name, generation = marker
             if name not in found or generation > found[name].generation:

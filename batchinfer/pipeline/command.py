@@ -6,37 +6,34 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import click
+import msgspec
 
-from batchinfer.cli.options import FIRST, F, SectionOption
-from batchinfer.cli.run_options import run_options
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.options import NO_OPTION, Count, Opt
+from batchinfer.core.records import Record
 from batchinfer.core.shell import quote
 from batchinfer.pipeline.running import WORKER_ID, running_alone
-from batchinfer.split.command import parse_delimiter
+from batchinfer.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from batchinfer.pipeline.steps import PipelineConfig, WorkFolder
+    from batchinfer.pipeline.steps import WorkFolder
 
 STDOUT = "-"
 _GIVEN = {
     "worker_id": WORKER_ID,
-    "allow_absolute": False,
     # Nothing starts `run` again by itself, so nothing has to bring starts to an end.
     "max_attempts": sys.maxsize,
-    "headless": False,
-    "nnodes": 1,
-    "node_rank": 0,
-    "master_addr": "",
-    "master_port": 29_501,
 }
 """Parameters of the worker that are no options of `run`, with `run`'s own values."""
 _PLACES = ("manifests", "job", "output", "limit")
@@ -44,103 +41,70 @@ _PLACES = ("manifests", "job", "output", "limit")
 _RESTART_STATUSES = (33, 34, 75)
 
 
-def _option(*flags: str, section: str = FIRST, **settings: Any) -> Callable[[F], F]:
-    return click.option(*flags, cls=SectionOption, section=section, **settings)
+class PipelineConfig(Record, frozen=True, kw_only=True):
+    """Options of `run` that are not the worker's."""
+
+    SECTION: ClassVar[str] = "output"
+
+    sources: Annotated[list[str], NO_OPTION]
+    dest: Annotated[str, Opt(short="-o", flag="--output", metavar="DEST", is_first=True)]
+    """File (.parquet, .jsonl, .csv) or folder; -: stdout."""
+    work: Annotated[str, Opt(metavar="URL")] = ""
+    """Where job and run lie, to go on from after a kill. Default: DEST.batchinfer."""
+    limit: Annotated[Count | None, Opt(section="input", is_first=True)] = None
+    """Only the first N rows for now; the rest later."""
+    delimiter: Annotated[str, Opt(form="delimiter", section="input")] = ""
+    """Character between the fields of CSV, as in split."""
+    format: Literal["parquet", "jsonl", "csv", "lines"] | None = None
+    """Format of DEST, as in collect. Default: as its name says."""
+    with_source: bool = False
+    """Join the source's columns to the answers."""
+    is_plain: Annotated[bool, Opt(flag="--plain", section="prompt")] = False
+    """Send the prompts of --prompt-column as they are, also to a model with a chat template."""
+    as_json: Annotated[bool, Opt(flag="--json")] = False
+    """End with one JSON object also at a terminal."""
 
 
 @click.command("run", cls=ServerCommand)
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@_option(
-    "-o",
-    "--output",
-    "dest",
-    metavar="DEST",
-    required=True,
-    help="File (.parquet, .jsonl, .csv) or folder of the answers; - writes JSON Lines to stdout.",
-)
-@_option(
-    "--limit",
-    type=click.IntRange(1),
-    help="Only the first N rows for now; without it later, these rows are kept.",
-)
-@_option(
-    "--delimiter",
-    section="prompt",
-    callback=parse_delimiter,
-    help="Character between the fields of CSV, as in split.",
-)
-@_option(
-    "--work",
-    section="output",
-    metavar="URL",
-    help="Where job and run lie, to go on from after a kill.  [default: DEST.batchinfer]",
-)
-@_option(
-    "--format",
-    section="output",
-    type=click.Choice(["parquet", "jsonl", "csv", "lines"]),
-    help="As in collect.",
-)
-@_option(
-    "--plain",
-    "is_plain",
-    section="prompt",
-    is_flag=True,
-    help="Send the prompts of --prompt-column as they are, also to a model with a chat template.",
-)
-@_option(
-    "--with-source",
-    section="output",
-    is_flag=True,
-    help="Join the source's columns to the answers.",
-)
-@_option(
-    "--json",
-    "as_json",
-    section="output",
-    is_flag=True,
-    help="End with one JSON object also at a terminal.",
-)
-@run_options(with_look=False, without=(*_GIVEN, *_PLACES))
+@options_from(PipelineConfig)
+@options_from(WorkerConfig, without=(*_GIVEN, *_PLACES))
 @common_options
-def command(
-    sources: tuple[str, ...], dest: str, work: str | None, *, as_json: bool, **options: Any
-) -> dict[str, Any] | None:
+def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     """Answer every row of SOURCE with a model, on this machine, and write the answers to DEST.
 
     \b
       batchinfer run reviews.parquet -o answers.parquet --model Qwen/Qwen3-8B \\
-          --prompt-column text --system-prompt "Is the review positive?" --max-tokens 8
+          --prompt-column text --system-prompt "Positive?" --max-tokens 8
 
     SOURCE is a file, a folder or a URL of parquet, JSON Lines or CSV, a text file with a prompt a line, or - for
-    standard input. A column named messages, conversation, prompt or text is found by itself, and a model with a chat
-    template is sent each prompt as a user's message. After a kill or Ctrl-C the same command goes on where it was
-    (with -o - only if --work is given).
+    standard input. A column named messages, conversation, prompt or text is found by itself; a model with a chat
+    template is sent prompts as user's messages. After a kill or Ctrl-C the same command goes on (with -o - if --work is
+    given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
     from batchinfer.pipeline.sources import copy_to, with_stdin_in_a_file
-    from batchinfer.pipeline.steps import PipelineConfig
     from batchinfer.storage.scratch import Scratch
 
-    if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
-        raise ConfigError(f"--format {options['format']}: with -o - stdout takes JSON Lines")
+    asked = PipelineConfig(**values_of(PipelineConfig, options) | {"sources": list(sources)})
+    dest = asked.dest
+    if not dest:
+        raise ConfigError("--output: is missing", hint="say where: -o answers.parquet")
+    if dest == STDOUT and asked.format not in (None, "jsonl", "lines"):
+        raise ConfigError(f"--format {asked.format}: with -o - stdout takes JSON Lines")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_handlers_put_back())
         # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         answers = scratch / "answers.jsonl"
-        config = PipelineConfig(
+        config = msgspec.structs.replace(
+            asked,
             sources=with_stdin_in_a_file(sources, scratch / "sources"),
             dest=without_slash(str(answers) if dest == STDOUT else dest),
-            work=without_slash(work or _default_work(dest, scratch)),
-            limit=options["limit"],
-            delimiter=options.pop("delimiter"),
-            format=options.pop("format") or "",
-            with_source=options.pop("with_source"),
-            is_plain=options.pop("is_plain"),
+            work=without_slash(asked.work or _default_work(dest, scratch)),
         )
-        is_brief = sys.stdout.isatty() and not as_json
+        is_brief = sys.stdout.isatty() and not asked.as_json
         try:
             result = _run(config, options | _GIVEN)
         except BatchinferError as error:

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from batchinfer.check.model import GPU_GIB
-from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.options import options_of
 from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
@@ -21,12 +21,14 @@ from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
+from batchinfer.engines.config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.launched import launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_writable, open_store, split_url
+from batchinfer.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ MOST_RESTARTS = 5
 """Restarts in a row without a finished row after which `watch` gives up. Each waits twice as long as the one before."""
 MOST_LOOKS = 60
 """Attempts at a look of `watch`."""
-_FOLDERS = ("model", "lora", "media_root", "server_args")
+_FOLDERS = ("model", "loras", "media_root", "server_args")
 """Parameters of the worker that may name a folder of this machine, which a machine elsewhere does not see."""
 _STOPPED = "is stopped, so workers would end at once; `batchinfer stop RUN --resume` lets it go on"
 _ENDED = {
@@ -54,9 +56,9 @@ def worker_words(options: dict[str, Any]) -> str:
         ConfigError: A value cannot be read.
     """
     words = []
-    for option in OPTIONS:
-        if option.parameter in options and option.parameter not in ("job", "model"):
-            for flag, word in option.spell(option.read(options[option.parameter])):
+    for option in options_of(WorkerConfig):
+        if option.field in options and option.field not in ("job", "model"):
+            for flag, word in option.spell(option.read(options[option.field])):
                 words.append(flag if word is None else f"{flag} {in_bash(word)}")
     return " ".join([*words, *map(quote, options.get("server_args", ()))])
 
@@ -109,7 +111,9 @@ class Launch:
         if state in _ENDED and not (state == "done" and self._options.get("retry_errors")):
             raise ConfigError(f"{self._asked.run}: {_ENDED[state]}")
         lost = [name for launch in seen.launches for name in launch.lost] if seen else []
-        workers = self._check(len(lost)) if self._options["check"] else self._asked.workers
+        workers = self._asked.workers
+        if self._options["check"]:
+            self._check(len(lost))
         found = load_job(self._asked.job, open_store) if self._options["check"] else None
         if found is not None and workers + len(lost) > found[0].num_workers:
             raise ConfigError(
@@ -180,7 +184,7 @@ class Launch:
         """Refuse what workers would find out only on their machines: places that they cannot see, an unknown price."""
         asked = self._asked
         check_writable(asked.run, option="--run")
-        ours = {option.flag for option in OPTIONS}
+        ours = {option.flag for option in options_of(WorkerConfig)} | set(NODE_OPTIONS)
         for word in self._options.get("server_args", ()):
             if word.partition("=")[0] in ours:
                 raise ConfigError(f"{word.partition('=')[0]}: is no option of launch")
@@ -188,7 +192,7 @@ class Launch:
         for name in _FOLDERS if self._options["check"] else ():
             given = self._options.get(name) or ""
             for value in [given] if isinstance(given, str) else given:
-                path = value.partition("=")[2] if name == "lora" else value
+                path = value.partition("=")[2] if name == "loras" else value
                 here += [path] if path and Path(path).expanduser().is_dir() else []
         if here and self._cluster.IS_REMOTE:
             raise ConfigError(
@@ -209,11 +213,11 @@ class Launch:
                 f"--max-cost: no price of {asked.gpu} is known", hint="say --price-per-hour"
             )
 
-    def _check(self, num_lost: int) -> int:
-        """Run `batchinfer check` on all options. Return the number of new workers: as asked, or as it advises.
+    def _check(self, num_lost: int) -> None:
+        """Run `batchinfer check` on all options.
 
         Raises:
-            ConfigError: It finds errors, or advises no number.
+            ConfigError: It finds errors.
         """
         from batchinfer.check.command import command as check
 
@@ -227,14 +231,7 @@ class Launch:
         given = {name: value for name, value in self._options.items() if name in names}
         given |= {"output": asked.run, "job": asked.job, "gpu": gpu, "workers": workers}
         given["server_args"] = self._options.get("server_args", ())
-        result = click.get_current_context().invoke(check, **given, sample_rows=50, show=0)
-        advised = result.get("workers_advised") or 0
-        if self._options["hours"] and not (asked.workers or advised):
-            raise ConfigError(
-                f"--hours {self._options['hours']:g}: the rate of a worker is not known",
-                hint="give --rate or --rate-from RUN",
-            )
-        return asked.workers or advised
+        click.get_current_context().invoke(check, **given, sample_rows=50, show=0)
 
     # -- what is started
 

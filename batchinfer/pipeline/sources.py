@@ -37,7 +37,7 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: No column has one of the names that prompts usually have.
     """
-    says = {*_COLUMNS.values(), "prompt_template", "template_name", "pair_columns", "audio_columns"}
+    says = {*_COLUMNS.values(), "prompt_template", "pair_columns", "audio_columns"}
     if options["request_format"] != "rows" or any(options.get(name) for name in says):
         return {}
     found = [(option, name) for name, option in _COLUMNS.items() if name in columns]

@@ -15,6 +15,7 @@ from batchinfer.check.command import run_check
 from batchinfer.check.model import has_chat_template
 from batchinfer.check.steps import ERROR, CheckConfig
 from batchinfer.collect.collecting import run_collect
+from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import select
 from batchinfer.core import codec, layout, units
@@ -31,11 +32,11 @@ from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import GENERATE
 from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
+from batchinfer.pipeline.command import PipelineConfig
 from batchinfer.pipeline.sources import recognise
 from batchinfer.pipeline.splitting import split_or_append
 from batchinfer.split.command import SplitConfig
 from batchinfer.split.sources import Sources, count_sources
-from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config
 
@@ -43,20 +44,6 @@ logger = logging.getLogger(__name__)
 
 COLLECTING = "collecting.json"
 """Key of the `CollectingRecord` in the work folder."""
-
-
-class PipelineConfig(Record, frozen=True, kw_only=True):
-    """Options of `run` that are not the worker's. `limit` is the number of first rows to answer now."""
-
-    sources: list[str]
-    dest: str
-    work: str
-    limit: int | None = None
-    delimiter: str = ""
-    format: str = ""
-    with_source: bool = False
-    is_plain: bool = False
-    """Whether prompts of a column are sent as they are, also to a model with a chat template."""
 
 
 class CollectingRecord(Record, frozen=True, kw_only=True):
@@ -187,7 +174,7 @@ class WorkFolder:
             AccessDenied: the token may not write there.
         """
         if self.config.dest.startswith("hf://"):
-            open_hub(self.config.dest, is_private=True).prepare()
+            HubDestination(self.config.dest).make()
 
     def asked_of_worker(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a worker's options for this work folder. With --limit, a manifest of the first chunks is written."""

@@ -38,13 +38,13 @@ _TEMPLATE = """\
 @click.command("chat", cls=ServerCommand)
 @click.option("--user-msg-fmt", default="", help="In place of the chat template: 'user: {}\\n'.")
 @click.option("--assistant-msg-fmt", default="", help="The model's side: 'assistant: {}\\n'.")
-@play_options("n", "logprobs")
+@play_options("n")
 @common_options
 def command(user_msg_fmt: str, assistant_msg_fmt: str, **options: Any) -> None:
     """Talk with a model. Answers stream; Ctrl-C ends an answer, not the chat.
 
     \b
-      batchinfer chat --model Qwen/Qwen3-8B --system-prompt "Answer briefly." --temperature 0.7
+      batchinfer chat --model Qwen/Qwen3-8B --system-prompt "Answer briefly."
 
     /help lists the commands. In a message, Alt-Enter begins a new line. When the conversation no longer fits the
     model's context, its first turns are left out, and the chat says so. Where standard input is no terminal, each line

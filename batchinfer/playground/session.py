@@ -9,8 +9,7 @@ import click
 import msgspec
 
 from batchinfer.cli.logs import set_level
-from batchinfer.cli.options import ENDPOINT, REHEARSAL, F
-from batchinfer.cli.run_options import OPTIONS, run_options, value_of
+from batchinfer.cli.options import F, options, options_of, value_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, units
 from batchinfer.core.errors import ConfigError, InputError
@@ -18,23 +17,22 @@ from batchinfer.core.records import EngineInfo
 from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
 from batchinfer.prompts import Prepared, PromptBuilder, RawRow
 from batchinfer.worker.command import engine_config, prompt_config
-from batchinfer.worker.config import rules_of
+from batchinfer.worker.config import WorkerConfig, rules_of
 
-_SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
-_PROMPT = ("system_prompt", "chat_template_kwargs", "tools", "tool_choice")
-_NO_USE = ("replicas", "task", "dimensions", "constraint_column")
+_SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
+_PROMPT = ("system_prompt", "chat_template_kwargs", "tools")
+_NO_USE = ("replicas", "task", "constraint_column", "lora_column")
 """Options of those sections without a use here: one server answers with texts."""
 
 
 def play_options(*without: str) -> Callable[[F], F]:
     """Return a decorator that adds a run's options about model, engine, prompt and sampling to a command."""
-    taken = [
-        option.parameter
-        for option in OPTIONS
-        if option.section in _SECTIONS or option.parameter in _PROMPT
+    left_out = [
+        option.field
+        for option in options_of(WorkerConfig)
+        if option.section not in _SECTIONS and option.field not in _PROMPT
     ]
-    left_out = [option.parameter for option in OPTIONS if option.parameter not in taken]
-    return run_options(with_look=False, without=[*left_out, *_NO_USE, *without])
+    return options(WorkerConfig, without=[*left_out, *_NO_USE, *without])
 
 
 class Never:
@@ -57,16 +55,16 @@ class Session:
         source = click.get_current_context().get_parameter_source("log_level")
         if source is click.core.ParameterSource.DEFAULT:
             set_level("warning")
-        options = {option.parameter: option.value_if_not_given for option in OPTIONS} | given | more
-        config = engine_config(options)
+        given = given | more
+        config = engine_config(given)
         if len(config.loras) > 1:
             raise ConfigError(
                 f"--lora: is given {len(config.loras)} times, expected one adapter, which answers everything",
                 hint="batchinfer run takes several, and --lora-column",
             )
         self.config = config if is_remote(config) else msgspec.structs.replace(config, replicas=1)
-        self.prompt = prompt_config(options)
-        self.seed: int | None = value_of("seed", options)
+        self.prompt = prompt_config(given)
+        self.seed: int | None = value_of(WorkerConfig, "run_seed", given)
         check_engine(self.config)
         identify_model(self.config)
         self.info: EngineInfo | None = None

@@ -13,6 +13,7 @@ from batchinfer.prompts.types import (
     PromptConfig,
     RawRow,
     RowProblem,
+    Sampling,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "PromptConfig",
     "RawRow",
     "RowProblem",
+    "Sampling",
     "finish_call",
     "internal_failure",
     "make_body",

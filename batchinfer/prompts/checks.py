@@ -25,7 +25,7 @@ _OTHERS = ("as_chat", "blank_columns", "lora_column", "audio_columns")
 def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
     """Return the options of those fields that are set."""
     flags = {
-        "template_name": "--template",
+        "template_name": "--prompt-template",
         **{f"{x}_columns": f"--{x}-column" for x in MEDIA_KINDS},
     }
     given = [field for field in fields if getattr(config, field)]
@@ -81,7 +81,7 @@ def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str
     elif not is_speech and len(given) != 1:
         yield (
             f"{' and '.join(given) or 'no prompt option'}: expected one way to make prompts",
-            "--messages-column, --prompt-column, --prompt-template FILE, or --template NAME",
+            "--messages-column, --prompt-column, or --prompt-template FILE",
         )
     num_columns = 2 if config.task in ("score", "rerank") else 0
     if len(config.pair_columns) != num_columns:

@@ -7,18 +7,10 @@ from typing import Any
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.json_lines import decode_text, json_type, shown
-from batchinfer.prompts.types import Unfit
+from batchinfer.prompts.types import Sampling, Unfit
 
-_FIELDS = {
-    **{
-        name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "n")
-    },
-    **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")},
-    **{name: name for name in ("stop_token_ids", "logprobs", "dimensions", "chat_template_kwargs")},
-    "thinking_budget": "thinking_token_budget",
-    "normalize": "use_activation",
-}
-"""Options whose values go into bodies as they are, each with the name of the field."""
+_FIELDS = ("max_tokens", "temperature", "top_p", "n", "stop", "chat_template_kwargs")
+"""Options whose values go into bodies as they are."""
 ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
@@ -26,8 +18,10 @@ ALIASES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
     "structured": "structured_outputs",
+    "thinking_budget": "thinking_token_budget",
+    "normalize": "use_activation",
 }
-"""Names that transformers' GenerationConfig or vLLM's engine use, each with the name of the same field here."""
+"""Names that transformers' GenerationConfig, vLLM's engine or people use, each with the name of the same field here."""
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_cache", "pad_token_id", "early_stopping"), ()),
     **dict.fromkeys(("return_dict_in_generate", "output_scores"), ()),
@@ -36,15 +30,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 """Parameters of generation scripts that change no answer here if they have one of these values. An empty tuple means
 that no value changes any."""
-_KINDS = {
-    "json": "json_schema",
-    "choice": "choices",
-    "regex": "regex",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-    "json_object": "",
-}
-"""Kinds of constraints, by vLLM's names, each with the option that states it."""
+_KINDS = ("json", "choice", "regex", "grammar", "structural_tag", "json_object")
+"""Kinds of constraints, by vLLM's names."""
 _RULES = {
     *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "format", "pattern"),
     *("properties", "required", "additionalProperties", "items", "prefixItems", "contains"),
@@ -54,31 +41,24 @@ _RULES = {
 Fields = dict[str, Any]
 
 
-def make_body(options: Mapping[str, Any]) -> Fields:
-    """Make the run's own fields of request bodies from its options. Options that are not given are None or empty.
-
-    Read are the options of `_FIELDS`; one of ``json_schema``, ``choices``, ``regex``, ``grammar`` and
-    ``structural_tag``; ``tools`` and ``tool_choice``; and ``sampling``: further fields by their names in the server or
-    in transformers, which replace those of options.
+def make_body(options: Sampling) -> Fields:
+    """Make the run's own fields of request bodies from its options. Further fields replace those of options.
 
     Raises:
         ConfigError: a value cannot work, or two options contradict each other.
     """
-    given = {field: options.get(option) for option, field in _FIELDS.items()}
+    given = {name: getattr(options, name) for name in _FIELDS}
     found = {name: value for name, value in given.items() if value not in (None, [], {})}
     if found.get("n") == 1:
         del found["n"]
-    constraint, extra = _constraint_of(options), _translated(options.get("sampling") or {})
+    constraint, extra = _constraint_of(options), _translated(options.sampling)
     if constraint and extra.keys() & {"response_format", "structured_outputs"}:
         raise ConfigError("--sampling: a second constraint, expected one", hint="keep one of them")
-    if options.get("tools"):
+    if options.tools:
         try:
-            found["tools"] = read_tools(options["tools"])
+            found["tools"] = read_tools(options.tools)
         except Unfit as error:
             raise ConfigError(f"--tools: {error}") from error
-    if choice := options.get("tool_choice"):
-        named = {"type": "function", "function": {"name": choice}}
-        found["tool_choice"] = choice if choice in ("auto", "required", "none") else named
     return found | constraint | extra
 
 
@@ -105,9 +85,14 @@ def _translated(pairs: Mapping[str, Any]) -> Fields:
     return found
 
 
-def _constraint_of(options: Mapping[str, Any]) -> Fields:
-    given = {kind: options[name] for kind, name in _KINDS.items() if options.get(name)}
-    flags = " and ".join("--" + _KINDS[kind].replace("_", "-") for kind in given)
+def _constraint_of(options: Sampling) -> Fields:
+    stated: Fields = {
+        "json": options.json_schema,
+        "choice": options.choices,
+    }
+    names = {"json": "--json-schema", "choice": "--choices"}
+    given = {kind: value for kind, value in stated.items() if value}
+    flags = " and ".join(names[kind] for kind in given)
     if len(given) > 1:
         raise ConfigError(f"{flags}: expected one constraint", hint="keep one")
     try:

@@ -41,7 +41,7 @@ class RowsReader:
             named = named_template(name)
             self._messages_column = named.messages_column
             if named.source:
-                self._template = PromptTemplate(named.source, name=f"--template {name}")
+                self._template = PromptTemplate(named.source, name=f"--prompt-template {name}")
         elif config.prompt_template:
             values = {"system_prompt": config.system_prompt}
             self._template = PromptTemplate(

@@ -1,4 +1,4 @@
-"""Templates that make prompts from the columns of a row: the named ones of ``--template``, and users' own.
+"""Templates that make prompts from the columns of a row: the named ones of ``--prompt-template``, and users' own.
 
 They run in Jinja's sandbox, in the worker's own process: whoever writes a template owns the machine. The sandbox keeps
 what a row holds from reaching anything but the row.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple, NoReturn
-
-import jinja2
-from jinja2 import meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import RowProblem
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # The Alpaca format. Models that were trained on it expect exactly these words.
 _ALPACA = """\
@@ -31,7 +30,7 @@ Write a response that appropriately completes the request.
 
 
 class NamedTemplate(NamedTuple):
-    """A template that ``--template NAME`` selects. It has either Jinja text or a column with conversations."""
+    """A template that ``--prompt-template NAME`` selects. It has either Jinja text or a column with conversations."""
 
     description: str
     columns: list[str]
@@ -56,7 +55,7 @@ NAMED_TEMPLATES = {
     ),
     "completion": NamedTemplate("the column `text` as it is", ["text"], "{{ text }}"),
 }
-"""The templates of ``--template``, by their names."""
+"""The templates of ``--prompt-template``, by their names."""
 
 
 def named_template(name: str) -> NamedTemplate:
@@ -68,21 +67,26 @@ def named_template(name: str) -> NamedTemplate:
     if name not in NAMED_TEMPLATES:
         known = ", ".join(NAMED_TEMPLATES)
         raise ConfigError(
-            f"--template {name}: no such template, expected one of {known}{near(name, NAMED_TEMPLATES)}",
-            hint="`--template list` describes them; a file of your own goes into --prompt-template",
+            f"--prompt-template {name}: no such template, expected one of {known}{near(name, NAMED_TEMPLATES)}",
+            hint="`--prompt-template list` describes them; a file of your own is named as --prompt-template ./FILE",
         )
     return NAMED_TEMPLATES[name]
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=StrictUndefined,
         extensions=["jinja2.ext.loopcontrols"],
     )
     # The same row must always give the same prompt.
@@ -108,16 +112,16 @@ class PromptTemplate:
     """
 
     def __init__(self, source: str, *, name: str, values: dict[str, Any] | None = None) -> None:
+        from jinja2 import TemplateError, TemplateSyntaxError, meta
+
         environment = _environment()
         self._name = name
         self._values = values or {}
         try:
             self._template = environment.from_string(source)
             read = meta.find_undeclared_variables(environment.parse(source))
-        except (jinja2.TemplateError, RecursionError) as error:
-            line = (
-                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            )
+        except (TemplateError, RecursionError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             raise ConfigError(
                 f"{name}{line}: {error}, expected a Jinja template over the row's columns",
                 hint="see the section on templates in docs/format.md",
@@ -134,6 +138,8 @@ class PromptTemplate:
         Raises:
             RowProblem: the template failed. If the cause is a missing column, the message names that column.
         """
+        from jinja2 import UndefinedError
+
         try:
             text = self._template.render({"row": row, **self._values, **row})
             text.encode()
@@ -143,7 +149,7 @@ class PromptTemplate:
             missing = [
                 each for each in self.variables if each not in row and f"'{each}'" in str(error)
             ]
-            if isinstance(error, jinja2.UndefinedError) and missing:
+            if isinstance(error, UndefinedError) and missing:
                 has = ", ".join(list(row)[:20])
                 code = Code.MISSING_COLUMN
                 message = f"column {missing[0]!r} is not in the row (it has: {has})"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from batchinfer.core.errors import RowError
+from batchinfer.core.options import FIRST, NO_OPTION, Count, NotNegative, Opt
 from batchinfer.core.records import Call, Failure, Record, RowKey
 
 MediaKind = Literal["image", "audio", "video"]
@@ -33,6 +35,36 @@ TASK_PATHS = {
 plain prompts to `COMPLETIONS_URL`."""
 
 
+class Sampling(Record, frozen=True, kw_only=True):
+    """The options that become fields of request bodies, by `make_body`."""
+
+    SECTION: ClassVar[str] = "sampling"
+
+    max_tokens: Annotated[Count | None, FIRST] = None
+    """Longest answer. Default: what there is room for."""
+    temperature: NotNegative | None = None
+    """How freely tokens are drawn; 0: always the likeliest. Default: the engine's."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Draw from the likeliest tokens that have this probability."""
+    n: Count = 1
+    """Answers a row."""
+    stop: list[str] = []
+    """Text that ends an answer; may be repeated."""
+    json_schema: Annotated[str, Opt(form="file")] = ""
+    """File with a JSON schema; every answer is JSON that fits it."""
+    choices: Annotated[list[str], Opt(metavar="A,B")] = []
+    """Every answer is one of these texts: with commas between, or the option once for each."""
+    sampling: Annotated[dict[str, Any], Opt(form="pairs", metavar="KEY=VALUE")] = {}
+    """Any other field of requests, by its name in the API or in transformers' GenerationConfig; several with commas:
+    top_k=20,min_p=0.1,logprobs=2."""
+    tools: Annotated[list[dict[str, Any]], Opt(form="objects", section="prompt")] = []
+    """File with the tools that answers may call: a JSON list as in a request of the OpenAI API."""
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Opt(form="json", section="prompt", metavar="JSON")
+    ] = {}
+    """Variables of the chat template, e.g. {"enable_thinking": false}."""
+
+
 class PromptConfig(Record, frozen=True, kw_only=True):
     """The options that say how rows become requests. If an option names a file, the field holds the file's content.
 
@@ -40,47 +72,56 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     `pair_columns`, or (to transcribe and translate) `audio_columns` says what the prompt is.
     """
 
-    request_format: str = "rows"
-    """``rows`` of a data set, lines of an OpenAI batch file (``openai-batch``), or bodies of ``completions``."""
-    task: str = "generate"
+    SECTION: ClassVar[str] = "prompt"
+
+    request_format: Literal["rows", "completions", "openai-batch"] = "rows"
+    """rows of a data set, or rows that are requests of the OpenAI API themselves."""
+    task: Annotated[str, NO_OPTION] = "generate"
     """One of `core.tasks.TASKS`. It chooses the path for rows of columns; see `TASK_PATHS`."""
-    messages_column: str = ""
-    """Column with a conversation. A plain text in it counts as one user message."""
+    messages_column: Annotated[str, FIRST] = ""
+    """Column with a conversation; texts: --prompt-column."""
     turns: str = "first"
-    """Part of a conversation that is sent: ``first``, ``all``, or a number of user turns (see docs/format.md)."""
+    """Part of a conversation that is sent: first, all, or how many user turns."""
     prompt_column: str = ""
-    """Column with the prompt: a text or a list of token ids."""
-    prompt_template: str = ""
-    """Jinja source over the row's columns."""
-    template_name: str = ""
-    """Name of a template that ``--template list`` shows."""
+    """Column with the prompt: text or token ids."""
+    pair_columns: Annotated[list[str], Opt(form="names", metavar="A,B")] = []
+    """Two columns: texts for --task score, a query and its documents for --task rerank."""
+    prompt_template: Annotated[str, Opt(form="template", metavar="FILE")] = ""
+    """Jinja file over the row's columns, or the name of a template; list shows the names."""
+    template_name: Annotated[str, NO_OPTION] = ""
+    """Name of a template, in place of `prompt_template`."""
     as_chat: bool = False
-    """Whether the text of `prompt_column` or a template is sent as one user message."""
-    system_prompt: str = ""
-    """System message of every conversation, and the variable `system_prompt` of templates."""
-    blank_columns: list[str] = []
-    """Columns whose value the prompt template gets as an empty text."""
-    pair_columns: list[str] = []
-    """The two columns of a pair: for the task "score" two texts, for "rerank" a query and a list of documents."""
-    image_columns: list[str] = []
-    """Columns with the row's images."""
-    audio_columns: list[str] = []
-    """Columns with the row's sounds. To transcribe and translate, one column."""
-    video_columns: list[str] = []
-    """Columns with the row's videos."""
+    """Send the prompt as one user message through the chat template."""
+    system_prompt: Annotated[str, Opt(form="text")] = ""
+    """System message of every conversation, in place of its own: text, or @FILE."""
+    blank_columns: Annotated[list[str], Opt(form="names", metavar="A,B")] = []
+    """Columns to empty before the template sees them."""
+    truncate_prompt: Literal["error", "left", "right"] = "error"
+    """What to do with prompts longer than the model takes: make them error rows, or cut there."""
     tools_column: str = ""
-    """Column with the row's own tools, in place of the run's (`body["tools"]`)."""
-    constraint_column: str = ""
-    """Column with the row's own constraint on its answer, in place of the run's."""
-    adapters: list[str] = []
+    """Column with the row's own tools, in place of the run's."""
+    constraint_column: Annotated[str, Opt(section="sampling")] = ""
+    """Column with the row's own constraint, in place of the run's; see docs/features.md."""
+    lora_column: Annotated[str, Opt(section="model")] = ""
+    """Column with the name of the row's adapter; empty: the model itself. Without this option a single --lora answers
+    every row."""
+    image_columns: Annotated[
+        list[str], Opt(flag="--image-column", section="media", metavar="COLUMN")
+    ] = []
+    """Column with the row's images: URLs, paths, base64, or the Hub's bytes and path; may be repeated."""
+    audio_columns: Annotated[
+        list[str], Opt(flag="--audio-column", section="media", metavar="COLUMN")
+    ] = []
+    """Column with the row's sounds, in the same forms."""
+    video_columns: Annotated[
+        list[str], Opt(flag="--video-column", section="media", metavar="COLUMN")
+    ] = []
+    """Column with the row's videos, in the same forms."""
+    id_column: Annotated[str, Opt(section="input")] = ""
+    """Column whose value is each row's _id, for chunks that split did not make."""
+    adapters: Annotated[list[str], NO_OPTION] = []
     """Names of the run's LoRA adapters. A single one answers every row of columns, unless `lora_column` is set."""
-    lora_column: str = ""
-    """Column with the name of the row's adapter; rows without a name are the model's."""
-    id_column: str = ""
-    """Column whose value is the row's id. If empty, the field `_id` of the line is the id."""
-    truncate_prompt: str = "error"
-    """``error``, ``left`` or ``right``. A prompt too long makes its row fail, or loses tokens on that side."""
-    body: dict[str, Any] = {}
+    body: Annotated[dict[str, Any], NO_OPTION] = {}
     """The run's own fields of request bodies, as `make_body` gives them. A row's own fields take precedence."""
 
     @property

@@ -28,7 +28,6 @@ from batchinfer.ledger.claims import decode_claim
 from batchinfer.ledger.inventory import Inventory, take_inventory
 from batchinfer.ledger.runs import no_run, refuse_newer
 from batchinfer.storage import ObjectInfo, Store
-from batchinfer.storage.opening import probe
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +97,7 @@ def run_clean(
     inventory.look_again_at_damaged(store)
     removed: dict[str, list[ObjectInfo]] = {}
     num_young = 0
-    # Probing the store writes objects, and a dry run must not write.
-    is_safe = not config.yes or probe(store).is_safe
-    for removal in find_removals(inventory, config, is_safe=is_safe):
+    for removal in find_removals(inventory, config):
         if is_old(inventory, removal):
             removed.setdefault(removal.what, []).append(removal.info)
         else:
@@ -166,13 +163,8 @@ def is_old(inventory: Inventory, removal: Removal) -> bool:
     return inventory.now - removal.info.modified >= removal.least_age_seconds
 
 
-def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Iterator[Removal]:
+def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal]:
     """Yield what may be removed. Sends no request to the store.
-
-    Args:
-        inventory: The run's objects.
-        config: What to clean.
-        is_safe: Whether the store honours preconditions, so that a late marker cannot replace a chunk's marker.
 
     Raises:
         InputError: a chunk to do again has neither a marker nor segments.
@@ -186,7 +178,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
         is_in_use = inventory.damaged_markers.get(name) or name in config.redo
         is_settled = inventory.is_passed_over(name, info) and not _is_claimed(inventory, name)
-        if is_settled and not is_in_use and (is_safe or no_worker_runs):
+        if is_settled and not is_in_use:
             yield Removal("orphan outputs", info, age)
     for name, infos in inventory.segments.items():
         if name in config.redo or _is_claimed(inventory, name) or inventory.current(name) is None:

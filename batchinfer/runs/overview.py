@@ -15,9 +15,10 @@ import msgspec
 from batchinfer.core import units
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import Job, Marker, Record, Run, Worker
+from batchinfer.core.records import Marker, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
+from batchinfer.ledger.jobs import rows_by_chunk
 from batchinfer.ledger.spending import cost_of, machine_of, offset_of, price_of, up_seconds_of
 
 RECENT_MINUTES = 5
@@ -238,19 +239,6 @@ def add_up(parts: Iterable[Marker | Worker]) -> Totals:
     )
 
 
-def rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
-    """Number of rows to do in each chunk of a job, by the chunk's name.
-
-    A run with a limit does only the job's first rows. Then chunks that hold none of these rows are left out.
-    """
-    limit = run.config.get("limit") if run is not None else None
-    return {
-        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
-        for chunk in job.chunks
-        if limit is None or chunk.first_row < limit
-    }
-
-
 # --------------------------------------------------------------------------- a worker
 
 
@@ -394,7 +382,8 @@ def _progress(
             _progress_of(None, max(0, num_reported - in_progress), in_progress),
             [],
         )
-    rows = rows_by_chunk(snapshot.job, snapshot.run)
+    limit = snapshot.run.config.get("limit") if snapshot.run else None
+    rows = rows_by_chunk(snapshot.job, limit)
     strange, left = done - rows.keys(), rows.keys() - done
     notes = []
     if strange:

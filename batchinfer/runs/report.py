@@ -9,21 +9,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-import json
 from typing import Any
 
 import click
 
 from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
-from batchinfer.core import units
+from batchinfer.core import codec, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record
 from batchinfer.ledger.inventory import RunReader, Snapshot, read_newest_markers
-from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.jobs import OpenStore, rows_by_chunk, split_name
 from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
@@ -32,7 +31,6 @@ from batchinfer.runs.overview import (
     Totals,
     add_up,
     overview,
-    rows_by_chunk,
 )
 from batchinfer.runs.samples import Sample, cut, read_samples
 from batchinfer.runs.status import gpus_of, place_of, workers_text
@@ -40,8 +38,8 @@ from batchinfer.storage import Store
 
 MAX_WORKER_ROWS = 300
 """Largest number of workers that are listed in the table."""
-MAX_SETTING = 4000
-"""Largest number of characters that are shown of one setting."""
+MAX_SETTINGS = 40_000
+"""Largest number of characters that are shown of run.json."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
@@ -90,7 +88,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
 
 def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
     """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
-    known = None if snapshot.job is None else rows_by_chunk(snapshot.job, snapshot.run)
+    known = None if snapshot.job is None else rows_by_chunk(snapshot.job)
     wanted = {
         name: seen for name, seen in snapshot.markers.items() if known is None or name in known
     }
@@ -127,7 +125,8 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
         workers_text=workers_text(seen.workers),
         examples=examples,
         samples=samples,
-        settings=_settings(snapshot),
+        max_settings=MAX_SETTINGS,
+        settings=codec.encode_pretty(snapshot.run).decode() if snapshot.run else "",
     )
 
 
@@ -155,32 +154,6 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
         small = f"{per_million} per million output tokens"
         tiles.append(("cost" if is_over else "cost so far", units.money(seen.cost.so_far), small))
     return tiles
-
-
-def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The settings in run.json, in two sections, each as (section's title, [(dotted key, value)])."""
-    if snapshot.run is None:
-        return []
-    return [
-        ("Part of the fingerprint", flatten(snapshot.run.config)),
-        ("For the record", flatten(snapshot.run.recorded)),
-    ]
-
-
-def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as a flat list of (dotted key, value), sorted by key. Empty settings are left out.
-
-    >>> flatten({"b": 1, "a": {"x": "y", "z": None}})
-    [('a.x', 'y'), ('b', '1')]
-    """
-    found: list[tuple[str, str]] = []
-    for key, value in sorted(settings.items()):
-        if isinstance(value, dict):
-            found += flatten(value, f"{prefix}{key}.")
-        elif value not in (None, "", []):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found.append((prefix + key, cut(text, MAX_SETTING)))
-    return found
 
 
 def put_page(url: str, page: str, open_store: OpenStore) -> int:

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.options import options_of
 from batchinfer.core import codec
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.prompts import PromptConfig
+from batchinfer.worker.config import WorkerConfig
 
 _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
 """Parts of the names of options that make a worker run code which they name."""
@@ -30,16 +31,16 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
     words = [f"--job {quote(job_url)}", f"--output {quote(url)}"]
-    parts = _parts_of(run)
+    values = _values_of(run)
     left_out: list[str] = []
-    for option in OPTIONS:
-        part = (parts or {}).get(option.part, {})
-        for flag, word in option.spell(part[option.parameter]) if option.parameter in part else ():
+    for option in options_of(WorkerConfig):
+        is_known = values and option.field in values
+        for flag, word in option.spell(values[option.field]) if values and is_known else ():
             if flag == _OWN:
                 left_out.append(flag)
             else:
                 words.append(flag if word is None else f"{flag} {in_bash(word)}")
-    if parts is None:
+    if values is None:
         words.append("…")
     safe, unsafe = _divided([str(word) for word in run.recorded.get("server_args") or ()])
     left_out += unsafe
@@ -66,21 +67,15 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return safe, unsafe
 
 
-def _parts_of(run: Run) -> dict[str, dict[str, Any]] | None:
-    """Return the parts of run.json, each a dictionary of values by the name of their parameter.
+def _values_of(run: Run) -> dict[str, Any] | None:
+    """Return the values of options that run.json holds, by their fields.
 
     None if somebody has edited run.json so that it cannot be read.
     """
     try:
         prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
+        recorded = codec.convert(run.recorded.get("options") or {}, dict[str, Any])
     except msgspec.ValidationError:
         return None
-    config = dict(run.config)
-    if config.get("model") == run.recorded.get("engine"):  # an engine without a model has its name
-        config.pop("model")
-    return {
-        "config": config,
-        "recorded": run.recorded,
-        "PromptConfig": msgspec.structs.asdict(prompt),
-        "body": {"sampling": prompt.body},
-    }
+    shown = {"prompt_template": prompt.template_name or prompt.prompt_template}
+    return msgspec.structs.asdict(prompt) | shown | {"sampling": prompt.body} | recorded

@@ -145,30 +145,12 @@ def _columns(line: bytes | None) -> list[tuple[str, str]]:
 
 
 def _readable(value: Any) -> str:
-    """A value as text: a conversation turn by turn, a text or JSON text as it is, everything else as JSON.
-
-    >>> print(
-    ...     _readable([{"role": "user", "content": "Hi"}, {"content": "Yes?", "role": "assistant"}])
-    ... )
-    user: Hi
-    assistant: Yes?
-    >>> _readable([{"role": "user", "content": "Hi", "name": "Jo"}])
-    '[{"role": "user", "content": "Hi", "name": "Jo"}]'
-    """
+    """A value as text: a text or JSON text as it is, everything else as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, msgspec.Raw):
         return bytes(value).decode()
-    try:
-        turns = msgspec.convert(value, list[_Turn], strict=True)
-    except msgspec.ValidationError:
-        return json.dumps(value, ensure_ascii=False)
-    return "\n".join(f"{turn.role}: {turn.content}" for turn in turns) or "[]"
-
-
-class _Turn(msgspec.Struct, forbid_unknown_fields=True):
-    role: str
-    content: str
+    return json.dumps(value, ensure_ascii=False)
 
 
 def cut(text: str, most: int = MAX_TEXT) -> str:

@@ -59,7 +59,7 @@ def append(
 
     def publish(chunk: Chunk, path: Path) -> Chunk:
         file = layout.chunk_file(chunk.name, job.compression, chunk.sha256[:12])
-        store.create_file(file, path, is_final=True)
+        store.put_file(file, path)
         path.unlink()
         return msgspec.structs.replace(chunk, file=file)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
@@ -303,7 +304,7 @@ def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value:
     return value or ""
 
 
-@click.command("split")
+@click.command("split", cls=SectionCommand)
 @click.argument("sources", metavar="SOURCE...", nargs=-1)
 @click.option(
     "--output",

@@ -191,16 +191,15 @@ def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> tuple[
 
 
 def publish_chunk(store: Store, compression: str, chunk: Chunk, path: Path) -> Chunk:
-    """Create a chunk from its scratch file, in place of what a command left that did not come to its end."""
-    key = layout.chunk_file(chunk.name, compression)
-    try:
-        store.create_file(key, path, is_final=True)
-    except AlreadyExists:
-        with contextlib.suppress(ObjectNotFound):
-            store.stat(layout.JOB_KEY)
-            raise _another(store) from None
-        store.delete([key])
-        store.create_file(key, path, is_final=True)
+    """Put a chunk from its scratch file, over what a command left that did not come to its end.
+
+    Raises:
+        InputError: Another split has completed a job meanwhile.
+    """
+    with contextlib.suppress(ObjectNotFound):
+        store.stat(layout.JOB_KEY)
+        raise _another(store)
+    store.put_file(layout.chunk_file(chunk.name, compression), path)
     path.unlink()
     return chunk
 

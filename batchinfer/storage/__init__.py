@@ -63,13 +63,11 @@ class Store(Protocol):
         """
         ...
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """Create an object from a local file, in bounded memory. Raises AlreadyExists.
+    def put_file(self, key: str, path: Path) -> None:
+        """Put an object from a local file, in bounded memory, over any that is there.
 
-        As with `create`, the call succeeds if the object exists with the same bytes.
-
-        `is_final`: The caller will not write to the file again, but may remove it. A local store may then make a hard
-        link to the file instead of copying it.
+        Callers that must not overwrite each other's objects give them different names. The caller may remove the file
+        afterwards, but not write to it: a local store may make a hard link to it instead of a copy.
         """
         ...
 
@@ -83,18 +81,6 @@ class Store(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Absent objects are no error. After a failure some of the objects may be removed already."""
         ...
-
-
-class Preconditions(NamedTuple):
-    """Result of `probe`: whether the store really refuses a second create, and a replace with an outdated etag."""
-
-    create: bool
-    replace: bool
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether claims and create-only publishing can be relied on."""
-        return self.create and self.replace
 
 
 def split_bucket(url: str) -> tuple[str, str]:

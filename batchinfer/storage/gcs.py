@@ -8,7 +8,6 @@ pauses). This module repeats requests after failures that may pass but that gcsf
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -134,24 +133,16 @@ class GcsStore:
             raise ValueError(f"{key}: an object that is created must not be empty")
         return self._create(self._path(key), data)
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - sent either way
-        """See `Store.create_file`."""
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`."""
         name = self._path(key)
         with scratch_errors(path.parent):
             size = path.stat().st_size
             data = path.read_bytes() if size < self._resumable_bytes else None
         if data is not None:
-            return self._create(name, data)
-        try:
+            self._put(name, data)
+        else:
             retried(self._retries, partial(self._upload, name, path))
-            return self.stat(key).etag
-        except PreconditionFailed as error:
-            found = self.stat(key)
-            if found.bytes == size and self._sha256(found) == _file_sha256(path):
-                return found.etag
-            raise AlreadyExists(
-                f"{self._url(name)}: exists with other bytes, expected none"
-            ) from error
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. One request, two if the object has changed."""
@@ -215,7 +206,8 @@ class GcsStore:
                 ) from error
             return etag
 
-    def _put(self, path: str, data: bytes, generation: str) -> str:
+    def _put(self, path: str, data: bytes, generation: str = "") -> str:
+        condition = {"ifGenerationMatch": generation} if generation else {}
         with self._missing_bucket():
             # The upload service lives beside the API's base path, at the same host.
             host = self._fs.base.removesuffix("/storage/v1/")
@@ -225,7 +217,7 @@ class GcsStore:
                 about=path,
                 uploadType="media",
                 name=path,
-                ifGenerationMatch=generation,
+                **condition,
                 data=io.BytesIO(data),
                 headers={"Content-Type": "application/octet-stream"},
                 json_out=True,
@@ -233,16 +225,14 @@ class GcsStore:
         return str(answer["generation"])
 
     def _upload(self, path: str, file: Path) -> None:
-        """Upload a file in pieces. The last piece creates the object unless it exists already.
+        """Upload a file in pieces.
 
         Raises:
             TransientError: The service no longer knows the upload. The caller may start again.
         """
         try:
             with self._errors(path), waiting(f"upload {self._url(path)}"):
-                self._patient_fs.put_file(
-                    str(file), f"{self.bucket}/{path}", mode="create", chunksize=PIECE_BYTES
-                )
+                self._patient_fs.put_file(str(file), f"{self.bucket}/{path}", chunksize=PIECE_BYTES)
         except ObjectNotFound as error:
             # The service answers 404 for an upload that it has lost, and for a missing bucket. The listing raises
             # InputError if the bucket is missing.
@@ -256,12 +246,6 @@ class GcsStore:
         except ObjectNotFound:
             return None
         return str(headers["X-Goog-Generation"]) if held == data else None
-
-    def _sha256(self, info: ObjectInfo) -> str:
-        digest = hashlib.sha256()
-        for piece in self._pieces(info):
-            digest.update(piece)
-        return digest.hexdigest()
 
     def _pieces(self, info: ObjectInfo) -> Iterator[bytes]:
         """Read one generation of an object piece by piece."""

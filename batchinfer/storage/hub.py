@@ -217,7 +217,7 @@ class ReadOnlyStore:
         """Raise AccessDenied."""
         raise self._read_only()
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - as create
+    def put_file(self, key: str, path: Path) -> None:  # noqa: ARG002 - as create
         """Raise AccessDenied."""
         raise self._read_only()
 

@@ -23,11 +23,10 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer.core import codec
 from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
@@ -107,20 +106,33 @@ class LocalStore:
         if not data:
             raise ValueError(f"{key}: an object that is created must not be empty")
 
-        def is_same(path: Path) -> bool:
-            return path.stat().st_size == len(data) and path.read_bytes() == data
+        path = self._path(key, writes=True)
+        with self._errors(key):
+            self._make_folder(path.parent)
+            with _temp(path) as temp:
+                _write(temp, data)
+                etag = _touch(temp)
+                try:
+                    _link(temp, path)
+                except FileExistsError:
+                    if path.is_file() and path.read_bytes() == data:
+                        return _etag(path.stat())
+                    raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
+            _fsync_folder(path.parent)
+        return etag
 
-        return self._create(key, lambda temp: _write(temp, data), is_same)
-
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """See `Store.create_file`."""
-
-        def is_same(other: Path) -> bool:
-            return other.stat().st_size == path.stat().st_size and _sha256(other) == _sha256(path)
-
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`. Makes a hard link where that is possible."""
+        target = self._path(key, writes=True)
         with scratch_errors(path.parent):
             path.stat()
-        return self._create(key, lambda temp: _copy(path, temp, may_link=is_final), is_same)
+        with self._errors(key):
+            self._make_folder(target.parent)
+            with _temp(target) as temp:
+                _link_or_copy(path, temp)
+                _touch(temp)
+                os.replace(temp, target)  # noqa: PTH105 - the plain verb for an atomic step
+            _fsync_folder(target.parent)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. The lock makes the comparison and the rename one step for all processes."""
@@ -194,24 +206,6 @@ class LocalStore:
                 hint="use a name without a dot at its start",
             )
         return self.root / key
-
-    def _create(
-        self, key: str, fill: Callable[[Path], None], is_same: Callable[[Path], bool]
-    ) -> str:
-        path = self._path(key, writes=True)
-        with self._errors(key):
-            self._make_folder(path.parent)
-            with _temp(path) as temp:
-                fill(temp)
-                etag = _touch(temp)
-                try:
-                    _link(temp, path)
-                except FileExistsError:
-                    if path.is_file() and is_same(path):
-                        return _etag(path.stat())
-                    raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
-            _fsync_folder(path.parent)
-        return etag
 
     def _make_folder(self, folder: Path) -> None:
         try:
@@ -329,14 +323,14 @@ def _write(temp: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _copy(source: Path, temp: Path, *, may_link: bool) -> None:
-    """Make `temp` hold the bytes of `source`, durably. With `may_link`, `temp` becomes a hard link if possible."""
+def _link_or_copy(source: Path, temp: Path) -> None:
+    """Make `temp` hold the bytes of `source`, durably."""
     try:
         file = source.open("rb")
     except OSError as error:
         raise StorageError(f"{source}: {error.strerror}, expected a readable file") from error
     with file:
-        if may_link and _has_linked(source, temp):
+        if _has_linked(source, temp):
             os.fsync(file.fileno())
             return
         with temp.open("xb") as target:
@@ -351,11 +345,6 @@ def _has_linked(source: Path, temp: Path) -> bool:
     except OSError:  # another filesystem, or one without hard links
         return False
     return True
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return codec.sha256_file(file)
 
 
 def _link(temp: Path, path: Path) -> None:

@@ -71,13 +71,21 @@ class MemoryStore:
         """See `Store.create`."""
         if not data:
             raise ValueError(f"{key}: an object that is created must not be empty")
-        return self._create(key, data)
+        path = self._path(key)
+        with _lock:
+            held = _objects.get(path)
+            if held is None:
+                return self._put(path, data)
+            if held[0] == data:
+                return held[1]
+        raise AlreadyExists(f"{self.url}/{key}: exists with other bytes, expected none")
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - read either way
-        """See `Store.create_file`."""
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`."""
         with scratch_errors(path.parent):
             data = path.read_bytes()
-        return self._create(key, data)
+        with _lock:
+            self._put(self._path(key), data)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`."""
@@ -104,16 +112,6 @@ class MemoryStore:
         if path not in _objects:
             raise ObjectNotFound(f"{self.url}/{key}: no such object")
         return _objects[path]
-
-    def _create(self, key: str, data: bytes) -> str:
-        path = self._path(key)
-        with _lock:
-            held = _objects.get(path)
-            if held is None:
-                return self._put(path, data)
-            if held[0] == data:
-                return held[1]
-        raise AlreadyExists(f"{self.url}/{key}: exists with other bytes, expected none")
 
     def _put(self, path: str, data: bytes) -> str:
         etag = str(next(_versions))

@@ -1,4 +1,4 @@
-"""Opens the store for a URL, and tests whether the store honours preconditions.
+"""Opens the store for a URL, and refuses one that does not honour preconditions.
 
 The adapters, and the packages that they import, load only when their scheme is used.
 """
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
 from batchinfer.core.redaction import has_user
-from batchinfer.storage import Preconditions, Store
+from batchinfer.storage import Store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -215,29 +215,38 @@ def _require(package: str, url: str, command: str) -> None:
         raise ConfigError(f"{url!r}: needs the package {package}, which is missing", hint=command)
 
 
-def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
-    """Find out whether a store refuses a second create, and a replace with an outdated etag. Uses a test object.
+def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
+    """Refuse a store that does not honour create-only and if-match. Tries both on a test object, in about ten requests.
 
-    Costs about ten requests. A process killed half way leaves one small object below `prefix`.
+    A process killed half way leaves one small object below `prefix`.
 
     Raises:
+        ConfigError: A second create or a replace with an outdated etag was not refused, or is not supported.
         AccessDenied: The store is read-only, or its credentials do not allow writing.
         StorageError: The store failed after its retries.
     """
     key = f"{prefix}{secrets.token_hex(8)}"
     try:
-        creates = _refuses_second_create(store, key)
-        return Preconditions(create=creates, replace=_compares_etags(store, key))
+        found = _try_creates(store, key) or _try_replaces(store, key)
+    except NotSupported as error:
+        found = (
+            f"a conditional write was tried, and the store does not support it ({error.message})"
+        )
     finally:
         try:
             store.delete([key])
         except AccessDenied as error:
             logger.warning("cannot remove the probe %s: %s", key, error)
+    if found:
+        raise ConfigError(
+            f"{store.url}: {found}; workers share a run by such writes",
+            hint="use a store that honours conditional writes: docs/object-storage.md names some",
+        )
 
 
 @contextlib.contextmanager
 def leaving_no_folders(url: str) -> Iterator[None]:
-    """Remove, at its end, the folders that a `probe` within it makes for a local `url` that did not exist before.
+    """Remove, at its end, the folders that `check_preconditions` makes for a local `url` that did not exist before.
 
     A folder with a file in it stays. Stores at other URLs have no folders.
     """
@@ -253,28 +262,32 @@ def leaving_no_folders(url: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _refuses_second_create(store: Store, key: str) -> bool:
+def _try_creates(store: Store, key: str) -> str:
+    """Create an object, then create it again. Return what the store did wrong, or nothing."""
     # The second create has other bytes, because equal bytes would count as a repetition of the first create.
+    store.create(key, b"probe: first create\n")
     try:
-        store.create(key, b"probe: first create\n")
         store.create(key, b"probe: second create\n")
     except AlreadyExists:
-        return store.get(key).data == b"probe: first create\n"
-    except NotSupported:
-        return False
-    return False
+        if store.get(key).data == b"probe: first create\n":
+            return ""
+        return "a second create of one object was refused, and overwrote it all the same"
+    return "a second create of one object was tried, and overwrote it; a refusal was expected"
 
 
-def _compares_etags(store: Store, key: str) -> bool:
+def _try_replaces(store: Store, key: str) -> str:
+    """Replace an object by its etag, then by the outdated one. Return what the store did wrong, or nothing."""
+    seen = store.stat(key).etag
     try:
-        seen = store.stat(key).etag
         current = store.replace(key, b"probe: replaced with the current etag\n", seen)
-        if current == seen:
-            return False
-        try:
-            store.replace(key, b"probe: replaced with an outdated etag\n", seen)
-        except PreconditionFailed:
-            return store.get(key).etag == current
-    except (PreconditionFailed, NotSupported):
-        return False
-    return False
+    except PreconditionFailed:
+        return "a replace with the object's current etag was tried, and refused"
+    if current == seen:
+        return "an object has the same etag after it was replaced with other bytes"
+    try:
+        store.replace(key, b"probe: replaced with an outdated etag\n", seen)
+    except PreconditionFailed:
+        if store.get(key).etag == current:
+            return ""
+        return "a replace with an outdated etag was refused, and overwrote the object all the same"
+    return "a replace with an outdated etag was tried, and overwrote the object; a refusal was expected"

@@ -1,18 +1,14 @@
 """A store in an S3 bucket, on AWS or on another service with the same API (R2, MinIO, Ceph).
 
 Requests are sent with botocore's synchronous client, which finds credentials, region and endpoint.
-A small file is uploaded in one conditional put. A large file is uploaded in parts, several at a time. A last request,
-which is conditional too, makes the parts an object. This module has its own code for uploads in parts because the
-usual libraries send that last request without a condition.
+A small file is uploaded in one piece, a large one in parts, several at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,14 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     AccessDenied,
-    AlreadyExists,
     BatchinferError,
     ObjectNotFound,
     PreconditionFailed,
-    StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
 from batchinfer.storage.retrying import (
@@ -61,8 +54,6 @@ PART_BYTES = 16 << 20
 """Least number of bytes of every part but the last. These parts have the same size because R2 requires it."""
 PART_CONCURRENCY = 4
 MAX_PARTS = 10_000
-MAX_PUT_BYTES = 4_900_000_000
-"""Bytes of the largest object that may be uploaded in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
 _HEAVY_BYTES = 1 << 20
@@ -107,8 +98,6 @@ class S3Store:
         """Whether anything has ever answered at the store's address."""
         self._multipart_bytes = multipart_bytes
         self._is_bucket_seen = False
-        self._are_parts_safe: bool | None = None
-        self._parts_lock = threading.Lock()
         self._part_bytes = part_bytes
         self._clients = S3Clients()
         self._attempt = _Attempt()
@@ -148,27 +137,17 @@ class S3Store:
                 raise already_exists(self._url(path)) from error
             return etag
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - sent either way
-        """See `Store.create_file`.
-
-        A process that is killed half way may leave an unfinished upload or a test object, which readers ignore. The
-        first large file costs eight or nine more requests, for `_check_parts`.
-        """
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`. A process that is killed half way may leave an unfinished upload, which nobody sees."""
         name = self._path(key)
         with scratch_errors(path.parent):
             size = path.stat().st_size
-        try:
-            if size >= self._multipart_bytes:
-                send = self._put_parts if self._check_parts() else self._put_whole
-                return self._retry(partial(send, name, path, size))
+        if size >= self._multipart_bytes:
+            self._retry(partial(self._put_parts, name, path, size))
+        else:
             with scratch_errors(path.parent):
                 data = path.read_bytes()
-            return self._put(name, data, IfNoneMatch="*")
-        except PreconditionFailed as error:
-            etag = self._etag_if_same_file(name, path, size)
-            if etag is None:
-                raise already_exists(self._url(name)) from error
-            return etag
+            self._put(name, data)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. One request, two if the object has changed."""
@@ -256,128 +235,43 @@ class S3Store:
         answer = self._retry(partial(self._call, "put_object", Key=path, Body=data, **condition))
         return str(answer["ETag"])
 
-    def _put_whole(self, path: str, file: Path, size: int) -> str:
-        if size > MAX_PUT_BYTES:
-            raise StorageError(
-                f"{self._url(path)}: has {size} bytes and must go up in one piece, "
-                f"expected at most {MAX_PUT_BYTES}",
-                hint="split into more chunks (--num-chunks): uploads in parts could overwrite here",
-            )
-        with scratch_errors(file.parent), file.open("rb") as source:
-            return str(self._call("put_object", Key=path, Body=source, IfNoneMatch="*")["ETag"])
-
-    def _put_parts(self, path: str, file: Path, size: int) -> str:
-        """Upload a file in parts. The last request creates the object unless it exists already. Return the etag.
+    def _put_parts(self, path: str, file: Path, size: int) -> None:
+        """Upload a file in parts.
 
         Raises:
-            PreconditionFailed: The object exists. This very upload may have created it, if the reply to its last
-                request was lost.
-            TransientError: The store has dropped the upload without creating the object. The caller may start again.
+            TransientError: The store has dropped the upload, or completed it with a reply that was lost. The caller
+                may start again.
         """
         part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
-
-        def read(number: int) -> bytes:
-            with scratch_errors(file.parent), file.open("rb") as source:
-                source.seek((number - 1) * part_bytes)
-                return source.read(part_bytes)
-
-        return self._send_parts(path, read, -(-size // part_bytes))
-
-    def _send_parts(self, path: str, read: Callable[[int], bytes], num_parts: int) -> str:
-        """Do the requests of `_put_parts`. `read` returns the bytes of a part by its number, from 1."""
         answer = self._call("create_multipart_upload", Key=path)
         (upload_id,) = fields_of(answer, self._url(path), "UploadId")
 
         def send(number: int) -> dict[str, Any]:
             part = {"Key": path, "UploadId": upload_id, "PartNumber": number}
-            try:
-                answer = self._retry(partial(self._call, "upload_part", Body=read(number), **part))
-            except ObjectNotFound as error:
-                raise self._was_aborted(path) from error
+            with scratch_errors(file.parent), file.open("rb") as source:
+                source.seek((number - 1) * part_bytes)
+                body = source.read(part_bytes)
+            answer = self._retry(partial(self._call, "upload_part", Body=body, **part))
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         pool = ThreadPoolExecutor(PART_CONCURRENCY, thread_name_prefix="upload-part")
         try:
-            parts = list(pool.map(send, range(1, num_parts + 1)))
-            return self._complete(path, upload_id, parts)
-        except BaseException:
+            parts = list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
+            whole = {"Key": path, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+            self._retry(partial(self._call, "complete_multipart_upload", **whole))
+        except BaseException as error:
             pool.shutdown(cancel_futures=True)
+            if isinstance(error, ObjectNotFound):
+                raise TransientError(f"{self._url(path)}: its upload is gone") from error
             with contextlib.suppress(BatchinferError):  # the first error is the one to report
                 self._abort(path, upload_id)
             raise
         finally:
             pool.shutdown()
 
-    def _complete(self, path: str, upload_id: str, parts: Sequence[dict[str, Any]]) -> str:
-        complete = partial(
-            self._call,
-            "complete_multipart_upload",
-            Key=path,
-            UploadId=upload_id,
-            MultipartUpload={"Parts": list(parts)},
-            IfNoneMatch="*",
-        )
-        try:
-            (etag,) = fields_of(self._retry(complete), self._url(path), "ETag")
-            return str(etag)
-        except ObjectNotFound:
-            # The store does not know the upload. Either an earlier attempt completed it and the reply was lost, or
-            # somebody aborted it.
-            try:
-                self._retry(partial(self._call, "head_object", Key=path))
-            except ObjectNotFound as error:
-                raise self._was_aborted(path) from error
-            raise PreconditionFailed(f"{self._url(path)}: exists") from None
-
-    def _was_aborted(self, path: str) -> TransientError:
-        """Return the error for an upload that somebody else has dropped, as `clean` does with old ones."""
-        return TransientError(f"{self._url(path)}: its upload was aborted")
-
     def _abort(self, path: str, upload_id: str) -> None:
         """Drop an upload and its parts. Raises ObjectNotFound if the store no longer has this upload."""
         self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
-
-    def _check_parts(self) -> bool:
-        """Whether large files may be uploaded in parts; see `_try_parts`. The store is asked only once.
-
-        On some stores the last request of such an upload overwrites an object that exists.
-        """
-        with self._parts_lock:
-            if self._are_parts_safe is None:
-                self._are_parts_safe = self._try_parts()
-                if not self._are_parts_safe:
-                    logger.warning(
-                        "%s: the store overwrites by uploads in parts; large files go up in one piece",
-                        self.url,
-                    )
-            return self._are_parts_safe
-
-    def _try_parts(self) -> bool:
-        """Find out whether an upload in parts refuses to overwrite, by trying it on a test object. Remove the object.
-
-        The result is also True on a store where even a single put overwrites. There every output that a worker
-        writes has a name of its own, so none overwrites another.
-        """
-        # The name begins with "_", because many programs that read whole folders skip such names. The test object may
-        # stay if this process is killed.
-        key = f"{layout.PROBES}_{secrets.token_hex(8)}"
-        path, held = self._path(key), b"probe: an object\n"
-        self.create(key, held)
-        try:
-            with contextlib.suppress(AlreadyExists):
-                self.create(key, b"probe: another object\n")
-                return True
-            with contextlib.suppress(PreconditionFailed):
-                onto = b"probe: an upload onto it\n"
-                self._retry(partial(self._send_parts, path, lambda _: onto, 1))
-            return self.get(key).data == held
-        except NotSupported:
-            return False
-        finally:
-            try:
-                self.delete([key])
-            except AccessDenied as error:
-                logger.warning("cannot remove the probe %s: %s", key, error)
 
     def _delete_batch(self, paths: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
@@ -398,27 +292,10 @@ class S3Store:
             return None
         return held.etag if held.data == data else None
 
-    def _etag_if_same_file(self, path: str, file: Path, size: int) -> str | None:
-        """Return the etag of an object if it holds exactly the bytes of `file`, else None. Uses bounded memory."""
-        try:
-            found = self._retry(partial(self._call, "head_object", Key=path))
-            if found["ContentLength"] != size:
-                return None
-            held_sha256, etag = self._retry(partial(self._digest, path))
-        except ObjectNotFound:
-            return None
-        with scratch_errors(file.parent), file.open("rb") as source:
-            return etag if codec.sha256_file(source) == held_sha256 else None
-
     def _read(self, path: str) -> Object:
         pieces = bytearray()
         etag = self._stream(path, pieces.extend)
         return Object(bytes(pieces), etag)
-
-    def _digest(self, path: str) -> tuple[str, str]:
-        digest = hashlib.sha256()
-        etag = self._stream(path, digest.update)
-        return digest.hexdigest(), etag
 
     def _fetch(self, path: str, file: Path) -> None:
         with scratch_errors(file.parent):

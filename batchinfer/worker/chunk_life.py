@@ -258,7 +258,7 @@ def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) ->
     life.num_tidied = len(leftovers)
     if run.claims is not None:
         leftovers.append(layout.claim_key(chunk.name))
-    path = run.scratch.new_path(layout.output_file(chunk.name))
+    path = run.scratch.new_path(chunk.name)
     try:
         return run.publisher.publish(
             build_output(path, chunk.spool.payloads()),

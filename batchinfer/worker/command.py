@@ -12,21 +12,24 @@ import os
 import resource
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import click
 
-from batchinfer.cli.run_options import BODY_OPTIONS, fields_of, run_options, value_of
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import value_of, values_of
 from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
-from batchinfer.engines.config import EchoOptions, EngineConfig
+from batchinfer.core.options import Count, Opt
+from batchinfer.core.records import Record
+from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
+from batchinfer.prompts import NAMED_TEMPLATES, PromptConfig, Sampling, make_body
+from batchinfer.worker.config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
-    from batchinfer.prompts import PromptConfig
-    from batchinfer.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +39,33 @@ _MOST_SEEDS = 2**32
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
+class Look(Record, frozen=True, kw_only=True):
+    """Options that show something in place of working."""
+
+    SECTION: ClassVar[str] = "input"
+
+    show_config: bool = False
+    """Show every option, where its value comes from, and stop; reads no storage."""
+    preview: Annotated[Count | None, Opt(metavar="N")] = None
+    """Show the first N requests and stop; loads no engine."""
+
+
 @click.command("worker", cls=ServerCommand)
-@run_options(with_look=True)
+@options_from(WorkerConfig)
+@options_from(Look)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Run a model over the chunks of a job.
 
     \b
-      batchinfer worker --job s3://my-bucket/job --output s3://my-bucket/job/runs/first \\
-          --model Qwen/Qwen3-0.6B --messages-column conversation --max-tokens 512
+      batchinfer worker --job s3://my-bucket/job --output s3://my-bucket/run \\
+          --model Qwen/Qwen3-8B --messages-column conversation --max-tokens 512
 
     Finished rows are checkpointed to the run, and each chunk's output is published with a .succeed marker, so this
-    command can be killed at any moment and started again, here or elsewhere. A settings file (--config) may group
-    options in the sections input to behaviour, as below.
+    command can be killed at any moment and started again, here or elsewhere. Other options are those of `vllm serve`
+    and go to the server, as in --max-model-len 8192. A settings file (--config) may group options by section.
     """  # noqa: D301 - \b keeps click from wrapping the example
-    if options["template_name"] == "list":
+    if options["prompt_template"] == "list":
         from batchinfer.worker.preview import show_templates
 
         return show_templates()
@@ -81,9 +96,9 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     from batchinfer.worker.progress import MARKED_LINES, progress_for
     from batchinfer.worker.start import run_worker
 
-    if options.get("headless"):
-        return _follow(options)
     engine = engine_config(options)
+    if "headless" in engine.server_options:
+        return _follow(engine, options["grace_seconds"])
     if engine.node_rank:
         raise ConfigError(
             f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
@@ -104,15 +119,15 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         return run_worker(config, outside)
 
 
-def _follow(options: dict[str, Any]) -> dict[str, Any]:
+def _follow(engine: EngineConfig, grace_seconds: float) -> dict[str, Any]:
     """Run a share of another machine's model; see `batchinfer.engines.headless.follow`."""
     from batchinfer.core.clock import SystemClock
     from batchinfer.engines.headless import follow
     from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
 
-    stopper = Stopper(SystemClock(), grace_seconds=options["grace_seconds"])
+    stopper = Stopper(SystemClock(), grace_seconds=grace_seconds)
     install_signal_handlers(stopper)
-    return follow(engine_config(options), loading=WhileLoading(stopper), stop=stopper)
+    return follow(engine, loading=WhileLoading(stopper), stop=stopper)
 
 
 def _raise_file_limit() -> None:
@@ -135,9 +150,8 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         ConfigError: an option has a value that cannot work, or two options contradict each other.
     """
     from batchinfer.storage.opening import check_writable
-    from batchinfer.worker.config import Limits, WorkerConfig
 
-    fields = fields_of("WorkerConfig", options)
+    fields = values_of(WorkerConfig, options)
     manifests = fields["manifests"] or _manifests_by_rank(fields["job"], environment)
     output = fields["output"] or _default_output(fields["job"], manifests)
     check_writable(output, option="--output")
@@ -155,7 +169,8 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         },
         engine=engine,
         prompt=prompt_config(options),
-        limits=Limits(**fields_of("Limits", options)),
+        sampling=Sampling(**values_of(Sampling, options)),
+        limits=Limits(**values_of(Limits, options)),
         host=host,
     )
 
@@ -314,17 +329,15 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: a value cannot be read, or an option of the server is one that the worker sets itself.
     """
-    fields = fields_of("EngineConfig", options)
-    echo = fields_of("EchoOptions", options)
+    fields = values_of(EngineConfig, options)
     server_args = list(options.get("server_args") or ())
     check_server_args(server_args, fields["engine"])
     return EngineConfig(
-        **fields,
-        echo=EchoOptions(**echo),
+        **fields | parallel_options(server_args),
+        echo=EchoOptions(**values_of(EchoOptions, options)),
         server_args=server_args,
-        seed=(value_of("seed", options) or 0) % _MOST_SEEDS,
-        task=value_of("task", options),
-        scratch_dir=value_of("scratch_dir", options),
+        seed=(value_of(WorkerConfig, "run_seed", options) or 0) % _MOST_SEEDS,
+        scratch_dir=value_of(WorkerConfig, "scratch_dir", options),
     )
 
 
@@ -334,12 +347,12 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
     Raises:
         ConfigError: a value cannot work.
     """
-    from batchinfer.prompts import PromptConfig, make_body
-
-    body = make_body({option: value_of(option, options) for option in BODY_OPTIONS})
+    fields = values_of(PromptConfig, options)
+    if fields["prompt_template"] in NAMED_TEMPLATES:
+        fields |= {"template_name": fields["prompt_template"], "prompt_template": ""}
     return PromptConfig(
-        **fields_of("PromptConfig", options),
-        adapters=sorted(value_of("lora", options)),
-        task=value_of("task", options),
-        body=body,
+        **fields,
+        adapters=sorted(value_of(EngineConfig, "loras", options)),
+        task=value_of(EngineConfig, "task", options),
+        body=make_body(Sampling(**values_of(Sampling, options))),
     )

@@ -5,64 +5,69 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from msgspec import Meta
 
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.options import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import EngineInfo, Money, Record
-from batchinfer.engines import Engine, create_engine, identify_model, is_remote
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.models import end_mark
-from batchinfer.ledger.claims import Claims, Lease
-from batchinfer.ledger.publishing import Publisher
-from batchinfer.prompts import EngineRules, PromptConfig
-from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.background import Background, Stopper, ThreadBackground
-from batchinfer.worker.telemetry import Telemetry
+from batchinfer.prompts import EngineRules, PromptConfig, Sampling
+
+if TYPE_CHECKING:  # the declarations of options are read by `--help`, which answers at once
+    from batchinfer.engines import Engine
+    from batchinfer.ledger.claims import Claims, Lease
+    from batchinfer.ledger.publishing import Publisher
+    from batchinfer.storage import Store
+    from batchinfer.storage.scratch import Scratch
+    from batchinfer.worker.background import Background, Stopper
+    from batchinfer.worker.telemetry import Telemetry
 
 _LONGEST_DELAY_SECONDS = 60.0
+Dollars = Annotated[float, Meta(gt=0, le=1e9)] | None
 
 
 class Limits(Record, frozen=True, kw_only=True):
     """Limits on what a worker uses of memory and disk, and on how often it does the same thing again."""
 
-    max_open_chunks: int = 64
+    SECTION: ClassVar[str] = "media"
+
+    media_root: Annotated[str, Opt(metavar="URL", is_recorded=True)] = ""
+    """Folder or URL that paths of media in rows count from. Without it, rows name media by URLs only."""
+    max_media_bytes: Annotated[Count, Opt(metavar="BYTES")] = 20 << 20
+    """Largest image, sound or video that is taken; rows with a larger one are error rows."""
+    allow_private_urls: Annotated[bool, RECORDED] = False
+    """Fetch links of rows from addresses of a private network, too."""
+    media_timeout_seconds: Annotated[float, NO_OPTION] = 30.0
+    """Seconds that one attempt to fetch from a web server may take."""
+    max_row_memory: Annotated[Count, Opt(section="behaviour", metavar="MIB")] = 256
+    """Memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it; one row is
+    always taken."""
+    prefix_window: Annotated[int, Meta(ge=0), Opt(section="behaviour", metavar="ROWS")] = 0
+    """Run rows whose prompts begin alike next to each other, within so many; 0: in input order."""
+    max_open_chunks: Annotated[int, NO_OPTION] = 64
     """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
-    max_openings: int = 4
+    max_openings: Annotated[int, NO_OPTION] = 4
     """Chunks that may be in the middle of being opened at the same time."""
-    max_publishing: int = 7
+    max_publishing: Annotated[int, NO_OPTION] = 7
     """Chunks that may be published at the same time, each by a thread that does nothing else.
 
     Uploads may take minutes, in which further chunks are to be opened and rows saved.
     """
-    max_open_bytes: int = 16 << 30
+    max_open_bytes: Annotated[int, NO_OPTION] = 16 << 30
     """Bytes of scratch disk that open chunks hold, input and finished rows, above which no further chunk is opened."""
-    prefix_window: int = 0
-    """Rows that are sorted together, so that prompts with equal beginnings follow each other; 0 keeps the order."""
-    max_build_rows: int = 512
+    max_build_rows: Annotated[int, NO_OPTION] = 512
     """Most rows whose calls one background job builds."""
-    max_build_bytes: int = 8 << 20
+    max_build_bytes: Annotated[int, NO_OPTION] = 8 << 20
     """Bytes of input rows after which a background job that builds calls reads no further rows."""
-    max_row_memory: int = 256
-    """MiB of memory for each replica that rows take which wait for the engine or are in it.
-
-    No further calls are built above it. At least one row is always built.
-    """
-    max_media_bytes: int = 20 << 20
-    """Largest image, sound or video, in bytes as it is stored. A row with a larger one fails."""
-    media_timeout_seconds: float = 30.0
-    """Seconds that one attempt to fetch from a web server may take."""
-    media_root: str = ""
-    """Folder or URL from which paths of media in rows count; empty if rows must not name paths."""
-    allow_private_urls: bool = False
-    """Whether rows may name media at addresses of a private network."""
-    storage_attempts: int = 4
+    storage_attempts: Annotated[int, NO_OPTION] = 4
     """Failed attempts to open or publish a chunk after which it is given up.
 
     If finished rows of the chunk are not on storage yet, one more attempt to publish follows, before which they are
     saved. While open chunks have unfinished rows, the attempts go on and no chunk is given up because of storage.
     """
-    storage_retry_seconds: float = 5.0
+    storage_retry_seconds: Annotated[float, NO_OPTION] = 5.0
     """Seconds between the first failed attempt and the second. Each further wait is twice as long, up to a minute."""
 
     def storage_delay_seconds(self, attempts: int) -> float:
@@ -71,37 +76,74 @@ class Limits(Record, frozen=True, kw_only=True):
 
 
 class WorkerConfig(Record, frozen=True, kw_only=True):
-    """The configuration of one worker. `manifests`, `output` and `job` are paths or URLs."""
+    """The configuration of one worker, and the declaration of the options of `batchinfer worker`."""
 
-    manifests: list[str]
-    output: str
+    SECTION: ClassVar[str] = "behaviour"
+
+    job: Annotated[str | None, Opt(section="input", metavar="URL", is_first=True)] = None
+    """Job that `batchinfer split` wrote: path or URL."""
+    output: Annotated[str, Opt(section="input", metavar="RUN", is_first=True)]
+    """Place of the run. Default: JOB/runs/default."""
+    manifests: Annotated[
+        list[str],
+        Opt(
+            flag="--manifest",
+            section="input",
+            variables=("BATCHINFER_WORKER_MANIFEST", "DATA_METADATA"),
+        ),
+    ]
+    """Manifest to work through: path or URL; may be repeated. Default: by rank, see --job."""
+    limit: Annotated[Count | None, Opt(section="input", is_recorded=True)] = None
+    """Only the first N rows of the job."""
     engine: EngineConfig
     prompt: PromptConfig
-    job: str | None = None
-    run_seed: int | None = 0
-    worker_id: str = ""
-    limit: int | None = None
-    allow_absolute: bool = False
-    retry_errors: bool = False
-    claims: bool = True
-    steal: bool = True
-    lease_seconds: float = 120.0
-    checkpoint_seconds: float = 30.0
-    checkpoint_rows: int | None = None
-    grace_seconds: float = 20.0
-    max_error_rate: float | None = None
-    min_errors: int = 20
-    max_attempts: int = 5
-    max_cost: float | None = None
-    max_hours: float | None = None
-    price_per_hour: float | None = None
-    """Dollars an hour for this worker's machine; None if nobody needs to know."""
-    price_source: str = ""
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    scratch_dir: str | None = None
+    sampling: Sampling = Sampling()
+    """The options of which `prompt.body` was made."""
+    run_seed: Annotated[
+        int | None, Opt(form="seed", flag="--seed", section="sampling", is_recorded=True)
+    ] = 0
+    """Seed of the run, or none: faster on a GPU, not repeatable."""
     limits: Limits = Limits()
-    host: dict[str, Any] = {}
+
+    worker_id: Annotated[str, Opt(variables=("BATCHINFER_WORKER_WORKER_ID",))] = ""
+    """Stable name of this worker. Default: SkyPilot's task id and node rank, else random."""
+    checkpoint_seconds: Positive = 30.0
+    """Seconds between checkpoints of open chunks."""
+    checkpoint_rows: Annotated[int | None, NO_OPTION] = None
+    """Number of finished rows after which a checkpoint is made also."""
+    lease_seconds: Positive = 120.0
+    """Without a heartbeat for so long, others take a worker's chunks."""
+    claims: bool = True
+    """Whether to agree with other workers on who does what."""
+    steal: bool = True
+    """Take others' chunks, too, once the own are taken."""
+    grace_seconds: NotNegative = 20.0
+    """Time to finish rows after SIGTERM or SIGINT."""
+    retry_errors: bool = False
+    """Do the error rows of a finished run again. A repair that was begun is ended first."""
+    max_error_rate: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail with one
+    error, or every row of the run; 1 never stops."""
+    min_errors: Count = 20
+    """Failed rows before --max-error-rate counts."""
+    max_attempts: Count = 5
+    """Starts without a new finished row before the worker gives up (exit 3)."""
+    max_cost: Annotated[Dollars, Opt(metavar="DOLLARS")] = None
+    """Stop (exit 3) once this worker's machines have cost so many dollars, all its starts together. launch divides it
+    among its workers."""
+    max_hours: Annotated[Dollars, Opt(metavar="H")] = None
+    """Stop (exit 3) once this worker was up for so many hours, all its starts together."""
+    price_per_hour: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)] | None, Opt(metavar="DOLLARS")
+    ] = None
+    """Dollars an hour for this worker's machine. Default, with --max-cost: SkyPilot's catalog if this machine has it,
+    else list prices by GPU."""
+    price_source: Annotated[str, NO_OPTION] = ""
+    metrics: Annotated[str, Opt(form="place", metavar="[HOST:]PORT")] = ""
+    """Serve metrics for Prometheus there. Without HOST: at 127.0.0.1; port 0: a free one, which the log names."""
+    scratch_dir: Annotated[str | None, Opt(form="folder")] = None
+    """Local folder for chunks and outputs under way."""
+    host: Annotated[dict[str, Any], NO_OPTION] = {}
 
     @property
     def money(self) -> Money | None:
@@ -123,7 +165,8 @@ class Environment:
     clock: Clock
     background: Background
     open_store: Callable[[str], Store]
-    probe: Callable[[Store], Preconditions]
+    probe: Callable[[Store], None]
+    """Refuses a store that does not honour preconditions; see `storage.opening.check_preconditions`."""
     create_engine: Callable[[EngineConfig], Engine]
     identify_model: Callable[[EngineConfig], str]
     stopper: Stopper
@@ -140,7 +183,7 @@ class RunAccess:
     """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
     claims: Claims | None
-    """The claims of this worker; None if the store ignores preconditions or claims are switched off."""
+    """The claims of this worker; None if claims are switched off."""
     publisher: Publisher
     scratch: Scratch
 
@@ -149,14 +192,16 @@ def real_environment(
     *, grace_seconds: float, show_progress: Callable[[Telemetry], None]
 ) -> Environment:
     """Make the environment of a real worker: real threads, the system's clock, and storage that is opened by URL."""
-    from batchinfer.storage.opening import open_store, probe
+    from batchinfer.engines import create_engine, identify_model
+    from batchinfer.storage.opening import check_preconditions, open_store
+    from batchinfer.worker.background import Stopper, ThreadBackground
 
     clock = SystemClock()
     return Environment(
         clock=clock,
         background=ThreadBackground(),
         open_store=open_store,
-        probe=probe,
+        probe=check_preconditions,
         create_engine=create_engine,
         identify_model=identify_model,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
@@ -175,6 +220,9 @@ def rules_of(
         opened: The engine, once it is open. It knows the names of its parameters.
         info: Facts about it, once it is open.
     """
+    from batchinfer.engines import is_remote
+    from batchinfer.engines.models import end_mark
+
     return EngineRules(
         model=engine.served_names[0],
         eos_token=end_mark(engine) if info is not None and engine.engine == "vllm" else "",

@@ -89,9 +89,10 @@ class Heartbeat:
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="fix the cause, then start it with a higher --max-attempts",
             )
-        repeating = background.every(self.lease.heartbeat_seconds, self.beat)
+        pause = self.lease.heartbeat_seconds
+        repeating = background.every(pause, self.beat)
         stack.callback(repeating.cancel)
-        telemetry.when_urgent(partial(background.submit, self.beat))
+        telemetry.when_urgent(partial(background.submit, self.beat), beats_every_seconds=pause)
 
     def beat(self) -> None:
         """Write the record once and look for a stop request. Any thread may call it.

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
@@ -92,6 +93,11 @@ class Membership:
                     units.many(job.duplicate_ids, "row"),
                 )
 
+    @property
+    def is_store_tried(self) -> bool:
+        """Whether the worker that made the run at this place has found that the store honours preconditions."""
+        return self.run is not None and self.run.recorded.get("store") == redact(self._store.url)
+
     def compare(self, marked: dict[str, str]) -> None:
         """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
 
@@ -114,14 +120,13 @@ class Membership:
         assert self.run is not None, "a worker without run.json joins the run before its end"
         confirm_run(self._store, self.run)
 
-    def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
+    def join(self, info: EngineInfo, *, nonce: str) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),
             self._recorded(info),
             nonce=nonce,
-            is_safe=is_safe,
             marked=self._marked,
         )
         self.compare({})
@@ -199,7 +204,7 @@ class Membership:
 
     def _recorded(self, info: EngineInfo) -> dict[str, Any]:
         """Return the values that run.json records but the fingerprint does not cover. Contains no secrets."""
-        engine, limits = self.config.engine, self.config.limits
+        engine = self.config.engine
         return {
             "batchinfer_version": __version__,
             "engine": info.name,
@@ -208,17 +213,13 @@ class Membership:
             "device": info.device,
             "tensor_parallel_size": engine.tensor_parallel_size,
             "pipeline_parallel_size": engine.pipeline_parallel_size,
+            "options": without_secrets(recorded_values(self.config)),
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
             "server_args": without_secrets_in(engine.server_args),
-            **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
-            **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
-            **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
+            "store": redact(self._store.url),
             "created": int(self._environment.clock.now()),
-            **(
-                {"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}
-            ),
         }
 
 
@@ -245,7 +246,7 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=config.allow_absolute,
+        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )

@@ -44,24 +44,25 @@ class WorkerCollector:
 def serve_metrics(
     config: WorkerConfig, run: str, telemetry: Telemetry, stack: contextlib.ExitStack
 ) -> None:
-    """Serve the worker's metrics at --metrics-port until `stack` is left. `run` is the run's URL.
+    """Serve the worker's metrics at --metrics until `stack` is left. `run` is the run's URL.
 
     Without the option nothing is done. If it cannot listen there, a warning says so, and the worker goes on without
     metrics: nobody should lose a run to its monitoring.
     """
-    if config.metrics_port is None:
+    if not config.metrics:
         return
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     registry.register(WorkerCollector(run, telemetry))
-    host, port = config.metrics_host, config.metrics_port
+    host, _, number = config.metrics.rpartition(":")
+    host, port = host.strip("[]"), int(number)
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
         reason = getattr(error, "strerror", None) or error
         logger.warning(
-            "--metrics-port %d: cannot listen there on %s (%s); the worker goes on without metrics. Workers on one "
+            "--metrics %d: cannot listen there on %s (%s); the worker goes on without metrics. Workers on one "
             "machine need a port each; 0 takes any that is free",
             port,
             host,

@@ -140,8 +140,7 @@ class OpenChunks:
             rows_ahead += sum(self._expected_rows(life.candidate) for life in self._opening())
             self._ring.tick(is_hungry=rows_ahead < rows_wanted)
             self._begin_lives(rows_ahead, rows_wanted)
-        for name in self._ring.take_found_done() - self.open.keys():
-            self._telemetry.workload.done(name)
+        self._telemetry.workload.done(*self._ring.take_found_done() - self.open.keys())
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         """Keep finished rows of a chunk, and wake its thread after its last row."""

@@ -1,4 +1,4 @@
-"""Shows a worker's first requests (`--preview`) and the named templates (`--template list`), without an engine."""
+"""Shows a worker's first requests (`--preview`) and named templates (`--prompt-template list`) without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.worker.media import check_media
 _SHOWN_CHARACTERS = 2000
 
 
-# --------------------------------------------------------------------------- --template list
+# --------------------------------------------------------------------------- --prompt-template list
 
 
 def show_templates() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def run_preview(config: WorkerConfig, count: int, *, open_store: OpenStore) -> d
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=config.allow_absolute,
+        allow_absolute=False,
         limit=config.limit,
         open_store=open_store,
     )

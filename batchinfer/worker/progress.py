@@ -54,22 +54,25 @@ def describe(telemetry: Telemetry) -> str:
 
     The line has at most 71 characters, so that it fits beside a bar in a terminal of 80.
 
-    The rows are those of the worker's workload. Rates are of this start, since its engine became ready: rows that this
-    start finished, and output tokens. The time left is an estimate: the rows left, divided by that rate of rows.
+    The rows are those of the whole job, and behind them stands the share of this worker's own manifests. Rates are of
+    this start, since its engine became ready: rows that this start finished, and output tokens. The time left is how
+    long this worker alone would need for all rows that are left; other workers make it shorter.
     """
     work, tally = telemetry.workload, telemetry.tally
     of = "" if work.rows is None else f"/{_count(work.rows)}"
-    parts = [f"{_count(work.rows_done)}{of} rows"]
+    own = "" if work.own_rows is None else f" (own {_count(work.own_rows)})"
+    parts = [f"{_count(work.rows_done)}{of} rows{own}"]
     if telemetry.is_loading:
         parts.append(f"loading the engine for {_duration(telemetry.run_seconds)}")
     elif tally.rows:
         seconds = max(telemetry.busy_seconds, 1.0)
         rate = tally.rows / seconds
         parts.append(f"{units.short(rate)}/s")
-        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s out")
+        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s")
         left = 0 if work.rows is None else work.rows - work.rows_done
         if left > 0:
-            parts.append(f"{_duration(left / rate)} left")
+            most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
+            parts.append(f"{most}{_duration(left / rate)} left")
     if tally.num_errors:
         parts.append(f"{_count(tally.num_errors)} failed")
     return ", ".join(parts)
@@ -82,6 +85,8 @@ def _count(number: int) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours}h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 

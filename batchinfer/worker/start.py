@@ -28,7 +28,7 @@ from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage import Store
@@ -143,7 +143,7 @@ class _Start:
                 raise
 
     def _look(self) -> Membership:
-        """Read the manifests, check that this worker may run, and find out whether the store respects preconditions.
+        """Read the manifests, and check that this worker may run and that the store honours preconditions.
 
         Afterwards storage is as it was before.
         """
@@ -157,14 +157,8 @@ class _Start:
         )
         self._unless_stopped(membership.check)
         self.config = membership.config
-        probe = partial(self.environment.probe, self.store)
-        self.is_safe = self._unless_stopped(probe, may_finish=True).is_safe
-        if not self.is_safe:
-            logger.warning(
-                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
-                "and one configuration per run are best effort",
-                self.store.url,
-            )
+        if not membership.is_store_tried:
+            self._unless_stopped(partial(self.environment.probe, self.store), may_finish=True)
         return membership
 
     def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
@@ -183,7 +177,6 @@ class _Start:
             self.clock,
             lease_seconds=self.config.lease_seconds,
             nonce=self.nonce,
-            is_safe=self.is_safe,
         )
 
     # -- the work
@@ -253,7 +246,7 @@ class _Start:
 
     def _join(self, membership: Membership, info: EngineInfo) -> str:
         """Agree with the other workers on the run's configuration, and return its fingerprint."""
-        join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
+        join = partial(membership.join, info, nonce=self.nonce)
         run = self._unless_stopped(join, may_finish=True)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
@@ -283,12 +276,8 @@ class _Start:
             raise
 
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
-        claims = None
-        if self.is_safe and self.config.claims:
-            claims = Claims(self.store, lease, self.clock)
-        publisher = Publisher(
-            self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
-        )
+        claims = Claims(self.store, lease, self.clock) if self.config.claims else None
+        publisher = Publisher(self.store, nonce=self.nonce, require_lease=lease.require)
         return RunAccess(
             store=self.store, lease=lease, claims=claims, publisher=publisher, scratch=scratch
         )
@@ -309,16 +298,18 @@ class _Start:
         if self.config.retry_errors:
             left = self.looks.to_repair(own, done)
         names_left = {ref.name for ref in left}
-        for ref in own:
-            if ref.name not in names_left:
-                self.telemetry.workload.done(ref.name)
         may_steal = access.claims is not None and membership.may_steal
+        work, job = self.telemetry.workload, membership.assignment.job
+        if may_steal and job is not None:
+            work.set_job(rows_by_chunk(job, self.config.limit))
+            work.done(*done)
+        work.done(*(ref.name for ref in own if ref.name not in names_left))
         return Ring(
             left,
             environment=self.environment,
             run=access,
             everything=membership.all_chunks if may_steal else None,
-            num_workers=job.num_workers if (job := membership.assignment.job) else 1,
+            num_workers=job.num_workers if job else 1,
             done=done if not self.config.retry_errors else (),
         )
 
@@ -357,8 +348,7 @@ class _Start:
                 if ring.is_finished and has_run:
                     return None
                 ring.tick(is_hungry=True)
-                for name in ring.take_found_done():
-                    self.telemetry.workload.done(name)
+                self.telemetry.workload.done(*ring.take_found_done())
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
         # A stop request is raised before the job's own error. An engine that is stopped while it loads raises an error

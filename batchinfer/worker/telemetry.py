@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STARTS = 200
 
+FIRST_SECONDS = 2.0
+"""Seconds after the engine is ready at which the record is first written; then after 4, 8, … s until heartbeats do."""
 WAITING_SECONDS = 30.0
 """Seconds after which a start whose engine is ready, but which has had no chunk, counts as waiting for other workers.
 A waiting start does not count as an attempt."""
@@ -83,6 +85,7 @@ class Telemetry:
         self._write_now: Callable[[], object] = lambda: None
         self._engine: dict[str, Any] = {}
         self._open: dict[str, OpenChunk] = {}
+        self._due_seconds, self._beats_every_seconds = FIRST_SECONDS, 0.0
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._load_seconds = 0.0
@@ -304,6 +307,11 @@ class Telemetry:
         """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
         self.tally.add(rows, int(self._clock.now() // 60))
+        if self.busy_seconds >= self._due_seconds < self._beats_every_seconds:
+            # The next heartbeat may be half a minute away, and people look whether the first rows come out.
+            self._due_seconds *= 2
+            self.snapshot()
+            self._write_now()
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
@@ -327,9 +335,10 @@ class Telemetry:
         """Number of chunks of the workload that another worker or an earlier start has done."""
         return self.workload.chunks_done - self.chunks_done
 
-    def when_urgent(self, write_now: Callable[[], object]) -> None:
+    def when_urgent(self, write_now: Callable[[], object], *, beats_every_seconds: float) -> None:
         """Set the function to call when `latest` must be written to storage without waiting for the next heartbeat."""
         self._write_now = write_now
+        self._beats_every_seconds = beats_every_seconds
 
     @property
     def busy_seconds(self) -> float:

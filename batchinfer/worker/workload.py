@@ -1,4 +1,4 @@
-"""How much a worker has to do, and how much of that is done: the total of its progress bar and of its result."""
+"""How many rows there are to do for a worker, and how many are done: the total of its progress bar and result."""
 
 from __future__ import annotations
 
@@ -8,83 +8,86 @@ from batchinfer.worker.chunk import OpenChunk
 
 
 class Workload:
-    """The chunks of a worker's manifests, and those of other workers that it does, too. Used on the main thread.
+    """The rows of the job, those of this worker's own manifests, and which of them are done. Used on the main thread.
 
-    A chunk of another worker belongs to the workload while this worker has it open, and after it is done. So the total
-    grows when this worker begins to help, and what is done never exceeds it.
+    A worker that keeps to its manifests has only their rows. Of other workers' rows those count as done whose chunk is
+    known to have its marker, as of this worker's last look at storage.
     """
 
     def __init__(self) -> None:
         self._rows: dict[str, int | None] = {}
         """Number of rows of each chunk; None as long as it is not known."""
-        self._helped: set[str] = set()
+        self._own: set[str] = set()
+        self._mine: set[str] = set()
+        """Own chunks, and others that this worker has open or has closed done."""
         self._open: dict[str, OpenChunk] = {}
         self._done: set[str] = set()
-        self._num_rows = 0
-        self._num_rows_done = 0
-        self._num_unknown = 0
+        self._num_rows = self._num_own = self._num_done = self._num_unknown = 0
 
     def set_own(self, rows: Mapping[str, int | None]) -> None:
         """Set the chunks of this worker's manifests: the number of rows by name, None where it is not known yet."""
+        self._own = set(rows)
+        self._mine |= self._own
+        self._num_own = sum(number or 0 for number in rows.values())
+        self.set_job(rows)
+
+    def set_job(self, rows: Mapping[str, int | None]) -> None:
+        """Set the chunks of the whole job, own ones included."""
         for name, number in rows.items():
-            self._add(name, number)
+            self._set_rows(name, number)
 
     def opened(self, chunk: OpenChunk) -> None:
         """Note that this worker has opened a chunk."""
-        name = chunk.name
-        if name not in self._rows:
-            self._helped.add(name)
-            self._add(name, chunk.num_rows)
-        elif self._rows[name] is None:
-            self._remove(name)
-            self._add(name, chunk.num_rows)
-        self._open[name] = chunk
+        self._set_rows(chunk.name, chunk.num_rows)
+        self._mine.add(chunk.name)
+        self._open[chunk.name] = chunk
 
     def released(self, name: str) -> None:
         """Note that this worker has closed a chunk that is not done."""
         self._open.pop(name, None)
-        if name in self._helped and name not in self._done:
-            self._helped.remove(name)
-            self._remove(name)
+        if name not in self._own and name not in self._done:
+            self._mine.discard(name)
 
-    def done(self, name: str) -> None:
-        """Note that a chunk has its marker. Chunks outside the workload are ignored."""
-        self._open.pop(name, None)
-        if name in self._rows and name not in self._done:
-            self._done.add(name)
-            self._num_rows_done += self._rows[name] or 0
+    def done(self, *names: str) -> None:
+        """Note that chunks have their marker. Names of other chunks are ignored."""
+        for name in names:
+            self._open.pop(name, None)
+            if name in self._rows and name not in self._done:
+                self._done.add(name)
+                self._num_done += self._rows[name] or 0
 
     def is_done(self, name: str) -> bool:
-        """Whether a chunk of the workload is known to have its marker."""
+        """Whether a chunk is known to have its marker."""
         return name in self._done
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
-        return len(self._rows)
+        """Number of chunks of the manifests, and of others that this worker has open or has done."""
+        return len(self._mine)
 
     @property
     def chunks_done(self) -> int:
-        """Number of chunks that are known to have their marker, no matter which worker wrote it."""
-        return len(self._done)
+        """Number of these chunks that are known to have their marker, no matter which worker wrote it."""
+        return len(self._mine & self._done)
 
     @property
     def rows(self) -> int | None:
-        """Number of rows; None if a chunk's number is not known yet, or if there are no chunks."""
+        """Number of rows of the job; None if a chunk's number is not known yet, or if there are no chunks."""
         return self._num_rows if self._rows and not self._num_unknown else None
+
+    @property
+    def own_rows(self) -> int | None:
+        """Number of rows of the worker's own manifests; None if they are all that `rows` counts."""
+        return self._num_own if len(self._rows) > len(self._own) else None
 
     @property
     def rows_done(self) -> int:
         """Number of rows of chunks known to have their marker, plus the finished rows of the chunks open here."""
         is_open = sum(chunk.num_rows - chunk.num_left for chunk in self._open.values())
-        return self._num_rows_done + is_open
+        return self._num_done + is_open
 
-    def _add(self, name: str, rows: int | None) -> None:
-        self._rows[name] = rows
-        self._num_rows += rows or 0
-        self._num_unknown += rows is None
-
-    def _remove(self, name: str) -> None:
-        rows = self._rows.pop(name)
-        self._num_rows -= rows or 0
-        self._num_unknown -= rows is None
+    def _set_rows(self, name: str, number: int | None) -> None:
+        before = self._rows.get(name)
+        self._num_unknown += (number is None) - (name in self._rows and before is None)
+        self._num_rows += (number or 0) - (before or 0)
+        self._rows[name] = number

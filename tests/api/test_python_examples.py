@@ -1,15 +1,17 @@
-"""The examples of docs/python.md and the notebook run as they stand."""
+"""The examples of README, docs/python.md and the notebook run as they stand."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+README = re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
 # What the first example and the notebook have in common.
@@ -52,6 +54,26 @@ def test_the_second_reads_a_run_that_is_not_finished(folder: Path) -> None:
 
 def test_the_third_splits_a_generator(folder: Path) -> None:
     assert shown(EXAMPLES[2], folder) == "1000 rows in 20 chunks\n"
+
+
+def readme_example(folder: Path) -> tuple[str, str]:
+    """README's Python example, in a folder that has what README's shell has made, and what it says that it prints."""
+    [code] = [block for block in README if block.lstrip().startswith("import batchinfer")]
+    (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+    assert all(question in "".join(README) for question in QUESTIONS)
+    return textwrap.dedent(code), code.rpartition("# ")[2]
+
+
+def test_readmes_example_runs_after_its_own_set_up(folder: Path) -> None:
+    code, _ = readme_example(folder)
+    assert code.count(MODEL) == 1
+    assert shown(code.replace(MODEL, 'engine="echo"'), folder) == f"{QUESTIONS}\n"
+
+
+@pytest.mark.vllm
+def test_readmes_example_prints_what_it_says(folder: Path) -> None:
+    code, wanted = readme_example(folder)
+    assert shown(code, folder) == wanted
 
 
 @pytest.mark.vllm

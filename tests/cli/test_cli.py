@@ -156,7 +156,7 @@ def test_a_variable_that_sets_no_option_is_warned_of(
 @pytest.mark.parametrize(
     ("name", "value", "option", "set_to"),
     [
-        ("WORKER_TEMPLATE", "gpteacher", "template", "gpteacher"),
+        ("WORKER_SEED", "7", "seed", "7"),
         ("WORKER_SAMPLING", "min_tokens=1 x=1", "sampling", ["min_tokens=1", "x=1"]),
         ("WORKER_STEAL", "0", "steal", False),
         ("WORKER_MAX_TOKENS", "7", "max-tokens", 7),
@@ -171,7 +171,7 @@ def test_a_variable_is_named_as_its_option(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """--template was set by BATCHINFER_WORKER_TEMPLATE_NAME, the name of a parameter that no user ever sees."""
+    """--seed was set by BATCHINFER_WORKER_RUN_SEED, the name of a parameter that no user ever sees."""
     make_job(tmp_path / "job", rows=2, per_chunk=2)
     monkeypatch.setenv(f"BATCHINFER_{name}", value)
     main(["worker", "--job", str(tmp_path / "job"), "--engine", "echo", "--show-config"])

@@ -1,4 +1,4 @@
-"""The table of a run's options: each fills a field that exists, and is written back as it was read."""
+"""Options as structs declare them: each has a help, and is written back as it was read. Help fits one screen."""
 
 from __future__ import annotations
 
@@ -7,38 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import pytest
 
-from batchinfer.cli.main import group
-from batchinfer.cli.options import Option
-from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.help import HEIGHT, WIDTH
+from batchinfer.cli.main import group, main
+from batchinfer.cli.options import Option, options_of
+from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.values import read_pairs
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import FromFile
-from batchinfer.engines.config import EchoOptions, EngineConfig
-from batchinfer.prompts import PromptConfig
-from batchinfer.worker.config import Limits, WorkerConfig
+from batchinfer.pipeline.launch import LaunchConfig
+from batchinfer.worker.command import Look
+from batchinfer.worker.config import WorkerConfig
 
-STRUCTS = {
-    struct.__name__: struct
-    for struct in (EngineConfig, EchoOptions, Limits, PromptConfig, WorkerConfig)
-}
-FROM_ELSEWHERE = ("manifests", "output", "worker_id")
-"""Options without which the worker finds a value by itself."""
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
-def test_an_option_fills_a_field_and_has_its_default(option: Option) -> None:
-    if not option.struct:
-        return
-    fields = {field.name: field for field in msgspec.structs.fields(STRUCTS[option.struct])}
-    assert option.target in fields
-    if option.parameter not in FROM_ELSEWHERE:
-        field = fields[option.target]
-        factory = field.default_factory
-        default = field.default if factory is msgspec.NODEFAULT else factory()
-        assert option.read(parsed(option)[0]) == default
+OPTIONS = options_of(WorkerConfig) + options_of(LaunchConfig)
 
 
 def parsed(option: Option, *words: str) -> list[Any]:
@@ -53,6 +35,13 @@ def parsed(option: Option, *words: str) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
+def test_an_option_that_is_not_given_is_the_default_of_its_field(option: Option) -> None:
+    assert option.read(parsed(option)[0]) == option.default
+    assert option.read(None) == option.default
+    assert option.spell(option.default) == []
+
+
 HARD = "it's \"so\" $HOME `x`\nsecond, 'line' \N{SNOWMAN} "
 VALUES: list[tuple[str, Any]] = [
     ("limit", 3),
@@ -65,8 +54,6 @@ VALUES: list[tuple[str, Any]] = [
     ("gpus", None),
     ("base_urls", ["http://a/v1", "http://b/v1"]),
     ("loras", {"a": "/x", "b": "s3://b/y"}),
-    ("normalize", None),
-    ("normalize", False),
     ("prompt_template", HARD),
     ("as_chat", True),
     ("system_prompt", HARD),
@@ -74,17 +61,17 @@ VALUES: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"a": [HARD]}),
     ("blank_columns", ["a", "b"]),
     ("stop", [HARD, "", "-"]),
-    ("stop", None),
-    ("stop_token_ids", [1, 2]),
-    ("top_k", -1),
+    ("stop", []),
+    ("check", False),
+    ("prompt_template", "alpaca"),
     ("temperature", 0.0),
     ("sampling", {"bad_words": ["a,b=c"], "min_tokens": 2}),
 ]
 
 
-@pytest.mark.parametrize(("target", "value"), VALUES)
-def test_a_value_is_spelled_as_it_is_read(target: str, value: Any, tmp_path: Path) -> None:
-    (option,) = (option for option in OPTIONS if option.target == target)
+@pytest.mark.parametrize(("field", "value"), VALUES)
+def test_a_value_is_spelled_as_it_is_read(field: str, value: Any, tmp_path: Path) -> None:
+    option = next(option for option in OPTIONS if option.field == field)
     words: list[str] = []
     for flag, word in option.spell(value):
         words.append(flag)
@@ -96,63 +83,87 @@ def test_a_value_is_spelled_as_it_is_read(target: str, value: Any, tmp_path: Pat
     assert option.read(parsed(option, *words)[0]) == value
 
 
-def help_of(name: str) -> str:
-    context = click.Context(group, info_name="batchinfer")
-    command = group.get_command(context, name)
-    assert command is not None
-    return command.get_help(click.Context(command, info_name=name, parent=context))
-
-
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
 def test_no_range_of_numbers_holds_one_that_is_none_or_infinite(text: str) -> None:
     checked = []
     for option in OPTIONS:
         kind = option.kind.click.get("type")
         if isinstance(kind, click.FloatRange):
-            checked.append(option.parameter)
+            checked.append(option.field)
             with pytest.raises(click.BadParameter):
                 kind.convert(text, None, None)
     assert "lease_seconds" in checked
 
 
-@pytest.mark.parametrize("name", group.list_commands(click.Context(group)))
-def test_every_option_has_a_help_text(name: str) -> None:
-    command = group.get_command(click.Context(group), name)
-    assert command is not None
-    options = [option for option in command.params if isinstance(option, click.Option)]
+def commands(parent: click.Group = group, *before: str) -> dict[tuple[str, ...], click.Command]:
+    """Every command, and those below it, by its words."""
+    found: dict[tuple[str, ...], click.Command] = {}
+    for name in parent.list_commands(click.Context(parent)):
+        command = parent.get_command(click.Context(parent), name)
+        assert command is not None
+        found[*before, name] = command
+        if isinstance(command, click.Group):
+            found |= commands(command, *before, name)
+    return found
+
+
+@pytest.mark.parametrize("words", [(), *commands()], ids=" ".join)
+def test_help_of_every_command_fits_one_screen(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= HEIGHT
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_option_has_a_help_text(words: tuple[str, ...]) -> None:
+    options = [one for one in commands()[words].params if isinstance(one, click.Option)]
     assert [option.opts[0] for option in options if not option.help] == []
 
 
-def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> None:
-    text = help_of("worker")
-    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
-    assert headings == [
-        "What a first run needs",
-        "Input",
-        "Model",
-        "Engine",
-        "Prompt",
-        "Media",
-        "Sampling",
-        "Output",
-        "Behaviour",
-        "Endpoint, with --engine openai",
-        "A look before working",
-        "Settings and logs",
-        "Rehearsal, with --engine echo",
-    ]
-    first = text.partition("What a first run needs:")[2].partition("Input:")[0]
+@pytest.mark.parametrize("name", ["worker", "run", "check", "launch", "generate", "chat"])
+def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> str:
+        assert main([name, *words]) == 0
+        return capsys.readouterr().out
+
+    short, whole = shown("--help"), shown("--help-all")
+    assert f"\n    batchinfer {name} " in short, "an example"
+    for option in (one for one in commands()[name,].params if isinstance(one, click.Option)):
+        flag = max(option.opts, key=len)
+        assert re.search(rf"{flag}\b", short), f"{flag} is named"
+        assert re.search(rf"^  .*{flag}\b", whole, re.MULTILINE), f"{flag} is described"
+    assert "How freely tokens are drawn" in shown("--help", "sampling")
+    assert main([name, "--help", "smapling"]) == 2
+    assert "sampling" in capsys.readouterr().err
+
+
+def test_a_worker_has_few_options_and_other_commands_little_more() -> None:
+    own = {option.flag for option in (*options_of(WorkerConfig), *options_of(Look))}
+    assert len(own) <= 80
+    shared = {"--config", "--log-format", "--log-level", "--help", "--help-all"}
+    for name in ("run", "launch"):
+        options = [one for one in commands()[name,].params if isinstance(one, click.Option)]
+        more = {max(one.opts, key=len) for one in options} - own - shared
+        assert len(more) <= 15, name
+
+
+def test_first_is_what_the_example_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "--help"]) == 0
+    text = capsys.readouterr().out
+    first = text.partition("What a first run needs:")[2].partition("More,")[0]
     flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
     assert flags == ["--job", "--output", "--model", "--messages-column", "--max-tokens"]
-    assert all(flag in text.partition("Finished rows")[0] for flag in flags), "the example"
-    assert len(re.findall(r"^  (?:-h, )?--", text, re.MULTILINE)) == len(OPTIONS) + 4
+    assert all(flag in text.partition("Finished rows")[0] for flag in flags)
 
 
-def test_help_of_check_begins_with_its_own_options() -> None:
-    text = help_of("check")
-    own = text.partition("\nOptions:")[2].partition("What a first run needs:")[0]
-    assert {"--show", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
-    assert "--show-config" not in text
+def test_commands_are_known_without_being_loaded() -> None:
+    assert set(COMMANDS) == {words[0] for words in commands()}
 
 
 @pytest.mark.parametrize(

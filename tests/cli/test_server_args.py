@@ -46,7 +46,7 @@ def show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("--enforce-eager --limit 5", "--limit 5", "--enforce-eager"),
         ("--limit 5 --lora-modules a b --n=2", "--limit 5 --n=2", "--lora-modules a b"),
         ("--no-enable-x -O3 -cc.mode 3", "", "--no-enable-x -O3 -cc.mode 3"),
-        ("--top-k -1 --some-number -1", "--top-k -1", "--some-number -1"),
+        ("--seed -1 --some-number -1", "--seed -1", "--some-number -1"),
         ("--seed 3 -- --sed 4 x", "--seed 3", "--sed 4 x"),
         ("--stop --dtype --dtype half", "--stop --dtype", "--dtype half"),
         ("--no-claims --steal", "--no-claims --steal", ""),

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchinfer.cli.logs import JsonFormatter
-from batchinfer.cli.main import main
+from batchinfer.cli.options import LEFT_OUT
 from batchinfer.cli.settings import common_options
 from batchinfer.core.errors import ConfigError
 
@@ -28,6 +28,9 @@ from batchinfer.core.errors import ConfigError
 def show(**options: Any) -> None:
     """Print what came in."""
     click.echo(json.dumps(options))
+
+
+setattr(show.callback, LEFT_OUT, frozenset({"preview"}))
 
 
 def run(*arguments: str, **environment: str) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def test_the_file_itself_may_come_from_the_environment(tmp_path: Path) -> None:
 def test_sections_only_group_and_other_commands_sections_are_passed_over(tmp_path: Path) -> None:
     path = settings(
         tmp_path,
-        "model: m\nsampling: {top_k: 3, stop: ['###', END]}\n"
+        "model: m\nsampling: {top_k: 3, stop: ['###', END], preview: 2}\n"
         "output:\n  strip: true\n  keep: [a, b]\nsplit: {num_chunks: 4}\n",
     )
     values = run("--config", path)
@@ -87,75 +90,14 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
         "prompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
     )
     assert read_settings(path, split) == {
-        "num_chunks": ("4", "split.num_chunks"),
-        "output": ("job", "split.output"),
+        "num_chunks": "4",
+        "output": "job",
     }
     assert read_settings(path, worker) == {
-        "model": ("m", "model.model"),
-        "prompt_column": ("p", "prompt.prompt_column"),
-        "output": ("job/runs/a", "output.output"),
+        "model": "m",
+        "prompt_column": "p",
+        "output": "job/runs/a",
     }
-
-
-def test_a_wrong_value_is_said_to_be_from_the_file_or_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = settings(tmp_path, "max_tokens: lots\n")
-    words = ["worker", "--engine", "echo"]
-    assert main([*words, "--config", path]) == 2
-    error = capsys.readouterr().err
-    assert "'--max-tokens': 'lots' is not" in error
-    assert f"hint: the value is from the settings file {path} (key max_tokens)\n" in error
-    assert main([*words, "--config", path, "--max-tokens", "few"]) == 2
-    assert "is from" not in capsys.readouterr().err
-    monkeypatch.setenv("BATCHINFER_WORKER_MAX_TOKENS", "many")
-    assert main([*words, "--config", path]) == 2
-    error = capsys.readouterr().err
-    assert "hint: the value is from the environment variable BATCHINFER_WORKER_MAX_TOKENS" in error
-
-
-WRONG = [
-    (["check", "a.jsonl"], "engine: {replicas: 0}", "--replicas"),
-    (["worker", "--job", "job"], "engine: {replicas: many}", "--replicas"),
-    (["check", "a.jsonl", "--prompt-column", "text"], "engine: {replicas: many}", "--replicas"),
-    (["check", "a.jsonl"], "prompt: {prompt-column: txt}", "--prompt-column"),
-    (["run", "a.jsonl", "-o", "b.jsonl"], "sampling: {sampling: {seed: 1}}", "--sampling"),
-    (["launch", "job", "--run", "r", "--on", "local"], "launch: {gpu: 'L4:x'}", "--gpu"),
-    (["split", "a.jsonl", "--output", "job"], "split: {columns: ','}", "--columns"),
-]
-
-
-@pytest.mark.parametrize(("words", "text", "option"), WRONG)
-def test_a_wrong_value_that_a_command_itself_refuses_is_said_to_be_from_the_file(
-    words: list[str],
-    text: str,
-    option: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text('{"text": "x"}\n')
-    path = settings(tmp_path, text)
-    section, _, rest = text.partition(": {")
-    key = f"{section}.{rest.partition(':')[0]}"
-    engine = ["--engine", "echo"] if words[0] in ("worker", "run", "check") else []
-    assert main([*words, *engine, "--config", path]) == 2
-    shown = capsys.readouterr().err
-    assert f"hint: {option} is from the settings file {path} (key {key})\n" in shown
-    assert shown.count(" is from ") == 1
-
-
-def test_a_value_of_the_command_line_or_the_environment_is_not_said_to_be_from_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["worker", "--engine", "echo", "--config", settings(tmp_path, "replicas: many\n")]
-    assert main([*words, "--replicas", "few"]) == 2
-    assert " is from " not in capsys.readouterr().err
-    monkeypatch.setenv("BATCHINFER_WORKER_REPLICAS", "lots")
-    assert main(words) == 2
-    shown = capsys.readouterr().err
-    assert "hint: --replicas is from the environment variable BATCHINFER_WORKER_REPLICAS\n" in shown
 
 
 @pytest.mark.parametrize(

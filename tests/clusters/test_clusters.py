@@ -270,14 +270,16 @@ def test_a_template_of_the_users_takes_the_place_of_the_packages(tmp_path: Path)
 @pytest.mark.parametrize(
     ("status", "signal", "is_queued_again"),
     [(0, "", False), (33, "", True), (34, "", True), (75, "", False), (75, "USR1", True),
-     (75, "TERM", False), (2, "", False), (3, "", False), (137, "", False)],
+     (75, "TERM", False), (75, "USR1 TERM", False), (75, "TERM USR1", False), (33, "TERM", False),
+     (2, "", False), (3, "", False), (137, "", False)],
 )  # fmt: skip
 def test_slurm_queues_a_worker_again_if_that_may_help(
     status: int, signal: str, is_queued_again: bool, clients: Path, tmp_path: Path
 ) -> None:
     fake_client(clients, "scontrol", "")
     worker = tmp_path / "worker"
-    waits = f"trap 'exit {status}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    ends = f"until [ -e {tmp_path}/sent ]; do sleep 0.05; done; exit {status}"
+    waits = f"trap '{ends}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     worker.write_text(f"#!/bin/bash\n{waits if signal else f'exit {status}'}\n")
     worker.chmod(0o755)
     script = find_cluster("slurm").page(PLAN)
@@ -287,7 +289,9 @@ def test_slurm_queues_a_worker_again_if_that_may_help(
     if signal:
         while not (tmp_path / "ready").exists():
             assert process.poll() is None
-        subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)
+        for name in signal.split():
+            subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
+        (tmp_path / "sent").touch()
     assert process.wait(timeout=20) == status
     assert calls(clients, "scontrol") == (["requeue 77_2"] if is_queued_again else [])
 

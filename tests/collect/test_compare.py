@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.collect.compare import run_compare
+from batchinfer.collect.compare import render, run_compare
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure
@@ -80,6 +80,15 @@ def test_a_run_equals_itself(runs: tuple[str, str]) -> None:
     assert found["A"] == found["B"]
 
 
+def test_a_run_that_has_done_nothing_yet_misses_every_row(
+    runs: tuple[str, str], tmp_path: Path
+) -> None:
+    finish_run(tmp_path / "job", tmp_path / "job/runs/c", leave_out=range(5))
+    found = compare(runs[0], str(tmp_path / "job/runs/c"))
+    assert (found["figures"]["rows"], found["figures"]["same answer"]) == (30, 0)
+    assert (found["B"]["missing here only"], found["A"]["missing here only"]) == (30, 0)
+
+
 def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_path: Path) -> None:
     make_job(tmp_path / "other", rows=3, per_chunk=10)
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")
@@ -89,10 +98,27 @@ def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_p
         compare(runs[0], str(tmp_path / "job/runs/none"))
 
 
-def test_the_command_shows_a_table_without_control_characters(runs: tuple[str, str]) -> None:
+def test_a_pipe_gets_a_narrow_table_without_control_characters(runs: tuple[str, str]) -> None:
     done = run_process(["compare", *runs, "--rows", "2"])
     assert done.status == 0
     assert len(done.result["differing"]) == 2
     assert "different answers" in done.stderr
     assert "\x1b" not in done.stderr
-    assert max(map(len, done.stderr.splitlines())) <= 80, "in a pipe as at a terminal"
+    assert max(map(len, done.stderr.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_fits_the_terminal_and_is_no_wider_than_its_texts(
+    width: int, runs: tuple[str, str]
+) -> None:
+    import io
+
+    from rich.console import Console
+
+    found = compare(*runs) | {"changes": [{"A": "a " * 70, "B": "b", "rows": 2}]}
+    for shown, most in ((found, width), (found | {"changes": [], "differing": []}, 100)):
+        file = io.StringIO()
+        Console(file=file, width=width).print(render(shown))
+        lines = file.getvalue().splitlines()
+        assert max(map(len, lines)) <= min(width, most)
+        assert "prompt.system" in file.getvalue()

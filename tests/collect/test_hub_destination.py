@@ -156,13 +156,6 @@ def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
-def test_an_upload_that_fails_for_good_is_an_error_of_storage(hub: UploadHub, run: str) -> None:
-    hub.faults += [Fault("PUT", "/objects/", None)] * 500
-    with pytest.raises(StorageError, match=r"attempts"):
-        collect(run)
-    assert published(hub) == {}
-
-
 # --------------------------------------------------------------------------- other people
 
 
@@ -176,31 +169,12 @@ def test_a_card_that_somebody_writes_meanwhile_is_kept(
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
-@pytest.mark.parametrize("shard_rows", [1, 5])
-def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(
-    hub: UploadHub, run: str, shard_rows: int
-) -> None:
+def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: UploadHub, run: str) -> None:
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
     with pytest.raises(InputError, match="at the same time"):
-        collect(run, shard_rows=shard_rows)
+        collect(run)
     assert published(hub) == {"part-00000.parquet": b"theirs"}
-
-
-def test_a_second_process_of_the_same_command_may_finish_first(
-    hub: UploadHub, run: str, tmp_path: Path
-) -> None:
-    hub.faults.append(Fault("POST", "/commit/main", lambda: collect(run)))
-    assert collect(run)["status"] == "SUCCESS"
-    assert [len(names) for names in hub.seen_by_readers] == [ROWS]
-    assert published(hub) == undisturbed(run, tmp_path / "folder")
-
-
-def test_a_card_of_a_person_is_kept(hub: UploadHub, run: str) -> None:
-    hub.make(REPO)
-    hub.someone_commits(REPO, CARD, b"my own words")
-    collect(run)
-    assert (hub.repos[REPO]["main"] / CARD).read_bytes() == b"my own words"
 
 
 # --------------------------------------------------------------------------- who may write
@@ -210,24 +184,12 @@ def wrong_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
 
 
-def no_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_TOKEN_PATH", str(Path(__file__).with_name("no-token"))
-    )
-    hub.make(REPO)
-
-
-def no_namespace(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.namespaces.clear()
-
-
 def no_rights(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.make(REPO)
     hub.has_rights = False
 
 
-@pytest.mark.parametrize("trouble", [wrong_token, no_token, no_namespace, no_rights])
+@pytest.mark.parametrize("trouble", [wrong_token, no_rights])
 def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
     hub: UploadHub,
     run: str,
@@ -256,24 +218,16 @@ def variables(endpoint: str, home: Path) -> dict[str, str]:
     }
 
 
-def test_small_collection_is_one_commit_with_a_card_and_reads_back(
-    run: str, tmp_path: Path
-) -> None:
+def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path) -> None:
     hub = UploadHub()
     with hub.serving() as endpoint:
         environment = variables(endpoint, tmp_path / "hf")
-        done = run_process(
-            ["collect", run, DEST, "--shard-rows", "4", "--with-source"], environment=environment
-        )
+        options = ["--shard-rows", "4", "--with-source"]
+        done = run_process(["collect", run, DEST, *options], environment=environment)
         assert done.status == 0, done.stderr
-        [commit] = hub.commits
-        data = [f"data/part-0000{index}.parquet" for index in range(3)]
-        assert sorted(commit["files"]) == [RECORD, CARD, *data]
         assert "private" in json.dumps(hub.created[0])
         card = (hub.repos[REPO]["main"] / CARD).read_text()
-        assert "# license:" in card
-        assert "| model | tiny |" in card
-        assert "| rows | 10 |" in card
+        assert all(text in card for text in ("# license:", "| model | tiny |", "| rows | 10 |"))
         assert str(tmp_path) not in card
         script = (
             "import datasets, json; found = datasets.load_dataset('org/answers', split='train');"
@@ -285,11 +239,9 @@ def test_small_collection_is_one_commit_with_a_card_and_reads_back(
             text=True,
             env={**os.environ, **variables(endpoint, tmp_path / "b")},
             timeout=120,
-            check=False,
         )
         assert read.returncode == 0, read.stderr[-3000:]
-        rows, text = json.loads(read.stdout.splitlines()[-1])
-        assert (rows, text) == (list(range(ROWS)), "answer 3")
+        assert json.loads(read.stdout.splitlines()[-1]) == [list(range(ROWS)), "answer 3"]
 
 
 def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def keys(url: str) -> set[str]:
 
 
 def test_after_kills_the_same_command_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    create, url = MemoryStore.create_file, "memory://kills/hf"
+    create, url = MemoryStore.put_file, "memory://kills/hf"
     for after in (1, 4, len(NAMES) - 1):
         left = iter(range(after))
 
@@ -34,7 +34,7 @@ def test_after_kills_the_same_command_finishes(monkeypatch: pytest.MonkeyPatch) 
                 raise KeyboardInterrupt
             return create(self, *words)
 
-        monkeypatch.setattr(MemoryStore, "create_file", create_or_die)
+        monkeypatch.setattr(MemoryStore, "put_file", create_or_die)
         with pytest.raises(KeyboardInterrupt):
             convert(url)
         assert len(keys(url)) == after

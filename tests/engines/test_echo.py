@@ -114,15 +114,6 @@ def test_the_last_message_of_a_user_is_the_prompt_with_a_word_for_each_image():
     assert text.startswith("what is it [image:")
 
 
-def test_logprobs_have_a_place_for_each_word():
-    chat = body_of(answer(call(0, logprobs=True), config()))["choices"][0]
-    assert (
-        "".join(each["token"] for each in chat["logprobs"]["content"]) == chat["message"]["content"]
-    )
-    text = body_of(answer(call(0, "/v1/completions", prompt="a b", logprobs=1), config()))
-    assert text["choices"][0]["logprobs"]["tokens"] == ["a", " b"]
-
-
 def test_a_body_that_is_no_request_is_refused():
     for body in (b"nope", b"[]", json.dumps({"messages": []}).encode(), b"{}"):
         reply = answer(call(0, CHAT), config())

@@ -165,7 +165,7 @@ def url(tmp_path):
     list_model.cache_clear()
     place = f"memory://{secrets.token_hex(4)}/m"
     for path in write_model_stub(tmp_path / "m").iterdir():
-        open_store(place).create_file(path.name, path)
+        open_store(place).put_file(path.name, path)
     yield place
     list_model.cache_clear()
 
@@ -209,7 +209,7 @@ def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path):
         fetch(listed, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--model-cache"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         fetch(listed, tmp_path / "file")
 
 

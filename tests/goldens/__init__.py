@@ -136,7 +136,6 @@ SCENES: dict[str, Scene] = {
         [
             LISTED,
             [*LISTED, "--retry-errors"],
-            ["collect", "run", "out.jsonl", "--with-source", "--manifest", "list.txt"],
         ],
     ),
     "stopped": Scene(
@@ -204,7 +203,7 @@ _MASKS = [
     (rf'("(?:{_TIMED})": ?)(?:"[^"]*"|{_VALUE})', r"\1~"),
     (r'("(?:recent|overall|tokens_per_sec)": ?)\{[^{}]*\}', r"\1~"),
     (r'("\w+_per_sec": ?)[\d.]+', r"\1~"),
-    (r"\.[0-9a-f]{16}(\.jsonl|-\d{6}(?:\.\d+)?\.jsonl)", r".NONCE\1"),
+    (r"\.[0-9a-f]{16,}(\.jsonl|-\d{6}(?:\.\d+)?\.jsonl)", r".NONCE\1"),
     (r'("report":"report.html","bytes":)\d+', r"\1~"),
 ]
 

@@ -16,11 +16,10 @@ from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from fakes import marker_record
-from making import make_job, overwrite, put_raw, read_marker, run_worker_here
+from making import make_job, output_key, overwrite, put_raw, read_marker, run_worker_here
 
 CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)
-OUTPUT = layout.output_key(layout.output_file(CHUNK))
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
@@ -45,11 +44,10 @@ def is_sound(store: Store, name: str) -> bool:
 def test_an_unreadable_marker_is_replaced_once_its_chunk_is_opened(job: str, damage: bytes) -> None:
     run = open_store(f"{job}/runs/a")
     run_worker_here(job, run.url)
+    output = output_key(run, CHUNK)
     overwrite(run, MARKER, damage)
-    if (
-        len(damage) > SMALLEST_MARKER_BYTES
-    ):  # a listing cannot tell; without its output it is opened
-        run.delete([OUTPUT])
+    if len(damage) > SMALLEST_MARKER_BYTES:
+        run.delete([output])  # a listing cannot tell; without its output it is opened
     assert set(finished_chunks(run)) == {"part-00000", "part-00002"}
 
     result = run_worker_here(job, run.url)
@@ -62,28 +60,13 @@ def test_a_marker_whose_output_is_gone_is_replaced(job: str) -> None:
     run = open_store(f"{job}/runs/a")
     run_worker_here(job, run.url)
     before = read_marker(run, CHUNK)
-    run.delete([OUTPUT])
+    run.delete([output_key(run, CHUNK)])
 
     result = run_worker_here(job, run.url)
 
     assert result["chunks_done"] == 1
     assert is_sound(run, CHUNK)
     assert read_marker(run, CHUNK).nonce != before.nonce
-
-
-def test_a_damaged_marker_is_mended_without_preconditions_too(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchinfer.storage import Preconditions
-
-    run = open_store(f"{job}/runs/a")
-    run_worker_here(job, run.url)
-    overwrite(run, MARKER, b"")
-    monkeypatch.setattr(
-        "batchinfer.storage.opening.probe", lambda _: Preconditions(create=False, replace=False)
-    )
-    assert run_worker_here(job, run.url)["chunks_done"] == 1
-    assert is_sound(run, CHUNK)
 
 
 def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> None:
@@ -108,7 +91,7 @@ class TestThePublisher:
 
     @staticmethod
     def publisher(store: MemoryStore, nonce: str) -> Publisher:
-        return Publisher(store, is_safe=True, nonce=nonce, require_lease=lambda: None)
+        return Publisher(store, nonce=nonce, require_lease=lambda: None)
 
     @staticmethod
     def built(folder: Path, text: bytes) -> Built:
@@ -132,7 +115,7 @@ class TestThePublisher:
         self.publisher(store, "n0").publish(
             self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
         )
-        store.delete([OUTPUT])
+        store.delete([output_key(store, CHUNK)])
         fixers = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
         assert [fixer.current_marker(CHUNK, 0) for fixer in fixers] == [None, None]
 
@@ -151,7 +134,8 @@ class TestThePublisher:
         self.publisher(store, "n0").publish(
             self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
         )
-        store.delete([OUTPUT])
+        old = output_key(store, CHUNK)
+        store.delete([old])
         fixer = self.publisher(store, "n1")
         fixer.current_marker(CHUNK, 0)
 
@@ -161,4 +145,4 @@ class TestThePublisher:
         monkeypatch.setattr(store, "create", killed)
         with pytest.raises(KeyboardInterrupt):
             fixer.publish(self.built(tmp_path, b"new"), marker_record(), chunk=CHUNK, leftovers=[])
-        assert OUTPUT not in {info.key for info in store.list(layout.OUTPUTS)}
+        assert old not in {info.key for info in store.list(layout.OUTPUTS)}

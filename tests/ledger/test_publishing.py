@@ -23,8 +23,8 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
     return MemoryStore(f"memory://{request.node.name}")
 
 
-def publisher(store: MemoryStore, nonce: str, *, is_safe: bool = True) -> Publisher:
-    return Publisher(store, is_safe=is_safe, nonce=nonce, require_lease=lambda: None)
+def publisher(store: MemoryStore, nonce: str) -> Publisher:
+    return Publisher(store, nonce=nonce, require_lease=lambda: None)
 
 
 def built(folder: Path, lines: list[bytes] = LINES) -> Built:
@@ -59,34 +59,21 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     assert published.is_ours
     marker = current_marker(store)
     data = store.get(layout.output_key(marker.output)).data
-    assert marker.output == "part-00000.jsonl"
+    assert layout.chunk_of_output(layout.output_key(marker.output)) == CHUNK
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
 
 
-def test_a_repair_never_takes_the_plain_name(store: MemoryStore, tmp_path: Path) -> None:
-    """A start that was frozen in generation 0 may still write its output there."""
-    marker = marker_record(generation=1)
-    published = publisher(store, "n1").publish(built(tmp_path), marker, chunk=CHUNK, leftovers=[])
-    assert published.marker.output == layout.output_file(CHUNK, "n1")
-    assert published.marker.output != layout.output_file(CHUNK)
-
-
-@pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize("marker", [b"", b"damaged"])
 def test_the_lease_is_asked_for_right_before_every_write(
     store: MemoryStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     marker: bytes,
-    *,
-    is_safe: bool,
 ) -> None:
-    """An output took long, its name was taken, and it was written again by a start that had been superseded."""
-    store.create(layout.output_key("part-00000.jsonl"), b"somebody else's")
     if marker:
         store.create(layout.marker_key(CHUNK), marker)
     events: list[str] = []
-    for name in ("create", "create_file", "replace"):
+    for name in ("create", "put_file", "replace"):
         write = getattr(store, name)
 
         def recorded(
@@ -96,16 +83,14 @@ def test_the_lease_is_asked_for_right_before_every_write(
             return write(*arguments, **options)
 
         monkeypatch.setattr(store, name, recorded)
-    ours = Publisher(
-        store, is_safe=is_safe, nonce="n1", require_lease=lambda: events.append("lease")
-    )
+    ours = Publisher(store, nonce="n1", require_lease=lambda: events.append("lease"))
     published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert published.is_ours
     assert events.count("write") >= 2
     assert events == ["lease", "write"] * (len(events) // 2)
 
 
-@pytest.mark.parametrize("failing", ["create_file", "create"])
+@pytest.mark.parametrize("failing", ["put_file", "create"])
 def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -120,8 +105,8 @@ def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     if layout.marker_key(CHUNK) in found:
         assert layout.output_key(current_marker(store).output) in found
     again = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
-    assert again.marker.output == "part-00000.jsonl"
-    assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
+    assert again.is_ours
+    assert current_marker(store).output in {key.removeprefix(layout.OUTPUTS) for key in keys(store)}
 
 
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
@@ -138,20 +123,11 @@ def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
         built(tmp_path), marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
     )
     assert published.is_ours
-    assert current_marker(store).output == "part-00000.jsonl"
+    assert layout.output_key(current_marker(store).output) in keys(store)
 
 
 def _fail(*_: object, **__: object) -> None:
     raise StorageError("the bucket is away")
-
-
-def test_a_key_taken_by_other_bytes_is_not_overwritten(store: MemoryStore, tmp_path: Path) -> None:
-    store.create("outputs/part-00000.jsonl", b"an orphan of somebody killed")
-    published = publisher(store, "n1").publish(
-        built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[]
-    )
-    assert published.marker.output == "part-00000.n1.jsonl"
-    assert store.get("outputs/part-00000.jsonl").data == b"an orphan of somebody killed"
 
 
 def test_the_first_marker_wins_and_the_second_discards_its_own_output(
@@ -165,7 +141,17 @@ def test_the_first_marker_wins_and_the_second_discards_its_own_output(
     )
     assert not second.is_ours
     assert second.marker.worker == "first"
-    assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
+    assert keys(store) == [layout.output_key(second.marker.output), layout.marker_key(CHUNK)]
+
+
+def test_every_try_has_a_name_of_its_own(store: MemoryStore, tmp_path: Path) -> None:
+    """A name that is used again may be deleted by whoever had it before, or be overwritten by a late write."""
+    ours, names = publisher(store, "n1"), set()
+    for number in range(3):
+        published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+        names.add(published.marker.output)
+        store.delete(keys(store))
+        assert len(names) == number + 1
 
 
 def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(
@@ -200,7 +186,7 @@ def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path:
     def superseded() -> None:
         raise Superseded("a newer epoch exists")
 
-    ghost = Publisher(store, is_safe=True, nonce="n", require_lease=superseded)
+    ghost = Publisher(store, nonce="n", require_lease=superseded)
     with pytest.raises(Superseded):
         ghost.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert keys(store) == []
@@ -216,34 +202,6 @@ def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
         chunk=CHUNK,
         leftovers=[],
     )
-    assert repaired.marker.output == "part-00000.n2.jsonl"
+    assert repaired.marker.output != current_marker(store).output
     assert layout.marker_key(CHUNK, 1) in keys(store)
     assert store.get(layout.output_key(current_marker(store).output)).data == b'{"a":1}\n{"a":2}\n'
-
-
-def overwriting(store: MemoryStore) -> Callable[[str, bytes], str]:
-    """`create` of a store that ignores preconditions."""
-    create = store.create
-
-    def put(key: str, data: bytes) -> str:
-        store.delete([key])
-        return create(key, data)
-
-    return put
-
-
-def test_without_preconditions_outputs_have_names_of_their_own_and_the_current_marker_is_kept(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "create", overwriting(store))
-    publisher(store, "n1", is_safe=False).publish(
-        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
-    )
-    second = publisher(store, "n2", is_safe=False).publish(
-        built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
-    )
-    assert not second.is_ours
-    assert current_marker(store).worker == "first"
-    # The second one's stays: where nothing is refused, its marker might still come, late.
-    names = ("part-00000.jsonl.succeed", "part-00000.n1.jsonl", "part-00000.n2.jsonl")
-    assert keys(store) == [f"outputs/{name}" for name in names]

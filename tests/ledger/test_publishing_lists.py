@@ -17,7 +17,7 @@ from batchinfer.ledger.publishing import Publisher, build_output, check_belongs_
 from batchinfer.storage.memory import MemoryStore
 from fakes import marker_record, worker_record
 from simulation.scenario import JOB, good_row
-from simulation.stage import Stage, when
+from simulation.stage import Stage
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_file_is_not_done_because_another_of_its_name_is() -> None:
                 raise ending.error
             assert "another --output" in ending.error.message
         markers = [key for key in stage.objects(layout.OUTPUTS) if key.endswith(".succeed")]
-        assert markers == ["outputs/x.jsonl.succeed", "outputs/y.jsonl.succeed"]
+        assert markers == ["outputs/x.succeed", "outputs/y.succeed"]
         assert json.loads(stage.objects(layout.CLAIMS)[layout.claim_key("x")])["worker"] == ""
         assert stage.run("w1", manifest="one.txt").is_success
 
@@ -101,27 +101,6 @@ def test_a_file_whose_claim_another_of_its_name_holds_is_not_done_with_that() ->
             raise ending.error or AssertionError("it was taken for done")
 
 
-@pytest.mark.usefixtures("_quiet")
-def test_markers_that_were_there_are_read_once_more_for_a_list() -> None:
-    asked: list[str] = []
-
-    def ask(method: str, key: str) -> bool:
-        asked.extend([key] * (method == "get_object" and ".succeed" in key))
-        return False
-
-    with Stage([["one"], ["two"]], num_workers=2) as stage:
-        assert stage.run(manifest=layout.worker_manifest(0, 2), steal=False).is_success
-        assert stage.run(hook=when(ask, "dies_after")).is_success
-        assert sum("part-00000" in key for key in asked) == 1
-    asked.clear()
-    with Stage([["unused"]]) as stage:
-        put_lists(stage)
-        assert stage.run(manifest="two.txt").is_success
-        assert stage.run(manifest="two.txt", hook=when(ask, "dies_after")).is_success
-        # Twice at the start, and once more at the end, since this start has no answer of its own.
-        assert len(asked) == 3 * 2
-
-
 # --------------------------------------------------------------------------- what a marker says
 
 
@@ -150,13 +129,12 @@ def test_markers_hold_no_password_of_a_url() -> None:
     check_belongs_to(with_secret, marker)
 
 
-@pytest.mark.parametrize("is_safe", [True, False])
-def test_who_comes_second_with_another_text_is_not_done(tmp_path: Path, *, is_safe: bool) -> None:
+def test_who_comes_second_with_another_text_is_not_done(tmp_path: Path) -> None:
     """It counted as done by the first one, whose answers are to another file."""
-    store = MemoryStore(f"memory://second-{is_safe}")
+    store = MemoryStore("memory://second")
     store.create("checkpoints/x/1-w1-1.jsonl", b"rows")
     for nonce, sha256, folder in (("n1", "a" * 64, "r/a"), ("n2", "b" * 64, "r/b")):
-        publisher = Publisher(store, is_safe=is_safe, nonce=nonce, require_lease=lambda: None)
+        publisher = Publisher(store, nonce=nonce, require_lease=lambda: None)
         built = build_output(tmp_path / nonce, [folder.encode()])
         marker = marker_record(chunk="x.jsonl", chunk_root=folder, chunk_sha256=sha256)
         if nonce == "n1":

@@ -23,10 +23,8 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 
 def test_the_first_worker_writes_it_and_the_others_read_it(store: MemoryStore) -> None:
-    first = join_run(store, CONFIG, {"gpu": "L4"}, nonce="a", is_safe=True)
-    second = join_run(
-        store, dict(reversed(CONFIG.items())), {"gpu": "H100"}, nonce="b", is_safe=True
-    )
+    first = join_run(store, CONFIG, {"gpu": "L4"}, nonce="a")
+    second = join_run(store, dict(reversed(CONFIG.items())), {"gpu": "H100"}, nonce="b")
     assert second == first
     assert first.fingerprint == codec.fingerprint(CONFIG)
 
@@ -34,27 +32,25 @@ def test_the_first_worker_writes_it_and_the_others_read_it(store: MemoryStore) -
 def test_what_is_only_recorded_may_differ(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    join_run(store, CONFIG, {"engine_version": "0.32.0", "gpu": "L4"}, nonce="a", is_safe=True)
+    join_run(store, CONFIG, {"engine_version": "0.32.0", "gpu": "L4"}, nonce="a")
     with caplog.at_level("WARNING", logger="batchinfer"):
-        join_run(
-            store, CONFIG, {"engine_version": "0.33.0", "gpu": "H100"}, nonce="b", is_safe=True
-        )
+        join_run(store, CONFIG, {"engine_version": "0.33.0", "gpu": "H100"}, nonce="b")
     assert "0.32.0" in caplog.text
     assert "H100" not in caplog.text
 
 
 def test_another_configuration_is_refused_with_every_difference(store: MemoryStore) -> None:
-    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    join_run(store, CONFIG, {}, nonce="a")
     other = {"model": "m2", "sampling": {"temperature": 0.7}, "dtype": "bfloat16"}
     with pytest.raises(RunMismatch) as caught:
-        join_run(store, other, {}, nonce="b", is_safe=True)
+        join_run(store, other, {}, nonce="b")
     assert 'model: the run has "m", this worker "m2"' in caught.value.message
     assert "sampling.temperature: the run has 0.5, this worker 0.7" in caught.value.message
     assert read_run(store).fingerprint == codec.fingerprint(CONFIG)  # type: ignore[union-attr]
 
 
 def test_what_is_not_known_yet_is_not_compared(store: MemoryStore) -> None:
-    run = join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    run = join_run(store, CONFIG, {}, nonce="a")
     check_same(run, {**CONFIG, "dtype": UNKNOWN}, url="u")
     with pytest.raises(RunMismatch):
         check_same(run, {**CONFIG, "dtype": UNKNOWN, "model": "m2"}, url="u")
@@ -69,7 +65,7 @@ def test_a_damaged_and_a_newer_run_are_told_apart(store: MemoryStore) -> None:
     with pytest.raises(InputError, match="not a readable run record"):
         read_run(store)
     store.delete([layout.RUN_KEY])
-    run = join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    run = join_run(store, CONFIG, {}, nonce="a")
     newer = codec.encode(run).replace(
         f'"format_version":{FORMAT_VERSION}'.encode(), b'"format_version":99'
     )
@@ -90,13 +86,13 @@ def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
     """It would be joined under the fingerprint of answers that were made with another one."""
     edited = {**CONFIG, "seed": 7}
-    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    join_run(store, CONFIG, {}, nonce="a")
     edit(store, lambda contents: contents.update(config=edited))
     with pytest.raises(InputError, match="it was edited") as caught:
         read_run(store)
     assert "first worker" in caught.value.hint
     with pytest.raises(InputError, match="it was edited"):
-        join_run(store, edited, {}, nonce="b", is_safe=True)
+        join_run(store, edited, {}, nonce="b")
     found = read_run(store, may_be_edited=True)
     assert found is not None
     assert codec.fingerprint(edited) in edit_of(found)
@@ -104,7 +100,7 @@ def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
 
 def test_key_order_and_white_space_are_no_edit(store: MemoryStore) -> None:
     config = {**CONFIG, "float": 1.0, "huge": 1e300, "list": [0.1, None, "\N{SNOWMAN}"]}
-    run = join_run(store, config, {}, nonce="a", is_safe=True)
+    run = join_run(store, config, {}, nonce="a")
     edit(store, lambda contents: contents.update(config=dict(reversed(config.items()))))
     assert read_run(store) == run
 
@@ -125,7 +121,7 @@ def test_what_is_no_number_or_mapping_is_damage(
     store: MemoryStore, key: str, value: object
 ) -> None:
     config = {**CONFIG, key: value}
-    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    join_run(store, CONFIG, {}, nonce="a")
     fingerprint = codec.fingerprint(config)
     edit(store, lambda contents: contents.update(config=config, fingerprint=fingerprint))
     with pytest.raises(InputError, match=rf"\$\.config\.{key}") as caught:

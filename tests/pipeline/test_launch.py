@@ -412,16 +412,24 @@ def SEEN(launch: str, lost: list[str], cost: float) -> Any:  # noqa: N802
     return SimpleNamespace(launches=[view], workers=[], cost=SimpleNamespace(so_far=cost))
 
 
-def test_a_prompt_template_and_a_template_of_the_cluster_have_one_option(
+def test_a_launch_may_have_a_template_of_the_prompt_and_one_of_the_cluster(
     job: Path, tmp_path: Path, call: Callable[..., Outcome]
 ) -> None:
     path = tmp_path / "mine.sh"
     path.write_text("#!/bin/bash\n# mine {{ name }} {{ last }}\n{{ command }}\n")
-    options = ("--workers", "2", "--template", "alpaca", "--template", str(path), "--dry-run")
+    options = (
+        "--workers",
+        "2",
+        "--prompt-template",
+        "alpaca",
+        "--template",
+        str(path),
+        "--dry-run",
+    )
     shown = call("launch", str(job), "--run", "r", "--on", "slurm", "--engine", "echo", *options)
     assert shown.status == 0, shown.err
     assert "# mine" in shown.result["submission"]
-    assert "--template alpaca" in shown.result["submission"]
+    assert "--prompt-template alpaca" in shown.result["submission"]
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -445,8 +453,6 @@ REFUSED = [
     (["--workers", "2", "--on", "lokal"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--on", "ray"], "expected one of skypilot, slurm, kubernetes"),
     (["--workers", "2", "--run", ""], "--run: expected a value"),
-    (["--hours", "0.1", "--rate", "5"], "--hours 0.1: 6 min is less than a worker takes to start"),
-    (["--hours", "3"], "--hours 3: the rate of a worker is not known"),
 ]  # fmt: skip
 
 
@@ -612,13 +618,6 @@ def test_the_record_says_who_was_launched_where_and_holds_no_secrets(
     assert "hush" not in path.read_text()
     assert (record["on"], record["workers"], record["gpu"]) == ("slurm", 2, "L4:2")
     assert record["id"] == done.result["launch"]
-
-
-def test_hours_and_a_rate_say_how_many_workers(job: Path, call: Callable[..., Outcome]) -> None:
-    """60 rows at one row in 200 s take 12,000 s of one worker; two are done within 2 hours, and 1 is not."""
-    done = call(*launching_of(job, "--hours", "2", "--rate", "0.005"))
-    assert done.status == 0, done.err
-    assert done.result["workers"] == 2
 
 
 def test_a_settings_file_may_hold_all_options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -139,15 +140,15 @@ class TestWithTheDemoModel:
     ) -> None:
         url = s3_url("models/demo")
         for path in Path(DEMO_MODEL).glob("*.*"):
-            open_store(url).create_file(path.name, path)
+            open_store(url).put_file(path.name, path)
         (tmp_path / "questions.txt").write_text(
             "What is the capital of France?\nWhat is the capital of Japan?\n"
         )
         done = subprocess.run(
             [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "a.jsonl", "--model", url,
-             "--model-cache", "cache", "--max-tokens", "16", "--temperature", "0",
+             "--max-tokens", "16", "--temperature", "0",
              "--kv-cache-memory-bytes", "67108864"],
-            capture_output=True, text=True, cwd=tmp_path,
+            capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HF_HOME": "cache"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f"fetching {url} (" in done.stderr

@@ -133,7 +133,7 @@ def test_the_commands_print_what_the_page_shows(
             is_kept = (config.engine, config.model) == ("vllm", MODEL)
             return kept if is_kept else create_engine(config)
 
-        monkeypatch.setattr("batchinfer.worker.config.create_engine", create)
+        monkeypatch.setattr("batchinfer.engines.create_engine", create)
     for step in steps:
         shown = run_command(step.command).replace(f"{folder}/", "")
         assert neat(shown) == neat(step.shown), f"{step.command}\nprints\n{shown}"

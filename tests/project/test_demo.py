@@ -110,7 +110,7 @@ def publish(run, chunk, lines, *, generation=0, output=None, worker="w0", **chan
         "nonce": "n",
     }
     suffix = f".{generation}" if generation else ""
-    path = outputs / f"{chunk['name']}.jsonl.succeed{suffix}"
+    path = outputs / f"{chunk['name']}.succeed{suffix}"
     # Whole or absent, as the demo may be reading at this moment.
     hidden = run / f"{path.name}.{worker}.temp"
     hidden.write_text(json.dumps(marker | changes))
@@ -231,7 +231,7 @@ def test_an_output_of_another_chunk_is_refused(check, finished, examples):
 
 def test_a_chunk_without_marker_is_missing_though_its_output_lies_there(check, finished, examples):
     job, run, _ = finished
-    (run / "outputs/part-00002.jsonl.succeed").unlink()
+    (run / "outputs/part-00002.succeed").unlink()
     findings = check.check_run(job, run, prompts_of(examples))
     assert findings.problems == ["chunk part-00002 has no marker"]
     assert not findings.passed
@@ -247,9 +247,9 @@ def test_a_marker_whose_output_is_gone_is_a_problem(check, finished, examples):
 @pytest.mark.parametrize("body", ["", "{}", '{"output": "part'])
 def test_an_unreadable_marker_fails_the_check(check, finished, examples, body):
     job, run, _ = finished
-    (run / "outputs/part-00002.jsonl.succeed").write_text(body)
+    (run / "outputs/part-00002.succeed").write_text(body)
     findings = check.check_run(job, run, prompts_of(examples))
-    assert "part-00002.jsonl.succeed" in findings.problems[0]
+    assert "part-00002.succeed" in findings.problems[0]
     assert not findings.passed
 
 
@@ -364,7 +364,7 @@ chunks = {c["name"]: c for c in json.loads((job / "job.json").read_text())["chun
 manifest = job / f"manifests/worker-{int(worker[1:]):05d}.txt"
 for line in manifest.read_text().split():
     chunk = chunks[pathlib.Path(line).stem]
-    if (run / f"outputs/{chunk['name']}.jsonl.succeed").exists():
+    if (run / f"outputs/{chunk['name']}.succeed").exists():
         continue
     segment = run / f"checkpoints/{chunk['name']}/000001-{worker}.3f2a-000001.jsonl"
     resumed = 3 if segment.exists() else 0

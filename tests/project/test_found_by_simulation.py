@@ -20,7 +20,7 @@ from batchinfer.ledger.claims import Held
 from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
-from fakes import marker_record, worker_record
+from fakes import worker_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
@@ -76,7 +76,7 @@ def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
             hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
         )
         assert ending.is_success
-        assert any("part-00000.jsonl.succeed" in key for key in stage.objects())
+        assert any("part-00000.succeed" in key for key in stage.objects())
 
 
 def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
@@ -207,7 +207,7 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         stage.run(checkpoint_seconds=0.5)
         before = saved_lines(stage)
         assert 0 < len(before) < 40
-        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run(checkpoint_seconds=0.5)
         written = [
             json.loads(line)["line"]
@@ -295,41 +295,6 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
             assert ending.error.exit_status == 34
 
 
-def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_there() -> None:
-    """Where preconditions are ignored, a marker that timed out may overwrite the standing one long after."""
-    with Stage([["mine"]]) as stage:
-        stage.server.is_safe = False
-        stage.network.attempts = 1
-        stage.network.weather.late_seconds = 0.0
-        theirs: list[bytes] = []
-
-        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
-            if method != "put_object" or ".succeed" not in key or theirs:
-                return None
-            theirs.append(b"")
-            stage.scheduler.after(0.0, other_worker_is_first)
-            stage.network.weather.late_seconds = 500.0
-            return "late"
-
-        def other_worker_is_first() -> None:
-            marker = marker_record(
-                output="part-00000.other.jsonl",
-                nonce="other",
-                worker="w9",
-                fingerprint=json.loads(stage.objects()[layout.RUN_KEY])["fingerprint"],
-            )
-            stage.put("outputs/part-00000.other.jsonl", b"theirs")
-            stage.put(layout.marker_key("part-00000"), codec.encode(marker))
-
-        limits = Limits(storage_retry_seconds=0.1)
-        assert stage.run(hook=hook, limits=limits).is_success
-        stage.scheduler.run(float("inf"))
-        objects = stage.objects("outputs/")
-        marker = json.loads(objects["outputs/part-00000.jsonl.succeed"])
-        assert marker["worker"] == "w0"
-        assert f"outputs/{marker['output']}" in objects
-
-
 def test_clean_on_a_machine_whose_clock_was_ahead_did_not_take_the_living_for_dead() -> None:
     """Ages were the store's times against its own clock: an hour ahead, every claim was given back."""
     with Stage([[f"say {index}" for index in range(50)]]) as stage:
@@ -399,24 +364,9 @@ def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
         assert stage.run(hook=hook, within_seconds=2000.0).is_success
 
 
-def test_clean_kept_outputs_that_a_careless_store_might_let_a_late_marker_name() -> None:
-    """A sleeper overwrote the standing marker with its own, whose output had been cleaned away."""
-    with Stage([["mine"]]) as stage:
-        stage.server.is_safe = False
-        assert stage.run().is_success
-        orphan = f"{layout.OUTPUTS}part-00000.{16 * 'a'}.jsonl"
-        stage.put(orphan, b"the sleeper's")
-        stage.scheduler.run(20000.0)
-        stage.clean()
-        assert orphan in stage.objects()
-        stage.clean(older_than_seconds=0.0)
-        assert orphan not in stage.objects()
-
-
 def test_two_processes_of_one_epoch_did_not_overwrite_each_others_checkpoints() -> None:
-    """On a careless store nothing keeps two processes of one worker id from sharing an epoch."""
+    """Epochs begin anew after a worker's record was lost."""
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
-        stage.server.is_safe = False
         stage.engine.max_in_flight = 2
         stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run()

@@ -80,7 +80,7 @@ def test_a_marker_that_names_an_output_elsewhere_is_not_followed(
     """Markers lie in a bucket too."""
     make_job(tmp_path / "job", rows=5, per_chunk=5)
     run_worker_here(tmp_path / "job", tmp_path / "run")
-    marker_path = tmp_path / "run/outputs/part-00000.jsonl.succeed"
+    marker_path = tmp_path / "run/outputs/part-00000.succeed"
     marker = json.loads(marker_path.read_bytes())
     marker_path.write_text(json.dumps({**marker, "output": output}))
     from batchinfer.collect.command import command as collect

@@ -14,7 +14,7 @@ import pytest
 
 import batchinfer
 import simulation.scenario
-from batchinfer.core.errors import AlreadyExists, StorageError
+from batchinfer.core.errors import StorageError
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.runs import clean
 from batchinfer.storage.s3 import S3Store
@@ -193,11 +193,9 @@ class TestCleaning:
         """Things of both sides of the age come before it, while workers are alive."""
         real, removed, kept = clean.find_removals, set[str](), 0
 
-        def find_removals(
-            inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-        ) -> list[clean.Removal]:
+        def find_removals(inventory: Inventory, config: clean.CleanConfig) -> list[clean.Removal]:
             nonlocal kept
-            plan = list(real(inventory, config, is_safe=is_safe))
+            plan = list(real(inventory, config))
             if config.older_than_seconds and inventory.living():
                 old = [each for each in plan if clean.is_old(inventory, each)]
                 removed.update(each.what for each in old)
@@ -323,7 +321,7 @@ class TestRunsTheRealWorker:
     def test_the_store_is_the_s3_adapter_but_for_its_requests(self) -> None:
         changed = {name for name in vars(SimStore) if callable(getattr(SimStore, name))}
         sends = {"_call", "_stream", "_retry"}
-        only_tells = {"get", "create", "create_file", "replace"}
+        only_tells = {"get", "create", "put_file", "replace"}
         assert changed == {"__init__", *sends, *only_tells}
         assert issubclass(SimStore, S3Store)
 
@@ -384,7 +382,7 @@ class TestNetwork:
 
     def write(self, weather: Weather, *, attempts: int = 1) -> tuple[str, Server]:
         scheduler = Scheduler(0)
-        server = Server(is_safe=True, page_keys=1000, has_content_etags=True)
+        server = Server(page_keys=1000, has_content_etags=True)
         network = Network(scheduler, server)
         network.weather, network.attempts = weather, attempts
         process = Process(scheduler, "p")
@@ -433,7 +431,7 @@ class TestNetwork:
 
     def test_a_slow_request_is_trouble_until_its_reply_has_come(self) -> None:
         scheduler = Scheduler(0)
-        network = Network(scheduler, Server(is_safe=True, page_keys=1000, has_content_etags=True))
+        network = Network(scheduler, Server(page_keys=1000, has_content_etags=True))
         network.weather = Weather(slow=1.0, slow_seconds=10.0)
         process = Process(scheduler, "p")
         returned: list[float] = []
@@ -446,23 +444,3 @@ class TestNetwork:
         scheduler.run(100)
         assert returned[0] > 0.1
         assert process.troubled_at == pytest.approx(returned[0])
-
-    def test_preconditions_are_honoured_or_not(self) -> None:
-        for is_safe, wanted in ((True, "AlreadyExists"), (False, "created")):
-            scheduler = Scheduler(0)
-            server = Server(is_safe=is_safe, page_keys=1000, has_content_etags=True)
-            process = Process(scheduler, "p")
-            store = SimStore("s3://sim/run", Network(scheduler, server), process)
-            outcomes = []
-
-            def work(store: SimStore = store, outcomes: list[str] = outcomes) -> None:
-                store.create("key", b"first")
-                try:
-                    store.create("key", b"second")
-                    outcomes.append("created")
-                except AlreadyExists:
-                    outcomes.append("AlreadyExists")
-
-            process.spawn(work)
-            scheduler.run(10)
-            assert outcomes == [wanted]

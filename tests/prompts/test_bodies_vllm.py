@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.prompts import EngineRules, finish_call, make_body
+from batchinfer.prompts import EngineRules, Sampling, finish_call, make_body
 from pictures import as_hub, picture
 from prompt_rows import prepare
 
@@ -17,10 +17,17 @@ RULES = EngineRules(model="m", max_model_len=100, adapters=("a",))
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
 TOOLS = [{"name": "add", "description": "Adds.", "parameters": json.loads(SCHEMA)}]
 GENERATE = make_body(
-    json.loads(
-        '{"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "n": 2, "stop": ["x"], '
-        '"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop_token_ids": [1], '
-        '"logprobs": 2, "thinking_budget": 4, "sampling": {"best_of": 3, "bad_words": ["x"], "min_new_tokens": 1}}'
+    Sampling(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        n=2,
+        stop=["x"],
+        sampling=json.loads(
+            '{"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, '
+            '"stop_token_ids": [1], "logprobs": 2, "thinking_budget": 4, "best_of": 3, "bad_words": ["x"], '
+            '"min_new_tokens": 1}'
+        ),
     )
 )
 TALK = [
@@ -39,10 +46,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_column": "p", "body": GENERATE}, {"p": "x"}),
     ({"prompt_column": "p"}, {"p": [1, 2]}),
     ({"messages_column": "p", "body": GENERATE, "truncate_prompt": "left"}, {"p": "x"}),
-    ({"messages_column": "p", "body": make_body({"json_schema": SCHEMA})}, {"p": "x"}),
-    ({"prompt_column": "p", "body": make_body({"choices": ["a,b"]})}, {"p": "x"}),
+    ({"messages_column": "p", "body": make_body(Sampling(json_schema=SCHEMA))}, {"p": "x"}),
+    ({"prompt_column": "p", "body": make_body(Sampling(choices=["a,b"]))}, {"p": "x"}),
     (
-        {"messages_column": "p", "body": make_body({"tools": TOOLS, "tool_choice": "add"})},
+        {"messages_column": "p", "body": make_body(Sampling(tools=TOOLS))},
         {"p": "x"},
     ),
     (

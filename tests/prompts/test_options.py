@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import make_body
+from batchinfer.prompts import Sampling, make_body
 
 # The generation config of a batch guide for transformers, as it is.
 COPIED = (
@@ -20,7 +20,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
 def sampling(**pairs: Any) -> dict[str, Any]:
-    return make_body({"sampling": pairs})
+    return make_body(Sampling(sampling=pairs))
 
 
 def test_a_copied_generation_config_means_what_it_meant() -> None:
@@ -30,16 +30,10 @@ def test_a_copied_generation_config_means_what_it_meant() -> None:
 
 
 def test_options_become_fields_and_pairs_win() -> None:
-    options = {"max_tokens": 5, "temperature": 0.0, "top_k": 20, "n": 1, "stop": [], "logprobs": 0}
-    more: dict[str, Any] = {
-        "thinking_budget": 9,
-        "normalize": False,
-        "min_p": None,
-        "chat_template_kwargs": {},
-    }
     pairs = {"top_k": 3, "bad_words": ["x"], "stop": "END", "eos_token_id": 2}
-    found = make_body({**options, **more, "sampling": pairs})
-    assert found == {"max_tokens": 5, "temperature": 0.0, "logprobs": 0} | {
+    names = {"thinking_budget": 9, "normalize": False}
+    options = Sampling(max_tokens=5, temperature=0.0, stop=["x"], sampling=pairs | names)
+    assert make_body(options) == {"max_tokens": 5, "temperature": 0.0} | {
         "thinking_token_budget": 9,
         "use_activation": False,
     } | {"top_k": 3, "stop": ["END"], "bad_words": ["x"], "stop_token_ids": [2]}
@@ -81,30 +75,22 @@ def test_what_cannot_be_done_is_refused_not_ignored(pairs: dict[str, Any], messa
         ({"choices": ["yes, no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
         ({"choices": ["a, b", "c"]}, {"structured_outputs": {"choice": ["a, b", "c"]}}),
         ({"choices": ['["a, b"]']}, {"structured_outputs": {"choice": ["a, b"]}}),
-        ({"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
-        ({"grammar": "root ::= x"}, {"structured_outputs": {"grammar": "root ::= x"}}),
-        ({"structural_tag": "{}"}, {"structured_outputs": {"structural_tag": "{}"}}),
         ({"sampling": {"structured": {"regex": "a"}}}, {"structured_outputs": {"regex": "a"}}),
-        ({"regex": "", "choices": []}, {}),
+        ({"choices": []}, {}),
         ({"tools": [ADD]}, {"tools": [ADD]}),
-        ({"tools": [ADD], "tool_choice": "required"}, {"tools": [ADD], "tool_choice": "required"}),
-        (
-            {"tools": [ADD], "tool_choice": "add"},
-            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        ),
     ],
 )
 def test_constraints_and_tools_have_the_names_of_the_server(
     options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    assert make_body(options) == fields
+    assert make_body(Sampling(**options)) == fields
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"regex": "a", "grammar": "b"}, "--regex and --grammar: expected one"),
-        ({"regex": "a", "sampling": {"response_format": {}}}, "second constraint"),
+        ({"json_schema": "{}", "choices": ["b"]}, "--json-schema and --choices: expected one"),
+        ({"choices": ["a"], "sampling": {"response_format": {}}}, "second constraint"),
         ({"json_schema": "{"}, "--json-schema: not JSON"),
         ({"json_schema": '{"name": "Ada"}'}, "expected a JSON schema"),
         ({"json_schema": "[" * 51 + "]" * 51}, "nested deeper than 50 levels"),
@@ -114,4 +100,4 @@ def test_constraints_and_tools_have_the_names_of_the_server(
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_body(options)
+        make_body(Sampling(**options))

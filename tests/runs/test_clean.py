@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,23 +27,22 @@ from making import (
     make_job,
     overwrite,
     put_raw,
-    read_marker,
     run_worker_here,
     start_process,
     worker_arguments,
 )
 
-CHUNK = "part-00001"
-UNDONE = "part-00002"
+CHUNK, UNDONE = "part-00001", "part-00002"
 HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
-UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE))
-SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1)
-UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1)
-CLAIM = layout.claim_key(CHUNK)
-UNDONE_CLAIM = layout.claim_key(UNDONE)
+UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
+SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1, 1)
+UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1, 1)
+CLAIM, UNDONE_CLAIM = layout.claim_key(CHUNK), layout.claim_key(UNDONE)
+MARKER = layout.marker_key(CHUNK)
 PROBE = f"{layout.PROBES}0123456789abcdef"
+RECORD = layout.worker_key("w9")
 
 
 class LaterClock(SystemClock):
@@ -82,9 +80,8 @@ def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> d
     clock = LaterClock(after_seconds)
     if isinstance(store, MemoryStore):
         store = MemoryStore(store.url, clock=clock.now)
-    return run_clean(
-        CleanConfig(run=store.url, **{"yes": True, **options}), store=store, clock=clock
-    )
+    config = CleanConfig(run=store.url, **{"yes": True, **options})
+    return run_clean(config, store=store, clock=clock)
 
 
 def verify(run: Store) -> Verdict:
@@ -96,145 +93,127 @@ def claim_of(worker: str, epoch: int = 1) -> bytes:
     return codec.encode(Claim(worker=worker, epoch=epoch, nonce="n"))
 
 
-def leave_everything(store: Store, worker: str = "gone") -> set[str]:
+def owner(store: Store) -> str:
+    return decode_claim(store.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker
+
+
+def leave(store: Store, worker: str = "gone") -> None:
     """Write the objects that a worker leaves when it is killed at the worst moments."""
-    left = {
-        ORPHAN: b"{}\n",
-        UNDONE_ORPHAN: b"{}\n",
-        SEGMENT: b"{}\n",
-        UNDONE_SEGMENT: b"{}\n",
-        CLAIM: claim_of(worker),
-        UNDONE_CLAIM: claim_of(worker),
-        PROBE: b"x",
-    }
-    for key, data in left.items():
-        store.create(key, data)
-    return set(left)
+    for key in (ORPHAN, UNDONE_ORPHAN, SEGMENT, UNDONE_SEGMENT, PROBE):
+        store.create(key, b"{}\n")
+    for key in (CLAIM, UNDONE_CLAIM):
+        store.create(key, claim_of(worker))
 
 
-def make_alive(store: Store, worker: str) -> None:
+LEFT = {ORPHAN, UNDONE_ORPHAN, SEGMENT, UNDONE_SEGMENT, CLAIM, UNDONE_CLAIM, PROBE}
+USELESS = {ORPHAN, SEGMENT, CLAIM, PROBE}
+
+
+def make_alive(store: Store, worker: str = "w0") -> None:
     """Let a worker's record say that it runs."""
     key = layout.worker_key(worker)
     data, etag = store.get(key)
     store.replace(key, data.replace(b'"state":"done"', b'"state":"running"'), etag)
 
 
-# --------------------------------------------------------------------------- what goes
+def leave_of_the_living(store: Store) -> None:
+    leave(store, worker="w0")
+    make_alive(store)
 
 
-def test_what_the_dead_left_goes_and_the_rest_stays(run: Store) -> None:
-    before = keys(run)
-    leave_everything(run)
-    result = clean(run)
-    # The rows of an unfinished chunk are kept, and its claim is released instead of being deleted.
-    assert keys(run) == before | {UNDONE_SEGMENT, UNDONE_CLAIM, UNDONE_ORPHAN}
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
-    assert sum(result["removed"].values()) == 4
-    assert result["claims_released"] == 1
+def damage(store: Store) -> None:
+    """Once, a live worker had just written its damaged record anew when `clean` removed it."""
+    for key, data in ((UNDONE_CLAIM, b""), (RECORD, b"{")):
+        put_raw(store, key, data)
 
 
-def test_without_yes_nothing_changes(run: Store) -> None:
-    leave_everything(run)
+def begin_repair(store: Store) -> None:
+    change_marker(store, CHUNK, rows_ok=9, rows_error=1)
+    store.create(SEGMENT, b"{}\n")
+
+
+def add_generation(store: Store) -> None:
+    change_marker(store, CHUNK)
+    store.create(ORPHAN, b"{}\n")
+    store.create(layout.marker_key(CHUNK, 1), store.get(MARKER).data)
+    name = ORPHAN.removeprefix(layout.OUTPUTS)
+    change_marker(store, CHUNK, 1, output=name, generation=1)
+
+
+class Case(NamedTuple):
+    """What is left, how it is cleaned, what of it goes, and who has the unfinished chunk's claim then."""
+
+    act: Callable[[Store], object]
+    options: dict[str, Any]
+    gone: set[str]
+    claimed_by: str | None = None
+
+
+NOW = {"after_seconds": 0.0}
+ANY_AGE = NOW | {"older_than_seconds": 0.0}
+CASES = {
+    "what the dead left": Case(leave, {}, USELESS, ""),
+    "what is young": Case(leave, {"after_seconds": HOUR / 2}, set(), ""),
+    "what is old enough": Case(
+        leave, {"after_seconds": HOUR / 2, "older_than_seconds": 60}, USELESS, ""
+    ),
+    "a probe under way": Case(leave, ANY_AGE, USELESS - {PROBE}, ""),
+    "what a live worker has in hand": Case(leave_of_the_living, ANY_AGE, set(), "w0"),
+    "what a worker left that fell silent long ago": Case(leave_of_the_living, {}, USELESS, ""),
+    "an orphan of an unfinished chunk after a month": Case(
+        leave, {"after_seconds": 1000 * HOUR}, USELESS, ""
+    ),
+    "damaged records": Case(damage, {}, {UNDONE_CLAIM, RECORD}),
+    "young damaged records": Case(damage, NOW, set()),
+    "checkpoints of a repair": Case(begin_repair, {}, set()),
+    "checkpoints of a repair when no worker runs": Case(
+        begin_repair, {"older_than_seconds": 0.0}, {SEGMENT}
+    ),
+    "an output that a later generation names": Case(add_generation, {}, set()),
+    "an output whose marker cannot be read": Case(
+        lambda store: overwrite(store, MARKER, b""), {}, set()
+    ),
+    "strangers and the stop request": Case(
+        lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")],
+        {},
+        set(),
+    ),
+    "a claim of another epoch": Case(
+        lambda store: [store.create(UNDONE_CLAIM, claim_of("w0", epoch=2)), make_alive(store)],
+        NOW,
+        set(),
+        "",
+    ),
+    "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT}, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_goes_and_what_stays(run: Store, name: str) -> None:
+    case = CASES[name]
+    case.act(run)
     before = {info.key: info.etag for info in run.list("")}
-    planned = clean(run, yes=False)
-    assert planned["is_dry_run"]
-    assert {info.key: info.etag for info in run.list("")} == before
-    done = clean(run)
-    assert done["removed"] == planned["removed"]
-    assert done["claims_released"] == planned["claims_released"]
+    planned = clean(run, **case.options, yes=False)
+    assert {info.key: info.etag for info in run.list("")} == before, "a dry run changes nothing"
+    done = clean(run, **case.options)
+    assert before.keys() - keys(run) == case.gone
+    assert not keys(run) - before.keys()
+    assert (done["removed"], sum(done["removed"].values())) == (planned["removed"], len(case.gone))
+    if case.claimed_by is not None:
+        assert owner(run) == case.claimed_by
+        assert done["claims_released"] == planned["claims_released"] == (not case.claimed_by)
+    if "redo" not in case.options:
+        again = clean(run, **case.options)
+        assert (again["removed"], again["claims_released"]) == ({}, 0)
 
 
 def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: str) -> None:
-    leave_everything(run)
+    leave(run)
     overwrite(run, UNDONE_SEGMENT, b"not a record\n")
-    clean(run)
-    run_worker_here(job, run.url)
-    assert UNDONE_ORPHAN in keys(
-        run
-    )  # no marker rules it out yet: the other worker's output has another name
+    clean(run, redo=[CHUNK])
+    assert run_worker_here(job, run.url)["chunks_done"] == 2
     clean(run)
     assert not verify(run).findings
-
-
-def test_records_that_cannot_be_read_go_once_they_are_old(run: Store) -> None:
-    """A live worker had just written its damaged record anew when `clean` removed it (simulation)."""
-    damaged = {UNDONE_CLAIM: b"", layout.worker_key("w9"): b"{"}
-    for key, data in damaged.items():
-        put_raw(run, key, data)
-    clean(run, after_seconds=0)
-    assert keys(run) >= set(damaged)
-    clean(run)
-    assert not keys(run) & set(damaged)
-
-
-# --------------------------------------------------------------------------- what stays
-
-
-def test_records_that_are_mended_while_it_looks_stay(
-    run: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The inventory of a large run takes minutes."""
-    record = layout.worker_key("w9")
-    for key in (UNDONE_CLAIM, record):
-        put_raw(run, key, b"{")
-    real = clean_module.take_inventory
-
-    def take(*args: Any, **values: Any) -> Any:
-        found = real(*args, **values)
-        overwrite(run, record, run.get(layout.worker_key("w0")).data)
-        overwrite(run, UNDONE_CLAIM, claim_of("w9"))
-        return found
-
-    monkeypatch.setattr(clean_module, "take_inventory", take)
-    clean(run)
-    assert keys(run) >= {UNDONE_CLAIM, record}
-
-
-def test_what_is_young_stays(run: Store) -> None:
-    left = leave_everything(run) - {UNDONE_CLAIM}
-    result = clean(run, after_seconds=HOUR / 2)
-    assert left <= keys(run)
-    assert result["kept_young"] == 4
-
-
-def test_a_probe_under_way_stays_whatever_is_asked(run: Store) -> None:
-    run.create(PROBE, b"x")
-    clean(run, after_seconds=0, older_than_seconds=0)
-    assert PROBE in keys(run)
-
-
-def test_what_a_marker_of_any_generation_names_stays(run: Store) -> None:
-    marker = read_marker(run, CHUNK)
-    newer = layout.output_file(CHUNK, "bbbb")
-    run.create(layout.output_key(newer), run.get(layout.output_key(marker.output)).data)
-    run.create(layout.marker_key(CHUNK, 1), run.get(layout.marker_key(CHUNK)).data)
-    change_marker(run, CHUNK, 1, output=newer, generation=1)
-    before = keys(run)
-    clean(run)
-    assert keys(run) == before
-
-
-@pytest.mark.parametrize("key", [UNDONE_ORPHAN, UNDONE_CLAIM])
-def test_what_a_live_worker_has_in_hand_stays(run: Store, key: str) -> None:
-    """An output whose marker is about to follow looks like an orphan."""
-    leave_everything(run, worker="w0")
-    make_alive(run, "w0")
-    clean(run, after_seconds=0, older_than_seconds=0)
-    assert key in keys(run)
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
-    assert {ORPHAN, SEGMENT, CLAIM} <= keys(
-        run
-    )  # the worker may be making the chunk's next generation
-
-
-def test_an_orphan_of_a_chunk_that_is_not_done_stays(run: Store) -> None:
-    """A worker that helps a slow one publishes without a claim, and a worker that slept for a day publishes late."""
-    leave_everything(run)
-    clean(run, after_seconds=1000 * HOUR)
-    assert UNDONE_ORPHAN in keys(run)
-    clean(run, after_seconds=0, older_than_seconds=0)
-    assert UNDONE_ORPHAN in keys(run)
-    assert ORPHAN not in keys(run)
 
 
 def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
@@ -249,132 +228,54 @@ def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
 
 
 def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
-    left = leave_everything(run, worker="w0")
-    make_alive(run, "w0")
+    leave_of_the_living(run)
     config = CleanConfig(run=run.url, yes=True)
     run_clean(config, store=run, clock=LaterClock(1000 * HOUR))
-    assert left <= keys(run)
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
-    assert keys(run) & {PROBE} == {key for key in keys(run) if key.startswith(layout.PROBES)}
+    assert keys(run) >= LEFT
+    assert owner(run) == "w0"
 
 
-def test_a_worker_that_fell_silent_long_ago_counts_as_gone(run: Store) -> None:
-    leave_everything(run, worker="w0")
-    make_alive(run, "w0")
-    clean(run)
-    assert not keys(run) & {ORPHAN, SEGMENT, CLAIM}
-
-
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_a_claim_of_another_epoch_is_released(run: Store, epoch: int) -> None:
-    """A higher epoch is that of a start whose record was lost."""
-    run.create(UNDONE_CLAIM, claim_of("w0", epoch=epoch))
-    make_alive(run, "w0")
-    clean(run, after_seconds=0)
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
-
-
-def test_a_claim_that_changes_hands_meanwhile_is_left_alone(
-    run: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.create(UNDONE_CLAIM, claim_of("gone"))
-    original = MemoryStore.get
-
-    def get(self: MemoryStore, key: str) -> Any:
-        found = original(self, key)
-        if key == UNDONE_CLAIM and taken:
-            taken.pop()
-            self.replace(key, claim_of("w0"), found.etag)
-        return found
-
-    taken = [True]
-    original_take = clean_module.take_inventory
+def test_what_changes_while_it_looks_stays(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inventory of a large run takes minutes: records are mended, and claims change hands."""
+    real, original = clean_module.take_inventory, MemoryStore.get
 
     def take(*args: Any, **values: Any) -> Any:
-        found = original_take(*args, **values)
-        # The inventory reads the claim first; the second read is the one before the release.
+        found = real(*args, **values)
+        overwrite(run, RECORD, original(run, layout.worker_key("w0")).data)
         monkeypatch.setattr(MemoryStore, "get", get)
         return found
 
+    def get(self: MemoryStore, key: str) -> Any:
+        found = original(self, key)
+        if key == UNDONE_CLAIM:  # between the last reading and the release
+            self.replace(key, claim_of("w0"), found.etag)
+        return found
+
+    put_raw(run, RECORD, b"{")
+    put_raw(run, UNDONE_CLAIM, claim_of("gone"))
     monkeypatch.setattr(clean_module, "take_inventory", take)
     clean(run)
-    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
+    assert RECORD in keys(run)
+    assert owner(run) == "w0"
 
 
-def test_strangers_and_the_stop_request_are_not_ours_to_remove(run: Store) -> None:
-    for key in ("outputs/notes.txt", "notes.txt", layout.STOP_KEY):
-        run.create(key, b"{}")
-    before = keys(run)
-    clean(run)
-    assert keys(run) == before
-
-
-# --------------------------------------------------------------------------- doing chunks again
-
-
-def test_redo_makes_a_chunk_as_if_it_had_never_been_done(run: Store, job: str) -> None:
-    run.create(SEGMENT, b"{}\n")
-    clean(run, after_seconds=0, redo=[CHUNK])
-    assert not keys(run) & {layout.marker_key(CHUNK), SEGMENT}
-    assert layout.marker_key("part-00000") in keys(run)
-    assert run_worker_here(job, run.url)["chunks_done"] == 2
-    # The old output has become an orphan, and the new one has a name of its own or the same bytes.
-    clean(run)
-    assert not verify(run).findings
-
-
-def test_checkpoints_of_a_repair_stay(run: Store, job: str) -> None:
-    """The chunk counts as done meanwhile; once, `clean` removed the segments of its repair, which began anew."""
-    before = keys(run)
-    marker = json.loads(run.get(layout.marker_key(CHUNK)).data)
-    overwrite(
-        run,
-        layout.marker_key(CHUNK),
-        json.dumps({**marker, "rows_ok": 9, "rows_error": 1}).encode(),
-    )
-    run.create(SEGMENT, b"{}\n")
-    clean(run)
-    assert keys(run) >= before | {SEGMENT}
-    clean(run, older_than_seconds=0.0)
-    assert SEGMENT not in keys(run)
-
-
-def test_redo_leaves_what_a_late_marker_may_come_to_name(run: Store) -> None:
-    """Without the current marker a sleeping worker could publish its own, whose output had been removed."""
-    orphan = f"{layout.OUTPUTS}{CHUNK}.{16 * 'b'}.jsonl"
-    run.create(orphan, b"the sleeper's")
-    clean(run, redo=[CHUNK])
-    assert layout.marker_key(CHUNK) not in keys(run)
-    assert orphan in keys(run)
-
-
-def test_redo_of_what_is_not_done_is_a_mistake(run: Store) -> None:
-    with pytest.raises(InputError, match="no chunk of this name"):
-        clean(run, redo=[UNDONE])
-
-
-def test_no_run_there(tmp_path: Path) -> None:
+def test_what_is_no_run_or_of_a_newer_version_is_not_touched(run: Store, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run there"):
         clean(open_store(str(tmp_path / "nowhere")))
     assert not (tmp_path / "nowhere").exists()
-
-
-# --------------------------------------------------------------------------- what stores leave
-
-
-def test_a_run_of_a_newer_format_version_is_not_touched(run: Store) -> None:
+    with pytest.raises(InputError, match="no chunk of this name"):
+        clean(run, redo=[UNDONE])
     overwrite(run, layout.RUN_KEY, b'{"format_version": 2}')
     before = keys(run)
     with pytest.raises(InputError, match="format version 2"):
-        clean(run, yes=True)
+        clean(run)
     assert keys(run) == before
 
 
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
-    job = str(tmp_path / "job")
-    make_job(job, rows=10, per_chunk=10)
-    run = open_store(f"{job}/runs/a")
-    run_worker_here(job, run.url)
+    make_job(tmp_path / "job", rows=10, per_chunk=10)
+    run = open_store(str(tmp_path / "job/runs/a"))
+    run_worker_here(tmp_path / "job", run.url)
     old, young = (Path(run.url, "outputs", f".part.{name}.tmp") for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"x")
@@ -383,9 +284,6 @@ def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
     assert old.exists()
     clean(run)
     assert (old.exists(), young.exists()) == (False, True)
-
-
-# --------------------------------------------------------------------------- among live workers
 
 
 def test_cleaning_again_and_again_does_not_disturb_a_worker(tmp_path: Path) -> None:

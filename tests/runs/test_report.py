@@ -23,7 +23,7 @@ from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run, write_local
 from fakes import FakeClock
-from making import overwrite
+from making import output_key, overwrite, read_marker
 
 NOW = 1_790_000_000.0
 SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, now=NOW, text=HOSTILE)
@@ -74,8 +74,8 @@ def text_of(page: str) -> str:
 def test_the_page_has_every_section_of_a_run_at_work(root: str) -> None:
     page = make(write(root))
     assert ids(page) >= SECTIONS
-    for word in ("sky-2026-000", "prompt_too_long", "sampling.temperature", "running", "time left"):
-        assert word in text_of(page).replace("_ ", "_").replace(". ", ".")
+    for word in ("sky-2026-000", "prompt_too_long", "running", "time left"):
+        assert word in text_of(page)
     assert "time left" not in make(write(f"{root}/b", SMALL._replace(done_share=1.0)))
 
 
@@ -119,10 +119,11 @@ def test_damaged_times_and_minutes_draw_nothing_and_break_nothing(root: str) -> 
 def test_samples_show_rows_and_a_failed_one(root: str) -> None:
     run = write(root)
     store = opener()(run)
-    lines = store.get("outputs/part-00000.jsonl").data.split(b"\n")
+    output = output_key(store, "part-00000")
+    lines = store.get(output).data.split(b"\n")
     failed = {"_row": 2, "_id": "it", "status": 400, "error": {"code": "bad", "message": "why"}}
     lines[2] = codec.encode(failed)
-    overwrite(store, "outputs/part-00000.jsonl", b"\n".join(lines))
+    overwrite(store, output, b"\n".join(lines))
     key = layout.marker_key("part-00000")
     marker = codec.decode(store.get(key).data, Marker, name="m")
     marker = msgspec.structs.replace(marker, rows_ok=4, rows_error=1)
@@ -131,7 +132,7 @@ def test_samples_show_rows_and_a_failed_one(root: str) -> None:
     assert "question 0" in text
     assert "bad: why" in text
     assert "question 0" not in make(run, num_samples=0)
-    store.delete(["outputs/part-00000.jsonl"])
+    store.delete([output])
     assert ids(make(run)) >= SECTIONS - {"samples"}
 
 
@@ -161,8 +162,8 @@ def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
     store = opener()(run)
     store.create("secret", b'{"_row":0,"_id":"0","status":200,"body":{"text":"secret words"}}\n')
     key = layout.marker_key("part-00000")
-    data = store.get(key).data
-    overwrite(store, key, data.replace(b'"part-00000.jsonl"', b'"../secret"', 1))
+    data, output = store.get(key).data, read_marker(store, "part-00000").output
+    overwrite(store, key, data.replace(output.encode(), b"../secret", 1))
     assert "secret words" not in make(run)
 
 

@@ -41,30 +41,25 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
-    config: dict[str, Any] = dict.fromkeys(("model", "limit", "seed", "task"), text)
-    texts = "request_format turns messages_column prompt_column template_name prompt_template"
-    texts += " system_prompt id_column truncate_prompt lora_column"
-    config["prompt"] = dict.fromkeys(texts.split(), text) | {
+    prompt = dict.fromkeys(("messages_column", "system_prompt", "template_name"), text) | {
         "blank_columns": [text],
         "body": {"stop": [text], "response_format": {text: text}},
     }
     recorded = {
-        "engine": f"{text} ",
-        "tensor_parallel_size": text,
-        "pipeline_parallel_size": text,
+        "options": dict.fromkeys(("model", "engine", "limit", "run_seed"), text)
+        | {"base_urls": [text]},
         "server_args": ["--max-model-len", text],
-        "base_urls": [text],
     }
-    parts = [config, {**config, "prompt": {}}]
-    for part in parts:
-        command = worker_command(run_of(part, recorded), text, text)
-        words = words_of(command, tmp_path)
-        assert words[0] == "worker"
-        assert "…" not in words
-        for option in ("--job", "--output", "--limit", "--seed", "--model"):
-            assert words[words.index(option) + 1] == text
-        assert all(letter.isprintable() or letter == "\n" for letter in command)
+    command = worker_command(run_of({"prompt": prompt}, recorded), text, text)
+    words = words_of(command, tmp_path)
+    assert words[0] == "worker"
+    assert "…" not in words
+    for option in ("--job", "--output", "--limit", "--seed", "--model", "--messages-column"):
+        assert words[words.index(option) + 1] == text
+    assert all(letter.isprintable() or letter == "\n" for letter in command)
     assert not list(tmp_path.iterdir())
+    damaged = worker_command(run_of({"prompt": {"body": text}}, {}), text, text)
+    assert words_of(damaged, tmp_path)[-1] == "…", "a gap for whoever edited it"
 
 
 @pytest.mark.parametrize(

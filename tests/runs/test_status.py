@@ -133,7 +133,7 @@ def test_what_is_strange_is_noted_and_left_out(root: str) -> None:
     store = opener()(run)
     for key in ("outputs/.DS_Store", "outputs/notes.txt", "workers/readme.md"):
         store.create(key, b"x")
-    put_raw(store, "outputs/part-00019.jsonl.succeed", b"")
+    put_raw(store, "outputs/part-00019.succeed", b"")
     store.create("workers/broken.json", b'{"id": 3}')
     seen = look(run)
     assert (len(seen.workers), seen.chunks.done) == (3, 12)

@@ -148,7 +148,7 @@ DAMAGES = {
     "another run": Damage("foreign", CHUNK, with_marker(fingerprint="f" * 32)),
     "another chunk": Damage("foreign", CHUNK, with_marker(chunk_sha256="0" * 64)),
     "another name": Damage("foreign", CHUNK, with_marker(chunk="chunks/part-00002.jsonl")),
-    "another's output": Damage("foreign", CHUNK, with_marker(output="part-00000.jsonl")),
+    "another's output": Damage("foreign", CHUNK, with_marker(output="part-00000.aaaa.jsonl")),
     "an output elsewhere": Damage("foreign", CHUNK, with_marker(output="../run.json")),
     "a marker of no chunk": Damage(
         "foreign",
@@ -181,7 +181,7 @@ DAMAGES = {
         name: Damage("leftover", key, put(key, data))
         for name, key, data in (
             ("orphan output", f"outputs/{CHUNK}.aaaa.jsonl", b"{}\n"),
-            ("output of no chunk", f"outputs/{NO_CHUNK}.jsonl", b"{}\n"),
+            ("output of no chunk", f"outputs/{NO_CHUNK}.aaaa.jsonl", b"{}\n"),
             ("segment", layout.segment_key(CHUNK, 1, "w", 1, 1), b"{}\n"),
             ("segment of no chunk", layout.segment_key(NO_CHUNK, 1, "w", 1, 1), b"{}\n"),
             ("claim", layout.claim_key(CHUNK), CLAIM),
@@ -393,7 +393,18 @@ OPTIONS: dict[str, list[str]] = {
     "limit and seed": ["--limit", "13", "--seed", "none"],
     "model and server": ["--model", "an echo", "--max-model-len", "4096", "--trust-remote-code"],
     "a system prompt": ["--as-chat", "--system-prompt", HARD, f"--chat-template=-{HARD}"],
-    "sampling": ["--max-tokens", "5", "--top-k", "-1", "--n", "2", "--stop", HARD, "--stop", "-"],
+    "sampling": [
+        "--max-tokens",
+        "5",
+        "--sampling",
+        "top_k=-1",
+        "--n",
+        "2",
+        "--stop",
+        HARD,
+        "--stop",
+        "-",
+    ],
     "more sampling": ["--seed", "7", "--temperature", "0.5", "--sampling", 'bad_words=["a,b=c"]'],
 }
 

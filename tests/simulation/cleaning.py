@@ -160,7 +160,7 @@ def in_virtual_time(seed: int, scheduler: Scheduler) -> AbstractContextManager[o
     stack.enter_context(mock.patch.object(s3, "ThreadPoolExecutor", OneAfterTheOther))
     wall = SimpleNamespace(time=lambda: EPOCH + scheduler.now, monotonic=lambda: scheduler.now)
     stack.enter_context(mock.patch.object(s3, "time", wall))
-    for module, what in ((clean, "probes of clean"), (opening, "probes"), (s3, "probes of parts")):
+    for module, what in ((clean, "probes of clean"), (opening, "probes")):
         draw = random.Random(f"{what} {seed}").getrandbits
         names = SimpleNamespace(token_hex=lambda _, draw=draw: f"{draw(64):x}")
         stack.enter_context(mock.patch.object(module, "secrets", names))

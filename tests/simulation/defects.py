@@ -57,7 +57,7 @@ def marker_before_output() -> Defect:
         chunk: str,
         leftovers: Sequence[str],
     ) -> Published:
-        file = layout.output_file(chunk, self._nonce)
+        file = layout.output_file(chunk, self._nonce + "0")
         marker = msgspec.structs.replace(
             marker,
             output=file,
@@ -66,7 +66,7 @@ def marker_before_output() -> Defect:
             nonce=self._nonce,
         )
         standing = self._put_marker(marker, chunk)
-        self._store.create_file(layout.output_key(file), built.path)
+        self._store.put_file(layout.output_key(file), built.path)
         self._store.delete(leftovers)
         return Published(standing, True)
 
@@ -133,12 +133,12 @@ def segments_deleted_first() -> Defect:
 
 
 def adopted_orphan() -> Defect:
-    """An output that exists already is taken for one's own."""
+    """All outputs of a chunk have the same name, and one that exists already is taken for one's own."""
 
-    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
-        file = layout.output_file(chunk, self._nonce if generation else "")
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
         with suppress(AlreadyExists):
-            self._store.create_file(layout.output_key(file), built.path)
+            self._store.create(layout.output_key(file), built.path.read_bytes())
         return file
 
     return mock.patch.object(Publisher, "_put_output", put_output)
@@ -147,9 +147,24 @@ def adopted_orphan() -> Defect:
 def reused_output_name() -> Defect:
     """Every output of a chunk goes to the same name, over any that exists."""
 
-    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
-        file = layout.output_file(chunk)
-        _overwrite(self._store, layout.output_key(file), built.path.read_bytes())
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
+        self._store.put_file(layout.output_key(file), built.path)
+        return file
+
+    return mock.patch.object(Publisher, "_put_output", put_output)
+
+
+def output_name_given_again() -> Defect:
+    """An output takes the chunk's usual name where no other has it just then. An earlier one may be gone since."""
+    real = Publisher._put_output
+
+    def put_output(self: Publisher, built: Built, chunk: str) -> str:
+        file = layout.output_file(chunk, "0")
+        try:
+            self._store.create(layout.output_key(file), built.path.read_bytes())
+        except AlreadyExists:
+            return real(self, built, chunk)
         return file
 
     return mock.patch.object(Publisher, "_put_output", put_output)
@@ -332,10 +347,8 @@ def clean_takes_every_orphan() -> Defect:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
     real = clean.find_removals
 
-    def find_removals(
-        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> Iterator[clean.Removal]:
-        yield from real(inventory, config, is_safe=is_safe)
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
+        yield from real(inventory, config)
         for _, info in inventory.orphans():
             yield clean.Removal("orphan outputs", info, None)
 
@@ -376,27 +389,6 @@ def vanished_segments_count_as_safe() -> Defect:
     return mock.patch.object(OpenChunk, "adopt_segments", adopt_segments)
 
 
-def loser_deletes_its_output_anywhere() -> Defect:
-    """The second publisher removes its output on a store too where its marker may still come to stand."""
-    real = Publisher.publish
-
-    def publish(
-        self: Publisher,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
-    ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
-        ours = layout.output_file(chunk, self._nonce)
-        if not self._is_safe and published.marker.output != ours:
-            self._store.delete([layout.output_key(ours)])
-        return published
-
-    return mock.patch.object(Publisher, "publish", publish)
-
-
 def lease_renewed_as_of_the_end() -> Defect:
     """A heartbeat counts from when it was answered, although others saw it long before."""
     real = Lease.renew
@@ -435,13 +427,11 @@ def clean_ignores_chunks_at_work() -> Defect:
     """`clean` removes outputs and segments of chunks that a live worker has claimed."""
     real = clean.find_removals
 
-    def find_removals(
-        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-    ) -> Iterator[clean.Removal]:
-        yield from real(inventory, config, is_safe=is_safe)
+    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
+        yield from real(inventory, config)
         unclaimed = copy.copy(inventory)
         unclaimed.claims = {}
-        for removal in real(unclaimed, config, is_safe=is_safe):
+        for removal in real(unclaimed, config):
             if removal.what in ("orphan outputs", "segments of done chunks"):
                 yield removal
 
@@ -464,6 +454,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         segments_deleted_first,
         adopted_orphan,
         reused_output_name,
+        output_name_given_again,
         resumed_rows_off_by_one,
         claim_taken_without_asking,
         claims_lapse_at_once,
@@ -486,7 +477,6 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         clean_releases_living_claims,
         first_sighting_from_asking,
         vanished_segments_count_as_safe,
-        loser_deletes_its_output_anywhere,
         lease_renewed_as_of_the_end,
         settle_without_the_nonce,
         every_claim_of_the_id_is_ours,

@@ -17,8 +17,8 @@ from batchinfer.core.row_codes import Code
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.prompts import MediaRef, PromptConfig
 from batchinfer.prompts.types import CHAT_URL
-from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.opening import probe
+from batchinfer.storage import Store
+from batchinfer.storage.opening import check_preconditions
 from batchinfer.worker.background import Pending, Stopper
 from batchinfer.worker.config import Environment
 from batchinfer.worker.media import MediaFetcher
@@ -432,25 +432,22 @@ def make_environment(
     skew_seconds: float = 0.0,
     grace_seconds: float = 3.0,
     num_hands: int = 8,
-    preconditions: Preconditions | None = None,
+    tries_store: bool = False,
     background: type[SimBackground] = SimBackground,
     store: type[SimStore] = SimStore,
 ) -> Environment:
-    """Everything outside of one worker. Without `preconditions` the worker probes the store itself."""
+    """Everything outside of one worker. `tries_store`: The worker finds out whether the store honours preconditions."""
     clock = SimClock(process, skew_seconds)
     chance = process.scheduler.random
 
     def open_store(url: str) -> Store:
         return store(url, network, process)
 
-    def look(store: Store) -> Preconditions:
-        return probe(store) if preconditions is None else preconditions
-
     return Environment(
         clock=clock,
         background=background(process, num_hands=num_hands, latency_seconds=0.01),
         open_store=open_store,
-        probe=look,
+        probe=check_preconditions if tries_store else lambda _store: None,
         create_engine=lambda _config: engine(),
         identify_model=lambda _config: "sim",
         stopper=Stopper(clock, grace_seconds=grace_seconds),

@@ -65,16 +65,13 @@ class Oracle:
         server: Server,
         truth: Truth,
         engine: EngineTraits,
-        *,
-        is_safe: bool,
     ) -> None:
         self._scheduler = scheduler
         self._server = server
         self._truth = truth
         self._engine = engine
-        self._is_safe = is_safe
         self.lease_seconds = 0.0
-        self.watches_claims = is_safe
+        self.watches_claims = True
         self.deaths: dict[RowKey, int] = {}
         self._died_alone: set[RowKey] = set()
         self._generation_of_phase = 0
@@ -90,6 +87,7 @@ class Oracle:
         self._known: dict[tuple[str, str], dict[str, set[int]]] = {}
         """By process and chunk: the lines that the process found in segments, by the segments' fingerprints."""
         self._outputs: dict[str, bytes] = {}
+        """Checksum of the first bytes that were put under each output's name, also if they are gone since."""
         self._writers: dict[str, str] = {}
         """The process that last wrote a worker's record."""
         self._renewed: dict[str, float] = {}
@@ -142,16 +140,17 @@ class Oracle:
         if name == layout.RUN_KEY:
             self.note_run(data)
             self._run_seen[process.name] = (self._scheduler.now, data)
-            if changed and self._is_safe:
+            if changed:
                 self.fail("P6: run.json changes")
         elif marker is not None:
-            if changed and self._is_safe:
+            if changed:
                 self.fail(f"P4: the marker {name} changes")
             self._marked_at[process.name] = self._scheduler.now
             self.check_marker(*marker)
         elif name.startswith(layout.OUTPUTS):
-            if changed:
-                self.fail(f"P4: the output {name} changes")
+            digest = hashlib.sha256(data).digest()
+            if self._outputs.setdefault(name, digest) != digest:
+                self.fail(f"P4: the output {name} is put with other bytes than before")
             self.on_output(process)
         elif name.startswith(layout.CHECKPOINTS):
             self._store_segment(name, data)
@@ -175,13 +174,13 @@ class Oracle:
         """Check one deletion."""
         name = key.removeprefix(RUN)
         is_ours = process is not None
-        if (name == layout.RUN_KEY and is_ours) or (layout.parse_marker(name) and self._is_safe):
+        if (name == layout.RUN_KEY and is_ours) or layout.parse_marker(name):
             self.fail(f"P3: {name} is deleted")
         elif name.startswith(layout.OUTPUTS):
-            for chunk in layout.chunks_of_output(name):
-                for generation in self._generations(chunk):
-                    if layout.output_key(self._marker(chunk, generation)["output"]) == name:
-                        self.fail(f"P2: {name} is deleted, and a marker names it")
+            chunk = layout.chunk_of_output(name)
+            for generation in self._generations(chunk):
+                if layout.output_key(self._marker(chunk, generation)["output"]) == name:
+                    self.fail(f"P2: {name} is deleted, and a marker names it")
         elif name.startswith(layout.CHECKPOINTS):
             chunk = name.split("/")[1]
             if not self._generations(chunk):
@@ -222,14 +221,12 @@ class Oracle:
         """Check that whoever is about to write an output, a marker or a segment may do so."""
         if not name.startswith((layout.OUTPUTS, layout.CHECKPOINTS)):
             return
-        if len(layout.chunks_of_output(name)) > 1:
-            return  # a second try under a name of its own; the marker that would name it is checked
         if process.name in self._ghosts:
             self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
         if process.name in self._closed:
             self.fail(f"lease: {process.name} has closed its record, and writes {name}")
         # A clock that stood still tells its worker nothing of the time that has passed.
-        is_judged = self._is_safe and not process.frozen_seconds
+        is_judged = not process.frozen_seconds
         silent_seconds = self._scheduler.now - self._renewed.get(process.name, 0.0)
         if is_judged and silent_seconds > self.lease_seconds:
             self.fail(
@@ -323,7 +320,7 @@ class Oracle:
         looked_at, data = self._run_seen.get(process.name, (-1.0, b""))
         if data and msgspec.json.decode(data)["fingerprint"] == FOREIGN:
             self.fail(f"P6: {process.name} is done, and had seen another run's run.json last")
-        if self._is_safe and looked_at < self._marked_at.get(process.name, -1.0):
+        if looked_at < self._marked_at.get(process.name, -1.0):
             self.fail(
                 f"P6: {process.name} is done, and has not looked at run.json after its markers"
             )
@@ -355,7 +352,7 @@ class Oracle:
         run = self._server.objects.get(RUN + layout.RUN_KEY)
         fingerprint = None if run is None else msgspec.json.decode(run.data)["fingerprint"]
         is_own = fingerprint not in (None, FOREIGN)
-        if self._is_safe and is_own and marker["fingerprint"] != fingerprint:
+        if is_own and marker["fingerprint"] != fingerprint:
             self.fail(f"P6: {name} is of another configuration than run.json")
         if marker["fingerprint"] not in self._temperatures:
             self.fail(f"P6: {name} is of a configuration that no run.json has had")

@@ -39,7 +39,7 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.storage import ObjectInfo, Preconditions
+from batchinfer.storage import ObjectInfo
 from batchinfer.storage.s3 import S3Store
 from batchinfer.worker import joining, marker_looks, tally
 from batchinfer.worker import start as worker_start
@@ -111,7 +111,7 @@ class LargeServer(Server):
     """
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(is_safe=True, page_keys=1000, has_content_etags=False)
+        super().__init__(page_keys=1000, has_content_etags=False)
         self._steps = plan.steps
         self._order: list[str] = []
         self._infos: dict[str, ObjectInfo] = {}
@@ -230,7 +230,7 @@ def _folder_place(folder: str) -> str:
 def place_of(key: str) -> str:
     """Return what a key is for: "claims/", "markers", "run.json".
 
-    >>> place_of("run/claims/part-00000.json"), place_of("run/outputs/part-00000.jsonl.succeed")
+    >>> place_of("run/claims/part-00000.json"), place_of("run/outputs/part-00000.succeed")
     ('claims/', 'markers')
     """
     if layout.MARKER_SUFFIX in key:
@@ -397,7 +397,6 @@ class Campaign:
             self.network,
             engine=lambda: CoarseEngine(process, 1 / machine.speed, self),
             num_hands=8,
-            preconditions=Preconditions(create=True, replace=True),
             background=PatientBackground,
             store=PlainStore,
         )
@@ -549,7 +548,7 @@ def _less_detail() -> Iterator[None]:
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
         mock.patch.object(tally, "merge_minutes", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
-        mock.patch.object(layout, "chunks_of_output", cache(layout.chunks_of_output)),
+        mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
     ):
         yield
 

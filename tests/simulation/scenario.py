@@ -25,7 +25,6 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
-    InputError,
     Interrupted,
     NoProgress,
     RunMismatch,
@@ -38,7 +37,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import survey
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
-from batchinfer.storage import Preconditions, opening, scratch
+from batchinfer.storage import opening, scratch
 from batchinfer.worker import ring, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import Environment, Limits, WorkerConfig
@@ -115,7 +114,6 @@ class Plot:
     """Everything that is drawn from the seed before it begins."""
 
     chance: random.Random
-    is_safe: bool = True
     is_calm: bool = False
     claims: bool = True
     steal: bool = True
@@ -157,7 +155,6 @@ def draw_plot(seed: int) -> Plot:
         return value * chance.random() if not is_calm and chance.random() < share else 0.0
 
     plot = Plot(chance, is_calm=is_calm)
-    plot.is_safe = chance.random() > 0.1
     plot.claims = chance.random() > 0.1
     plot.steal = chance.random() > 0.2
     plot.compression = "zstd" if chance.random() < 0.15 else "none"
@@ -234,16 +231,13 @@ class Scenario:
             self.scheduler.trace = []
         chance = self.plot.chance
         self.server = Server(
-            is_safe=self.plot.is_safe,
             page_keys=chance.choice([2, 1000, 1000]),
             has_content_etags=chance.random() < 0.7,
         )
         self.network = Network(self.scheduler, self.server)
         self.network.attempts = chance.choice([1, 3, 3])
         truth = self._make_job(chance)
-        self.oracle = Oracle(
-            self.scheduler, self.server, truth, self.plot.engine, is_safe=self.plot.is_safe
-        )
+        self.oracle = Oracle(self.scheduler, self.server, truth, self.plot.engine)
         self.oracle.lease_seconds = self.plot.lease_seconds
         self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
@@ -329,7 +323,7 @@ class Scenario:
         self.oracle.check_end()
         self._raise()
         is_audited = self.seed % AUDITED == 0 or self.cleanings is not None
-        if is_audited and self.plot.is_safe:
+        if is_audited:
             self._audit()
 
     def _audit(self) -> None:
@@ -432,8 +426,7 @@ class Scenario:
             # One that woke up just now may have made the run its own: who comes later takes its configuration.
             is_late = slot.temperature != self._temperature()
             slot.temperature = self._temperature()
-            is_mixed = start.outcome == "RunMismatch" and self._redo_foreign()
-            if start.outcome != "EngineDied" and not is_late and not is_mixed:
+            if start.outcome != "EngineDied" and not is_late:
                 break
         if start.outcome != "SUCCESS":
             self.oracle.fail(f"P5: the clean worker cannot finish the run: {start.outcome}")
@@ -446,26 +439,6 @@ class Scenario:
     def _awaited(self) -> list[Start]:
         """The workers that run and must come to an end. One whose main loop hangs for ever must keep nobody waiting."""
         return [start for start in self.live if start.process.hung_until != float("inf")]
-
-    def _redo_foreign(self) -> bool:
-        """Remove the markers of another configuration than run.json, as `clean --redo` does. Whether there were any.
-
-        Only where preconditions are ignored: there run.json may be written twice, and each of them is joined.
-        """
-        if self.plot.is_safe:
-            return False
-        fingerprint = json.loads(self.server.objects[RUN + layout.RUN_KEY].data)["fingerprint"]
-        foreign = {
-            key: marker[0]
-            for key in self.server.keys(RUN + layout.OUTPUTS)
-            if (marker := layout.parse_marker(key.removeprefix(RUN)))
-            and json.loads(self.server.objects[key].data)["fingerprint"] != fingerprint
-        }
-        self.scheduler.log("scenario", f"do again: {list(foreign)}")
-        self.oracle.redo(foreign.values())
-        for key in foreign:
-            self.server.delete(key)
-        return bool(foreign)
 
     def _temperature(self) -> float:
         """The run's configuration, once it exists."""
@@ -544,9 +517,7 @@ class Scenario:
             skew_seconds=slot.skew_seconds,
             grace_seconds=plot.grace_seconds,
             num_hands=chance.choice([2, 8]),
-            preconditions=None
-            if chance.random() < 0.1
-            else Preconditions(create=plot.is_safe, replace=plot.is_safe),
+            tries_store=chance.random() < 0.3,
         )
         start = Start(slot, process, environment, self.scheduler.now)
         config = self._worker_config(slot)
@@ -592,11 +563,8 @@ class Scenario:
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
         is_peaceful = not process.num_faults and not process.has_been_frozen
-        # Without preconditions, a slow write of run.json replaces the one of another configuration.
-        may_be_replaced = plot.has_other_config and not plot.is_safe
         reasons = {
             RunMismatch: plot.has_other_config,
-            InputError: may_be_replaced and layout.RUN_KEY in error.message,
             StorageError: bool(process.num_faults),
             EngineError: not plot.is_calm or self.oracle.deaths,
             Interrupted: start.stop_asked is not None,

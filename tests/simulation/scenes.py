@@ -7,16 +7,16 @@ from contextlib import suppress
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, Superseded
-from batchinfer.core.records import Claim, Marker, Worker
+from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
-from fakes import FakeClock, marker_record, worker_record
+from fakes import FakeClock, worker_record
 
 from .oracle import RUN
 from .scheduler import Process
-from .stage import Stage, when
+from .stage import Stage
 
 CHUNK = "part-00000"
 LEASE_SECONDS = 6.0
@@ -111,41 +111,12 @@ def a_segment_that_was_changed_on_storage_is_left_out() -> None:
         for key, data in stage.objects(layout.CHECKPOINTS).items():
             stage.put(key, data.replace(b"|0.5|", b"|0.7|"))
         assert stage.run().is_success
-        output = stage.objects()[layout.output_key(layout.output_file(CHUNK))]
+        (output,) = (data for key, data in stage.objects().items() if layout.chunk_of_output(key))
         assert b"|0.7|" not in output
 
 
 def _lines(segment: bytes) -> set[int]:
     return {codec.decode(text, dict, name="a row")["line"] for text in segment.splitlines()[1:]}
-
-
-def an_output_that_a_late_marker_may_name_stays() -> None:
-    """Preconditions are ignored: the marker that timed out overwrites the one that came first."""
-    with Stage([["mine"]]) as stage:
-        stage.server.is_safe = False
-        stage.network.attempts = 1
-        is_marker = when(
-            lambda method, key: method == "put_object" and ".succeed" in key, "late", times=1
-        )
-
-        def put_theirs() -> None:
-            marker = marker_record(output=f"{CHUNK}.other.jsonl", nonce="other", worker="w9")
-            stage.put(layout.output_key(marker.output), b"theirs")
-            stage.put(layout.marker_key(CHUNK), codec.encode(marker))
-
-        def hook(number: int, method: str, key: str, process: Process) -> str | float | None:
-            fate = is_marker(number, method, key, process)
-            if fate:
-                stage.scheduler.after(0.0, put_theirs)
-                stage.network.weather.late_seconds = 500.0
-            return fate
-
-        stage.run(hook=hook)
-        stage.scheduler.run(float("inf"))
-        key = layout.marker_key(CHUNK)
-        marker = codec.decode(stage.objects()[key], Marker, name=key)
-        assert marker.worker == "w0"
-        assert layout.output_key(marker.output) in stage.objects()
 
 
 def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
@@ -167,7 +138,6 @@ SCENES: dict[str, Callable[[], None]] = {
     "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
     "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
-    "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }

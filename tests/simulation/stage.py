@@ -13,7 +13,6 @@ from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.config import EngineConfig
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
-from batchinfer.storage import Preconditions
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.start import Environment, WorkerConfig
 
@@ -55,7 +54,7 @@ class Stage:
 
     def __init__(self, prompts: list[list[str]], *, num_workers: int = 1, seed: int = 0) -> None:
         self.scheduler = Scheduler(seed)
-        self.server = Server(is_safe=True, page_keys=1000, has_content_etags=True)
+        self.server = Server(page_keys=1000, has_content_etags=True)
         self.network = Network(self.scheduler, self.server)
         self.engine = EngineTraits()
         self.taken: list[RowKey] = []
@@ -117,7 +116,6 @@ class Stage:
             process,
             self.network,
             engine=lambda: SimEngine(process, self.engine, self),
-            preconditions=Preconditions(create=self.server.is_safe, replace=self.server.is_safe),
         )
         self.environment = environment
         config = WorkerConfig(

@@ -89,17 +89,15 @@ class Server:
     """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
 
     Args:
-        is_safe: Whether preconditions are honoured; some stores accept the header and overwrite all the same.
         page_keys: Keys on a listing's page.
         has_content_etags: Equal bytes have equal etags, as on S3; else every write gives a new one, as on GCS.
     """
 
-    def __init__(self, *, is_safe: bool, page_keys: int, has_content_etags: bool) -> None:
+    def __init__(self, *, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
         self.uploads: dict[str, Unfinished] = {}
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
-        self.is_safe = is_safe
         self.lag_seconds = 0.0
         """How old listings are."""
         self.has_lagged = False
@@ -141,13 +139,12 @@ class Server:
         IfMatch: str = "",  # noqa: N803
     ) -> dict[str, Any]:
         held = self.objects.get(Key)
-        if self.is_safe:
-            if IfNoneMatch and held is not None:
-                raise PreconditionFailed(f"{Key}: exists")
-            if IfMatch and held is None:
-                raise ObjectNotFound(f"{Key}: no such object")
-            if IfMatch and held is not None and held.etag != IfMatch:
-                raise PreconditionFailed(f"{Key}: is another version")
+        if IfNoneMatch and held is not None:
+            raise PreconditionFailed(f"{Key}: exists")
+        if IfMatch and held is None:
+            raise ObjectNotFound(f"{Key}: no such object")
+        if IfMatch and held is not None and held.etag != IfMatch:
+            raise PreconditionFailed(f"{Key}: is another version")
         return {"ETag": self.put(Key, bytes(Body), process)}
 
     def _get_object(self, process: Process, Key: str) -> Held:  # noqa: N803
@@ -216,11 +213,8 @@ class Server:
         Key: str,  # noqa: N803
         UploadId: str,  # noqa: N803
         MultipartUpload: dict[str, Any],  # noqa: N803
-        IfNoneMatch: str = "",  # noqa: N803
     ) -> dict[str, Any]:
         parts = self._require_upload(Key, UploadId).parts
-        if self.is_safe and IfNoneMatch and Key in self.objects:
-            raise PreconditionFailed(f"{Key}: exists")
         body = b"".join(parts[part["PartNumber"]] for part in MultipartUpload["Parts"])
         del self.uploads[UploadId]
         return {"ETag": self.put(Key, body, process)}
@@ -455,22 +449,6 @@ def subject_of(arguments: dict[str, Any]) -> str:
     return str(arguments.get("Key") or arguments.get("Prefix") or "")
 
 
-class _Turns:
-    """A lock for greenlets: who finds it taken looks again a little later."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._is_taken = False
-
-    def __enter__(self) -> None:
-        while self._is_taken:
-            self._process.sleep(0.05)
-        self._is_taken = True
-
-    def __exit__(self, *_error: object) -> None:
-        self._is_taken = False
-
-
 class OneAfterTheOther:
     """Takes the place of the threads that upload parts."""
 
@@ -491,8 +469,6 @@ class SimStore(S3Store):
         self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
         self.url = f"s3://{self.bucket}/{root}"
         self._root = f"{root}/"
-        self._are_parts_safe: bool | None = None
-        self._parts_lock = _Turns(process)  # type: ignore[assignment]
         self._is_bucket_seen = True
         self._network = network
         self._process = process
@@ -524,12 +500,12 @@ class SimStore(S3Store):
             self._network.server.watcher.creating(key, self._process)
         return super().create(key, data)
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
+    def put_file(self, key: str, path: Path) -> None:
         self._multipart_bytes = self._network.multipart_bytes
         self._part_bytes = self._network.part_bytes
         if self._network.server.watcher is not None:
             self._network.server.watcher.creating(key, self._process)
-        return super().create_file(key, path, is_final=is_final)
+        super().put_file(key, path)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._network.request(self._process, method, arguments)

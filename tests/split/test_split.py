@@ -205,9 +205,7 @@ def test_another_split_is_refused_with_the_difference(
     rows_at(tmp_path / "job")
 
 
-@pytest.mark.parametrize(
-    "key", ["runs/a/claims/x", "tests/b/run.json", "x/outputs/part-0.jsonl.succeed"]
-)
+@pytest.mark.parametrize("key", ["runs/a/claims/x", "tests/b/run.json", "x/outputs/part-0.succeed"])
 def test_a_job_with_runs_is_never_split_anew(source: Path, tmp_path: Path, key: str) -> None:
     split(source, tmp_path / "job")
     open_store(str(tmp_path / "job")).create(key, b"{}")
@@ -229,13 +227,13 @@ def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
     with pytest.raises(InputError) as caught:
         split(source, job)
     assert "--overwrite" in caught.value.hint
-    create = LocalStore.create_file
+    put = LocalStore.put_file
 
-    def checked(*arguments: Any, **options: Any) -> str:
+    def checked(*arguments: Any) -> Any:
         assert not (job / "job.json").exists()
-        return create(*arguments, **options)
+        return put(*arguments)
 
-    monkeypatch.setattr(LocalStore, "create_file", checked)
+    monkeypatch.setattr(LocalStore, "put_file", checked)
     split(make_source(source, *range(60)), job, num_chunks=3, overwrite=True)
     assert len(rows_at(job)) == 60
     assert sorted(path.name for path in (job / "chunks").iterdir()) == [

@@ -15,11 +15,11 @@ import gcsfs.retry
 import pytest
 from google.auth.exceptions import RefreshError, TransportError
 
-from batchinfer.core.errors import AccessDenied, AlreadyExists, InputError, StorageError
+from batchinfer.core.errors import AccessDenied, InputError, StorageError
 from batchinfer.split import files
 from batchinfer.storage import Store, gcs
 from batchinfer.storage.gcs import GcsStore
-from batchinfer.storage.opening import probe
+from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.retrying import RetryPolicy
 from store_contract import StoreContract
 
@@ -184,16 +184,9 @@ def test_large_file_becomes_visible_with_its_last_piece(server: FakeGcs, tmp_pat
     store = GcsStore(f"gs://{BUCKET}", resumable_bytes=MIB)
     file = tmp_path / "file"
     file.write_bytes(bytes(range(256)) * 4096 * 33)
-    etag = store.create_file("outputs/a", file)
-    assert store.stat("outputs/a").etag == etag
+    store.put_file("outputs/a", file)
     store.download("outputs/a", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
-    assert store.create_file("outputs/a", file) == etag
-    with file.open("r+b") as changed:
-        changed.write(b"x")
-    with pytest.raises(AlreadyExists):
-        store.create_file("outputs/a", file)
-    assert store.stat("outputs/a").etag == etag
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -206,8 +199,8 @@ def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
         lambda store: store.stat("k"),
         lambda store: store.download("k", tmp_path / "copy"),
         lambda store: store.create("k", b"1"),
-        lambda store: store.create_file("k", file),
-        lambda store: GcsStore(store.url, retries=QUICK, resumable_bytes=1).create_file("k", file),
+        lambda store: store.put_file("k", file),
+        lambda store: GcsStore(store.url, retries=QUICK, resumable_bytes=1).put_file("k", file),
         lambda store: store.replace("k", b"1", "1"),
     ):
         with pytest.raises(InputError, match="'nowhere'") as caught:
@@ -221,7 +214,11 @@ def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
 def test_refused_access_says_what_to_do(server: FakeGcs, status: int, message: str):
     server.refusal = (status, message)
     store = GcsStore(f"gs://{BUCKET}/job")
-    for verb in (lambda: store.create("k", b"1"), lambda: store.get("k"), lambda: probe(store)):
+    for verb in (
+        lambda: store.create("k", b"1"),
+        lambda: store.get("k"),
+        lambda: check_preconditions(store),
+    ):
         with pytest.raises(AccessDenied) as caught:
             verb()
         assert re.search("gcloud|role", caught.value.hint)
@@ -254,7 +251,7 @@ def test_server_that_never_answers_is_a_storage_error(silent_endpoint, no_pauses
         lambda: store.get("k"),
         lambda: list(store.list()),
         lambda: store.create("k", b"1"),
-        lambda: store.create_file("k", file),
+        lambda: store.put_file("k", file),
     ):
         with pytest.raises(StorageError, match="no answer") as caught:
             verb()
@@ -341,11 +338,11 @@ def test_upload_that_the_service_lost_is_started_again(
     file = tmp_path / "file"
     file.write_bytes(bytes(range(256)) * 4096 * 33)
     server.loss = [status] * 2
-    store.create_file("outputs/a", file)
+    store.put_file("outputs/a", file)
     store.download("outputs/a", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
     server.loss = [status] * 3
     with pytest.raises(StorageError, match="after 3 attempts") as caught:
-        store.create_file("outputs/b", file)
+        store.put_file("outputs/b", file)
     assert type(caught.value) is StorageError
     assert [found.key for found in store.list()] == ["outputs/a"]

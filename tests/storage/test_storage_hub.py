@@ -143,7 +143,7 @@ def test_keys_that_leave_the_root_are_refused(store: ReadOnlyStore):
 def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
     for verb in (
         lambda: store.create("k", b"1"),
-        lambda: store.create_file("k", tmp_path / "file"),
+        lambda: store.put_file("k", tmp_path / "file"),
         lambda: store.replace("k", b"1", "etag"),
         lambda: store.delete(["k"]),
     ):

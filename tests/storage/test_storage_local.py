@@ -23,7 +23,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import Store, local
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import probe
+from batchinfer.storage.opening import check_preconditions
 from store_contract import StoreContract
 
 
@@ -136,7 +136,7 @@ from batchinfer.storage.local import LocalStore
 store = LocalStore(sys.argv[1])
 print("ready", flush=True)
 for index in range(10_000):
-    store.create_file(f"outputs/{sys.argv[3]}-{index:05d}", Path(sys.argv[2]))
+    store.put_file(f"outputs/{sys.argv[3]}-{index:05d}", Path(sys.argv[2]))
 """
 
 
@@ -255,7 +255,7 @@ def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
             verb()
         assert str(store.root) in caught.value.hint
     with pytest.raises(AccessDenied):
-        probe(store)
+        check_preconditions(store)
 
 
 def test_folder_that_cannot_be_made_is_access_denied():
@@ -331,16 +331,16 @@ def test_a_final_file_is_not_copied_and_may_be_removed(tmp_path):
     store = LocalStore(tmp_path / "store")
     source = tmp_path / "built"
     source.write_bytes(b"rows\n")
-    store.create_file("outputs/a", source, is_final=True)
+    store.put_file("outputs/a", source)
     assert (tmp_path / "store/outputs/a").stat().st_ino == source.stat().st_ino
     source.unlink()
     assert store.get("outputs/a").data == b"rows\n"
     assert [info.key for info in store.list("")] == ["outputs/a"]
 
 
-@pytest.mark.parametrize("is_final", [True, False])
+@pytest.mark.parametrize("is_linked", [True, False])
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
-    tmp_path, monkeypatch, is_final
+    tmp_path, monkeypatch, is_linked
 ):
     """P2 and P3: a marker must not outlive a power cut that its output does not, linked or copied."""
     store = LocalStore(tmp_path / "store")
@@ -356,5 +356,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    store.create_file("outputs/a", source, is_final=is_final)
+    if not is_linked:
+        monkeypatch.setattr(local, "_has_linked", lambda source, temp: False)
+    store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]

@@ -25,8 +25,8 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.storage import Preconditions, Store, s3, s3_client
-from batchinfer.storage.opening import open_store, probe
+from batchinfer.storage import Store, s3_client
+from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.storage.s3 import S3Store
 from lossy_proxy import Proxy
@@ -94,9 +94,9 @@ def test_lost_reply_to_a_file_is_no_loss(s3_url, proxy: Proxy, tmp_path: Path):
     file = tmp_path / "file"
     file.write_bytes(os.urandom(3 * MIB))
     proxy.lose(b"PUT ")
-    etag = store.create_file("outputs/a", file)
+    store.put_file("outputs/a", file)
     assert proxy.num_lost == 1
-    assert store.get("outputs/a") == (file.read_bytes(), etag)
+    assert store.get("outputs/a").data == file.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,8 @@ def test_lost_reply_in_a_multipart_upload_is_no_loss(
     store = S3Store(url, retries=QUICK, part_bytes=5 * MIB, multipart_bytes=6 * MIB)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(12 * MIB))
-    store.create_file(
-        "outputs/earlier", file
-    )  # the first large file also tests the store with a probe
     proxy.lose(starts_with, contains=contains)
-    store.create_file("outputs/a", file)
+    store.put_file("outputs/a", file)
     assert proxy.num_lost == 1
     store.download("outputs/a", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
@@ -220,7 +217,7 @@ def test_part_of_an_upload_is_never_an_object(s3_url, proxy: Proxy, tmp_path: Pa
     file.write_bytes(os.urandom(12 * MIB))
     proxy.lose(b"PUT ", contains=b"partNumber=3", times=99)
     with pytest.raises(StorageError, match="after 3 attempts"):
-        store.create_file("outputs/a", file)
+        store.put_file("outputs/a", file)
     assert list(store.list()) == []
     assert list(store.list_multipart_uploads()) == []
 
@@ -301,10 +298,10 @@ def test_missing_bucket_is_named(s3_environment, tmp_path):
         lambda: store.download("k", tmp_path / "copy"),
         lambda: list(store.list()),
         lambda: store.create("k", b"1"),
-        lambda: store.create_file("k", file),
+        lambda: store.put_file("k", file),
         lambda: store.replace("k", b"1", '"0"'),
         lambda: store.delete(["k"]),
-        lambda: probe(store),
+        lambda: check_preconditions(store),
     ):
         with pytest.raises(InputError, match="no-such-bucket-here") as caught:
             verb()
@@ -412,95 +409,10 @@ def test_an_upload_that_was_aborted_meanwhile_begins_again(
     store = Aborting(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(6 * MIB))
-    store.create_file("before", file)  # asks the store once how it treats uploads in parts
     store.aborted_before = request_name
-    store.create_file("output", file)
+    store.put_file("output", file)
     assert store.aborted_before == ""
     assert store.get("output").data == file.read_bytes()
-    assert list(store.list_multipart_uploads()) == []
-
-
-class DeafStore(S3Store):
-    """A server that ignores preconditions, as `rclone serve s3` does."""
-
-    def _call(self, method: str, **arguments: object) -> object:
-        arguments.pop("IfNoneMatch", None)
-        arguments.pop("IfMatch", None)
-        return super()._call(method, **arguments)
-
-
-def test_store_that_ignores_preconditions_is_found_out(s3_url):
-    store = DeafStore(s3_url("job"), retries=QUICK)
-    found = probe(store)
-    assert found == Preconditions(create=False, replace=False)
-    assert not found.is_safe
-    assert list(store.list()) == []
-
-
-class DeafToParts(S3Store):
-    """A server that checks preconditions, but not where an upload in parts is completed, as older Ceph does."""
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
-        self.calls: list[tuple[str, str]] = []
-
-    def _call(self, method: str, **arguments: object) -> object:
-        self.calls.append((method, str(arguments.get("Key", ""))))
-        if method == "complete_multipart_upload":
-            arguments.pop("IfNoneMatch", None)
-        return super()._call(method, **arguments)
-
-
-def test_store_that_overwrites_by_uploads_in_parts_gets_files_in_one_piece(
-    s3_url, tmp_path: Path, caplog
-):
-    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.write_bytes(os.urandom(3 * MIB))
-    second.write_bytes(os.urandom(3 * MIB))
-    etag = store.create_file("outputs/a", first)
-    assert store.create_file("outputs/a", first) == etag
-    with pytest.raises(AlreadyExists):
-        store.create_file("outputs/a", second)
-    assert store.get("outputs/a").data == first.read_bytes()
-    completed = [key for method, key in store.calls if method == "complete_multipart_upload"]
-    assert len(completed) == 1, "the trial, and it is made once"
-    assert "in one piece" in caplog.text
-    assert [found.key for found in store.list()] == ["outputs/a"]
-
-
-def test_file_too_large_for_one_piece_is_refused_where_parts_overwrite(
-    s3_url, monkeypatch, tmp_path: Path
-):
-    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
-    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(3 * MIB))
-    with pytest.raises(StorageError, match="one piece") as caught:
-        store.create_file("outputs/a", file)
-    assert "--num-chunks" in caught.value.hint
-    assert list(store.list()) == []
-
-
-def test_store_that_overwrites_by_any_upload_gets_large_files_in_parts(
-    s3_url, monkeypatch, tmp_path: Path
-):
-    """There every output has a name of its own, so parts overwrite nothing; in one piece not every file fits."""
-    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
-    store = DeafStore(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(3 * MIB))
-    assert store.create_file("outputs/a", file).endswith('-1"'), "in parts"
-    assert [found.key for found in store.list()] == ["outputs/a"]
-
-
-def test_trial_of_parts_leaves_nothing(s3_url, tmp_path: Path):
-    store = S3Store(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(MIB))
-    etag = store.create_file("outputs/a", file)
-    assert etag.endswith('-1"'), "in parts"
-    assert [found.key for found in store.list()] == ["outputs/a"]
     assert list(store.list_multipart_uploads()) == []
 
 
@@ -566,7 +478,6 @@ VERBS = {
     "stat": lambda store: store.stat("k"),
     "create": lambda store: store.create("k", b"1"),
     "replace": lambda store: store.replace("k", b"1", '"e"'),
-    "start of parts": lambda store: store._retry(lambda: store._send_parts("k", lambda _: b"1", 1)),
 }
 
 
@@ -723,7 +634,7 @@ def test_refused_head_hints_at_the_listing_permission(scripted):
 def test_read_only_bucket_is_access_denied_by_the_probe(scripted):
     scripted(*[(403, "AccessDenied")] * 9)
     with pytest.raises(AccessDenied):
-        probe(S3Store("s3://bucket/job", retries=QUICK))
+        check_preconditions(S3Store("s3://bucket/job", retries=QUICK))
 
 
 EXIT = """
@@ -732,7 +643,7 @@ from pathlib import Path
 from batchinfer.storage.opening import open_store
 store = open_store(sys.argv[1])
 store.create("k", b"1")
-store.create_file("f", Path(sys.argv[2]))
+store.put_file("f", Path(sys.argv[2]))
 next(store.list())
 raise SystemExit(7)
 """
@@ -785,7 +696,7 @@ from batchinfer.storage.s3 import S3Store
 store = S3Store(sys.argv[1], part_bytes=5 << 20, multipart_bytes=1)
 print("ready", flush=True)
 for index in range(10_000):
-    store.create_file(f"{sys.argv[3]}-{index}", Path(sys.argv[2]))
+    store.put_file(f"{sys.argv[3]}-{index}", Path(sys.argv[2]))
     print("done", flush=True)
 """
 

@@ -118,7 +118,7 @@ def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Pat
     assert done.status == 0, done.stderr
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [one["name"] for one in recorded["config"]["adapters"]] == ["sql"]
-    assert recorded["recorded"]["lora"] == {"sql": str(first)}
+    assert recorded["recorded"]["options"]["loras"] == {"sql": str(first)}
     moved = first.rename(tmp_path / "moved")
     again = call(arguments(tmp_path, *column, "--lora", f"sql={moved}"))
     assert again.status == 0, again.stderr

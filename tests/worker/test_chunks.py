@@ -191,7 +191,7 @@ def output_line(line: int) -> bytes:
 
 
 def publisher(run: Store) -> Publisher:
-    return Publisher(run, is_safe=True, nonce="n", require_lease=lambda: None)
+    return Publisher(run, nonce="n", require_lease=lambda: None)
 
 
 def opener(run: Store, source: Store, scratch: Scratch) -> Opener:

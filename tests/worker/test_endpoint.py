@@ -138,7 +138,9 @@ def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
     for after in ("status", "verify"):
         assert call(after, run)[0] == 0
     assert call("report", run, "-o", str(tmp_path / "page.html"))[0] == 0
-    assert json.loads(Path(run, "run.json").read_text())["recorded"]["base_urls"] == [endpoint.url]
+    assert json.loads(Path(run, "run.json").read_text())["recorded"]["options"]["base_urls"] == [
+        endpoint.url
+    ]
     assert has_key(tmp_path) == []
 
 

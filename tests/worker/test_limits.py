@@ -68,3 +68,16 @@ def test_starts_that_end_at_the_limit_are_no_attempts_in_vain(stage: Stage) -> N
 
 def test_without_a_limit_a_worker_goes_on_to_its_end(stage: Stage) -> None:
     assert stage.run(price_per_hour=1e6).is_success
+
+
+def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Cost is looked at once a second, and this worker takes less."""
+    logging.disable(logging.NOTSET)
+    with Stage([["row"]]) as stage:
+        stage.engine.load_seconds = stage.engine.row_seconds = 0.01
+        ending = stage.run(price_per_hour=3600.0, max_cost=0.5, lease_seconds=24.0)
+        assert ending.is_success
+        assert ending.result["cost"] > ending.result["max_cost"]
+    assert "--max-cost is $0.50: its work was done before that was seen" in caplog.text

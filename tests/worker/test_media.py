@@ -35,6 +35,7 @@ from fake_endpoint import fake_endpoint
 from making import (
     finish_process,
     make_job,
+    output_key,
     run_worker_here,
     said,
     start_process,
@@ -279,7 +280,7 @@ def answers(run: Path) -> list[dict[str, Any]]:
     store = open_store(str(run))
     found = []
     for name in sorted(finished_chunks(store)):
-        data = store.get(f"outputs/{name}.jsonl").data
+        data = store.get(output_key(store, name)).data
         found += [json.loads(line) for line in data.splitlines()]
     return found
 
@@ -375,7 +376,7 @@ def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: P
     run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
     run = json.loads((tmp_path / "run/run.json").read_text())
     assert run["config"]["prompt"]["image_columns"] == ["image"]
-    assert run["recorded"]["media_root"] == str(tmp_path)
+    assert run["recorded"]["options"]["media_root"] == str(tmp_path)
     command = worker_command(read_run(open_store(str(tmp_path / "run"))), "RUN", "JOB")
     assert "--image-column image" in command
     assert f"--media-root {tmp_path}" in command

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def options(job: Path, run: Path, *more: str) -> list[str]:
     quick = ("--max-num-seqs", "8", "--checkpoint-seconds", "0.5", "--worker-id", "w0")
-    return worker_arguments(job, run, *quick, "--metrics-port", "0", *more)
+    return worker_arguments(job, run, *quick, "--metrics", "0", *more)
 
 
 @pytest.fixture
@@ -107,15 +107,15 @@ def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = run_worker_here(job, tmp_path / "run", "--metrics-port", port)
+        done = run_worker_here(job, tmp_path / "run", "--metrics", port)
     assert done["status"] == "SUCCESS"
-    assert f"--metrics-port {port}: cannot listen there on 127.0.0.1" in caplog.text
+    assert f"--metrics {port}: cannot listen there on 127.0.0.1" in caplog.text
     assert "goes on without metrics" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["999.1.2.3", "no such host", "a..b", ""])
 def test_a_host_that_is_none_is_no_error_either(job: Path, tmp_path: Path, host: str) -> None:
-    where = ("--metrics-port", "0", "--metrics-host", host)
+    where = ("--metrics", f"{host}:0")
     done = run_worker_here(job, tmp_path / "run", *where, "--limit", "5")
     assert done["status"] == "SUCCESS"
 

@@ -27,7 +27,7 @@ from mistral_model import write_mistral
 from pooling_models import write_bert
 from whisper_model import sound, write_whisper
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
 TEXTS = [f"row {i} " + "word " * (i % 5) for i in range(70)]

@@ -20,6 +20,7 @@ from batchinfer.storage.opening import open_store
 from making import (
     finish_process,
     make_job,
+    output_key,
     read_marker,
     run_worker_here,
     start_process,
@@ -82,7 +83,7 @@ def test_each_task_has_its_body_and_counts_no_text(
 
 
 def test_vectors_are_base64_and_as_long_as_asked_for(job: Path) -> None:
-    run_worker_here(job, job / "run", "--task", "embed", "--dimensions", "5")
+    run_worker_here(job, job / "run", "--task", "embed", "--sampling", "dimensions=5")
     for body in bodies(job / "run"):
         numbers = struct.unpack("<5f", base64.b64decode(body["data"][0]["embedding"]))
         assert sum(number**2 for number in numbers) == pytest.approx(1)
@@ -98,7 +99,8 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     options = ["--prompt-column", "", "--audio-column", "sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
     assert result["errors"] == {"media_unavailable": 1}
-    data = open_store(str(tmp_path / "run")).get("outputs/part-00000.jsonl").data
+    store = open_store(str(tmp_path / "run"))
+    data = store.get(output_key(store, "part-00000")).data
     texts = [json.loads(line)["body"]["text"] for line in data.splitlines()[:2]]
     assert texts[0] == texts[1]
     assert texts[0].startswith("[audio:")
@@ -127,8 +129,12 @@ def test_options_that_mean_nothing_for_the_task_are_refused_by_name(
 
 
 def test_a_worker_with_other_vectors_is_refused(job: Path) -> None:
-    run_worker_here(job, job / "run", "--task", "embed", "--dimensions", "5")
-    for other in (("--dimensions", "6"), ("--dimensions", "5", "--no-normalize"), ()):
+    run_worker_here(job, job / "run", "--task", "embed", "--sampling", "dimensions=5")
+    for other in (
+        ("--sampling", "dimensions=6"),
+        ("--sampling", "dimensions=5,normalize=false"),
+        (),
+    ):
         with pytest.raises(RunMismatch, match=r"prompt\.body"):
             run_worker_here(job, job / "run", "--task", "embed", *other)
     with pytest.raises(RunMismatch, match="task"):
@@ -147,7 +153,7 @@ def wait_for(appeared: Callable[[], bool]) -> None:
 
 def test_a_killed_run_leaves_the_bytes_of_an_undisturbed_one(job: Path) -> None:
     options = ("--task", "embed", "--worker-id", "w0")
-    slow = ("--echo-latency-seconds", "0.2", "--max-num-seqs", "1", "--checkpoint-rows", "1")
+    slow = ("--echo-latency-seconds", "0.2", "--max-num-seqs", "1", "--checkpoint-seconds", "0.05")
     store = open_store(str(job / "killed"))
     process = start_process(worker_arguments(job, job / "killed", *options, *slow))
     wait_for(lambda: any(True for _ in store.list(layout.CHECKPOINTS)))

@@ -1,4 +1,4 @@
-"""`worker --preview` and `--template list`: a look without an engine."""
+"""`worker --preview` and `--prompt-template list`: a look without an engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_preview_names_rows_that_would_be_errors_and_media_that_would_be_fetched
 
 
 def test_template_list_describes_the_named_templates(capsys: pytest.CaptureFixture[str]) -> None:
-    status, result, shown = call(capsys, "--template", "list")
+    status, result, shown = call(capsys, "--prompt-template", "list")
     assert status == 0
     assert "alpaca" in result["templates"]
     assert "alpaca: " in shown

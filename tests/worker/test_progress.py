@@ -17,10 +17,10 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
-from batchinfer.worker.progress import BarOfLines, describe
+from batchinfer.worker.progress import MARKED_LINES, BarOfLines, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
-from making import make_job, run_worker_here, worker_arguments
+from making import make_job, run_worker_here, run_worker_process, worker_arguments
 
 COLUMNS = 80
 
@@ -77,7 +77,7 @@ def test_a_terminal_shows_log_lines_above_one_bar(tmp_path: Path) -> None:
     lines = screen(text)
     start = next(index for index, line in enumerate(lines) if line.startswith("{"))
     log, bar = lines[: start - 1], lines[start - 1]
-    assert re.fullmatch(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s out", bar)
+    assert re.fullmatch(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s", bar)
     assert len(bar) < COLUMNS
     entries = [line for line in log if re.match(r"\d\d:\d\d:\d\d INFO ", line)]
     assert len(entries) > 10
@@ -88,22 +88,21 @@ def test_a_terminal_shows_log_lines_above_one_bar(tmp_path: Path) -> None:
     loading = [part for part in shown if "loading the engine" in part]
     assert loading
     assert not any("/s" in part or "left" in part for part in loading)
-    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s out, \d:\d\d left", part) for part in shown)
+    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s, \d:\d\d left", part) for part in shown)
 
 
 def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     telemetry = cast(
         "Telemetry",
         SimpleNamespace(
-            workload=SimpleNamespace(rows=99_999_999, rows_done=88_888_888),
+            workload=SimpleNamespace(rows=99_999_999, rows_done=88_888_888, own_rows=25_000_000),
             tally=SimpleNamespace(rows=88_888, completion_tokens=10**9, num_errors=12_345),
             is_loading=False,
             busy_seconds=4000.0,
         ),
     )
     line = describe(telemetry)
-    assert line.startswith("88.9M/100M rows, 22.2/s, 250k tok/s out, ")
-    assert line.endswith(" left, 12.3k failed")
+    assert line == "88.9M/100M rows (own 25M), 22.2/s, 250k tok/s, ≤138h left, 12.3k failed"
     assert len(line) <= 71
 
 
@@ -113,6 +112,17 @@ def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:
     assert (result["chunks_total"], result["chunks_done"]) == (12, 12)
     again = run_worker_here(tmp_path / "job", tmp_path / "run", index=1)
     assert (again["chunks_total"], again["chunks_done"], again["chunks_skipped"]) == (6, 0, 6)
+
+
+def test_a_worker_of_several_shows_the_rows_of_the_whole_job(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=60, per_chunk=5, workers=4)
+    done = run_worker_process(
+        tmp_path / "job", tmp_path / "run", index=0, environment={MARKED_LINES: "1"}
+    )
+    marked = [line for line in done.stderr.split("\n") if line.startswith("\x1eprogress ")]
+    finished, rows, text = json.loads(marked[-1].removeprefix("\x1eprogress "))
+    assert (finished, rows) == (60, 60)
+    assert text.startswith("60/60 rows (own 15)")
 
 
 # --------------------------------------------------------------------------- the numbers of a workload
@@ -126,13 +136,25 @@ def state(work: Workload) -> tuple[int, int | None, int, int]:
     return work.rows_done, work.rows, work.chunks_done, work.chunks
 
 
-def test_a_helped_chunk_counts_while_it_is_open_and_once_it_is_done() -> None:
+def test_the_total_is_that_of_the_job_and_the_own_share_is_named() -> None:
+    """A worker with an eighth of the job said that under one minute was left of eleven."""
     work = Workload()
     work.set_own({"own": 10})
+    assert (work.rows, work.own_rows) == (10, None)
+    work.set_job({"own": 10, "other": 70})
+    assert (work.rows, work.own_rows) == (80, 10)
+    work.done("other")
+    assert state(work) == (70, 80, 0, 1), "another worker did it"
+
+
+def test_a_chunk_of_another_worker_is_among_mine_while_it_is_open_and_once_it_is_done() -> None:
+    work = Workload()
+    work.set_own({"own": 10})
+    work.set_job({"own": 10, "other": 7})
     work.opened(chunk("other", 7, left=2))
     assert state(work) == (5, 17, 0, 2)
     work.released("other")
-    assert state(work) == (0, 10, 0, 1)
+    assert state(work) == (0, 17, 0, 1)
     work.opened(chunk("other", 7, left=0))
     work.done("other")
     assert state(work) == (7, 17, 1, 2)

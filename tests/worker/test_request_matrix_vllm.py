@@ -154,12 +154,12 @@ def test_equal_runs_write_equal_bytes(demo_url: str, tmp_path: Path) -> None:
     "options",
     [
         ["--sampling", 'structured_outputs={"json":{"type":"nothing"}}'],
-        ["--regex", "(["],
+        ["--sampling", 'structured_outputs={"regex": "(["}'],
         ["--sampling", 'logit_bias={"99999":1}'],
-        ["--stop-token-ids", "99999"],
+        ["--sampling", "stop_token_ids=[99999]"],
         ["--sampling", "bad_words=5"],
         ["--sampling", "no_such_parameter=1"],
-        ["--logprobs", "21"],
+        ["--sampling", "logprobs=21"],
     ],
     ids=str,
 )

@@ -164,6 +164,25 @@ def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) 
     chunk.close()
 
 
+def test_in_the_first_minute_the_record_is_written_as_rows_come_out() -> None:
+    """`status` said for half a minute that a worker whose rows came out had none."""
+    clock = FakeClock()
+    telemetry_ = make_telemetry(clock)
+    telemetry_.begin(None)
+    facts = {"name": "vllm", "version": "1", "model": "m", "max_in_flight": 1}
+    telemetry_.engine_ready(msgspec.convert(facts, EngineInfo))
+    written: list[tuple[float, int]] = []
+    ready = clock.seconds
+    telemetry_.when_urgent(
+        lambda: written.append((clock.seconds - ready, telemetry_.latest.rows_done)),
+        beats_every_seconds=30.0,
+    )
+    for index in range(1000):
+        clock.seconds += 0.5
+        telemetry_.rows_finished([finished(index)])
+    assert written == [(2.0, 4), (4.0, 8), (8.0, 16), (16.0, 32)]
+
+
 def test_the_gpu_is_in_the_record() -> None:
     clock = FakeClock()
     telemetry_ = make_telemetry(clock)

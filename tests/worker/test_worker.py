@@ -699,11 +699,11 @@ class TestBadInput:
 
     def test_an_orphan_output_is_never_adopted(self, job: str) -> None:
         store = open_store(f"{job}/runs/a")
-        store.create("outputs/part-00002.jsonl", b"half a li")
+        store.create("outputs/part-00002.3f2a.jsonl", b"half a li")
         run_worker_here(job, f"{job}/runs/a")
         assert_every_row_once(f"{job}/runs/a", 95)
-        assert read_marker(store, "part-00002").output != "part-00002.jsonl"
-        assert store.get("outputs/part-00002.jsonl").data == b"half a li"
+        assert read_marker(store, "part-00002").output != "part-00002.3f2a.jsonl"
+        assert store.get("outputs/part-00002.3f2a.jsonl").data == b"half a li"
 
     def test_an_empty_marker_counts_for_nothing(self, job: str) -> None:
         store = open_store(f"{job}/runs/a")

@@ -221,7 +221,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     job, run, whole = (str(tmp_path / name) for name in ("job", "run", "whole"))
     split(source, job, "--limit", str(num_rows), "--num-chunks", "1")
     sampled = ("--temperature", "1", "--n", "2", "--seed", "7")
-    options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics-port", "0")
+    options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics", "0")
     process = start_process(worker(job, run, *options))
     port = port_of(process)
     assert metric(port, "batchinfer_worker_state", state="loading") == 1

@@ -58,7 +58,7 @@ def test_a_life_has_every_kind_of_write() -> None:
         "claims/",
         "run.json",
         "checkpoints/",
-        "outputs/part-00000.jsonl",
+        "outputs/part-00000.",
         ".succeed",
     ):
         assert any(part in write for write in writes), part

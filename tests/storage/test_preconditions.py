@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigError,
+    PreconditionFailed,
+    StorageError,
+)
+from batchinfer.storage import opening
+from batchinfer.storage.hub import ReadOnlyStore
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.memory import MemoryStore, forget
+from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
+from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from fixtures_s3 import _SERVE, _announced
+from making import make_job, run_process, run_worker_here, worker_arguments
+
+URL = "memory://probing"
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    yield
+    forget(URL)
+
+
+class Overwriting(MemoryStore):
+    def create(self, key: str, data: bytes) -> str:
+        self.delete([key])
+        return super().create(key, data)
+
+
+class Overwritten(MemoryStore):
+    """Says that the create is refused, and overwrites all the same."""
+
+    def create(self, key: str, data: bytes) -> str:
+        try:
+            return super().create(key, data)
+        except AlreadyExists:
+            super().replace(key, data, self.stat(key).etag)
+            raise
+
+
+class Deaf(MemoryStore):
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        return super().replace(key, data, self.stat(key).etag)
+
+
+class Stubborn(MemoryStore):
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        raise PreconditionFailed("never")
+
+
+class Unable(MemoryStore):
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        raise NotSupported("501")
+
+
+class Unwritable(MemoryStore):
+    def create(self, key: str, data: bytes) -> str:
+        raise AccessDenied("no")
+
+
+class Undeletable(MemoryStore):
+    def delete(self, keys: object) -> None:
+        raise AccessDenied("no")
+
+
+class Failing(MemoryStore):
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        raise StorageError("down")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Overwriting, "a second create of one object was tried, and overwrote it"),
+        (Overwritten, "a second create of one object was refused, and overwrote it all the same"),
+        (Deaf, "a replace with an outdated etag was tried, and overwrote the object"),
+        (Stubborn, "a replace with the object's current etag was tried, and refused"),
+        (Unable, "a conditional write was tried, and the store does not support it"),
+    ],
+)
+def test_a_store_is_refused_with_what_was_tried_and_what_it_did(kind: type[MemoryStore], said: str):
+    store = kind(URL)
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_preconditions(store)
+    assert caught.value.exit_status == 2
+    assert caught.value.message.startswith(URL)
+    assert "conditional writes" in caught.value.hint
+    assert list(store.list()) == []
+
+
+def test_a_store_that_honours_preconditions_is_taken_and_nothing_stays():
+    check_preconditions(MemoryStore(URL))
+    assert list(MemoryStore(URL).list()) == []
+
+
+_DEAF = """
+import moto.server
+serve = moto.server.run_simple
+
+def deaf(app):
+    def handle(environ, start_response):
+        environ.pop("HTTP_IF_MATCH", None)
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+        return app(environ, start_response)
+    return handle
+
+moto.server.run_simple = lambda host, port, app, **options: serve(host, port, deaf(app), **options)
+"""
+
+
+@pytest.mark.s3
+def test_a_worker_refuses_a_real_server_that_hears_no_preconditions(
+    s3_environment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """As `rclone serve s3` and some gateways are."""
+    import boto3
+
+    log = tmp_path / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-c", _DEAF + _SERVE], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        endpoint = _announced(server, log)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="deaf")
+        client.close()
+        make_job("s3://deaf/job", rows=2, per_chunk=2)
+        finished = run_process(worker_arguments("s3://deaf/job", "s3://deaf/run"))
+        assert finished.status == 2, finished.stderr
+        assert "a second create of one object was tried, and overwrote it" in finished.stderr
+        assert list(open_store("s3://deaf/run").list()) == []
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried = []
+    monkeypatch.setattr(opening, "check_preconditions", lambda store: tried.append(store.url))
+    job, run, copy = (str(tmp_path / name) for name in ("job", "run", "copy"))
+    make_job(job, rows=20, per_chunk=2)
+    run_worker_here(job, run)
+    run_worker_here(job, run)
+    assert tried == [run]
+    shutil.copytree(run, copy)
+    run_worker_here(job, copy)
+    assert tried == [run, copy]
+
+
+def test_read_only_store_is_access_denied():
+    with pytest.raises(AccessDenied):
+        check_preconditions(Unwritable(URL))
+    with pytest.raises(AccessDenied, match="read-only"):
+        check_preconditions(ReadOnlyStore("http://127.0.0.1/x"))
+
+
+def test_probe_that_cannot_be_removed_is_only_a_warning(caplog):
+    check_preconditions(Undeletable(URL))
+    assert "cannot remove the probe" in caplog.text
+
+
+def test_outage_is_no_finding():
+    with pytest.raises(StorageError, match="down"):
+        check_preconditions(Failing(URL))
+    assert list(MemoryStore(URL).list()) == []
+
+
+def test_transient_errors_end_as_storage_errors_that_count():
+    tries: list[int] = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise TransientError("flaky", hint="look")
+
+    with pytest.raises(StorageError, match=r"flaky \(after 3 attempts\)") as caught:
+        retried(RetryPolicy(attempts=3, first_pause_seconds=0.001), fail)
+    assert type(caught.value) is StorageError
+    assert caught.value.hint == "look"
+    assert len(tries) == 3
+
+
+def test_a_probe_of_a_folder_that_is_not_there_leaves_none_of_the_folders_that_it_made(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        check_preconditions(LocalStore(root))
+        assert root.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_gets_a_file_during_its_probe_stays(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        check_preconditions(LocalStore(root))
+        (root / "run.json").write_text("{}")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", root, root / "run.json"]
