@@ -24,6 +24,7 @@ from batchinfer.core.records import (
     Worker,
 )
 from batchinfer.storage import Store
+from fakes import put_worker
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -136,7 +137,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
     cloud, region = clouds[index % 3]
     worker = Worker(
         id=f"sky-2026-{index:03d}",
-        epoch=2 if is_killed else 1,
         nonce="n",
         state="running",
         started=begin,
@@ -151,7 +151,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         },
         open_chunks=dict.fromkeys(open_chunks, 50),
         chunks_done=len(done),
-        rows_done=rows,
         rows_ok=rows - errors,
         rows_error=errors,
         rows_resumed=40 if is_killed else 0,
@@ -201,7 +200,6 @@ def make_marker(name: str, worker: str, output: bytes, shape: Shape, **changes: 
         "rows_resumed": 0,
         "fingerprint": "f" * 32,
         "worker": worker,
-        "epoch": 1,
         "start": iso_utc(shape.now - 100),
         "end": iso_utc(shape.now),
         "prompt_tokens": 1,
@@ -237,10 +235,10 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     run.create(layout.RUN_KEY, codec.encode_pretty(written))
     workers = make_workers(shape)
     for worker in workers:
-        run.create(layout.worker_key(worker.id), codec.encode(worker))
+        put_worker(run, worker)
     for worker in workers:
         for chunk, rows in worker.open_chunks.items():
-            key = layout.segment_key(chunk, 1, f"{worker.id}.n", 1, rows)
+            key = layout.segment_key(chunk, f"{worker.id}.n", 1, rows)
             run.create(key, b"finished rows")
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
@@ -273,7 +271,8 @@ def write_local(folder: Path, shape: Shape | None = None) -> Path:
     for worker in make_workers(shape):
         # Storage's clock is right, whatever the worker's says.
         written = worker.heartbeat - (shape.clock_off_seconds if worker.id.endswith("-001") else 0)
-        os.utime(run / layout.worker_key(worker.id), (written, written))
+        for key in (layout.worker_key(worker.id), layout.statistics_key(worker.id)):
+            os.utime(run / key, (written, written))
     for marker in run.glob("outputs/*.succeed*"):
         os.utime(marker, (shape.now - 10, shape.now - 10))
     return run

@@ -66,7 +66,6 @@ def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = N
             "callbacks": {"SpeedMonitor": {"total_eval_wct": 0.0}},
             "timestamp": {
                 "Timestamp": {
-                    "epoch": 0,
                     "batch": 2000,
                     "total_wct": datetime.timedelta(seconds=1234),
                     "epoch_wct": datetime.timedelta(seconds=1),
@@ -80,7 +79,7 @@ def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = N
                 },
                 "Perplexity": metric,
             },
-            "dataset_state": {"train": {"epoch": 0, "sample_in_epoch": np.int64(7)}, "eval": {}},
+            "dataset_state": {"train": {"sample_in_epoch": np.int64(7)}, "eval": {}},
             "rank_zero_seed": 17,
             "run_name": "1714500000-brave-otter",
             "integrations": {

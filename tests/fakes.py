@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
-from batchinfer.core.records import Marker, Worker
+from batchinfer.core.records import Marker, Worker, WorkerLease
+from batchinfer.storage import Store
 
 
 class FakeClock:
@@ -30,7 +32,6 @@ def worker_record(**values: Any) -> Worker:
     return Worker(
         **{
             "id": "w0",
-            "epoch": 0,
             "nonce": "",
             "state": "running",
             "started": 0.0,
@@ -38,6 +39,19 @@ def worker_record(**values: Any) -> Worker:
         }
         | values
     )
+
+
+def lease_record(**values: Any) -> WorkerLease:
+    """A worker's lease."""
+    return WorkerLease(**{"id": "w0", "nonce": "", "state": "running", "heartbeat": 0.0} | values)
+
+
+def put_worker(store: Store, record: Worker) -> None:
+    """Put a worker's lease and its statistics, over those that are there."""
+    keys = layout.worker_key(record.id), layout.statistics_key(record.id)
+    store.delete(keys)
+    for key in keys:
+        store.create(key, codec.encode(record))  # of a lease, what it has not is ignored
 
 
 def marker_record(**values: Any) -> Marker:
@@ -55,7 +69,6 @@ def marker_record(**values: Any) -> Marker:
             "rows_resumed": 0,
             "fingerprint": "f",
             "worker": "w0",
-            "epoch": 1,
             "start": "2026-01-01T00:00:00.000Z",
             "end": "2026-01-01T00:00:01.000Z",
             "prompt_tokens": 1,

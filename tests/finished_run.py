@@ -86,7 +86,6 @@ def finish_run(
                 rows_resumed=0,
                 fingerprint=run.fingerprint,
                 worker="w",
-                epoch=1,
                 start="2026-01-01T00:00:00Z",
                 end="2026-01-01T00:01:00Z",
                 prompt_tokens=sum(row.usage.prompt_tokens for row in rows),

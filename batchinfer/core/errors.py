@@ -12,7 +12,7 @@
     - NoProgress                  too many starts that finished no new row
     - StopRequested               `batchinfer stop`
     - LimitReached                the worker has cost as much, or run as long, as it may
-    - Superseded                  a newer process (epoch) of the same worker exists
+    - Superseded                  a newer start of the same worker exists
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
     - EngineDied
@@ -144,7 +144,7 @@ class LimitReached(PolicyStop):
 
 
 class Superseded(PolicyStop):
-    """A newer process (epoch) of the same worker has started, so this process must end."""
+    """A newer start of the same worker exists, so this process must end."""
 
 
 class EngineError(BatchinferError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 EVENTS: dict[str, str] = {
-    "worker_started": "A worker has its lease and begins. `epoch` counts its starts from 1.",
+    "worker_started": "A worker has its lease and begins. `start` counts its starts from 1.",
     "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: killed, or running.",
     "manifests_read": "The manifests' chunks are known, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",

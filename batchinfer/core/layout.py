@@ -22,12 +22,11 @@ PROBES = "probes/"
 PARTS = "parts/"
 LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
+STATISTICS_SUFFIX = ".stats.json"
 
 _OUTPUT = re.compile(r"^(?P<chunk>[^/]+)\.[^./]+\.jsonl\Z")
 _MARKER = re.compile(r"^(?P<chunk>[^/]+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?\Z")
-_SEGMENT = re.compile(
-    r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})(?:\.(?P<rows>[0-9]{1,12}))?\.jsonl$"
-)
+_SEGMENT = re.compile(r"^(?P<writer>.+)-(?P<seq>[0-9]{6})\.(?P<rows>[0-9]{1,12})\.jsonl$")
 _RUN_OBJECT = re.compile(
     r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
 )
@@ -148,25 +147,22 @@ def checkpoint_prefix(name: str) -> str:
 class SegmentName(NamedTuple):
     """The parts of a checkpoint segment's key. `writer` is the worker's id and the nonce of its start.
 
-    `rows` is the number of finished rows in the segment. In segments of earlier versions it is None, and `writer` is
-    the worker's id without a nonce.
+    `rows` is the number of finished rows in the segment.
     """
 
     chunk: str
-    epoch: int
     writer: str
     seq: int
-    rows: int | None
+    rows: int
 
 
-def segment_key(name: str, epoch: int, writer: str, seq: int, rows: int | None = None) -> str:
-    """Key of one checkpoint segment. `rows` is the number of finished rows in it; see `SegmentName`.
+def segment_key(name: str, writer: str, seq: int, rows: int = 0) -> str:
+    """Key of one checkpoint segment; see `SegmentName`.
 
-    >>> segment_key("part-00007", 1, "w0.3f2a", 3, 250)
-    'checkpoints/part-00007/000001-w0.3f2a-000003.250.jsonl'
+    >>> segment_key("part-00007", "w0.3f2a", 3, 250)
+    'checkpoints/part-00007/w0.3f2a-000003.250.jsonl'
     """
-    count = "" if rows is None else f".{rows}"
-    return f"{CHECKPOINTS}{name}/{epoch:06d}-{writer}-{seq:06d}{count}.jsonl"
+    return f"{CHECKPOINTS}{name}/{writer}-{seq:06d}.{rows}.jsonl"
 
 
 def parse_segment(key: str) -> SegmentName | None:
@@ -175,8 +171,7 @@ def parse_segment(key: str) -> SegmentName | None:
     match = _SEGMENT.match(file)
     if match is None:
         return None
-    rows = None if match["rows"] is None else int(match["rows"])
-    return SegmentName(name, int(match["epoch"]), match["writer"], int(match["seq"]), rows)
+    return SegmentName(name, match["writer"], int(match["seq"]), int(match["rows"]))
 
 
 def part_prefix(plan: str) -> str:
@@ -220,12 +215,18 @@ def worker_key(worker_id: str) -> str:
     Raises:
         InputError: The id has a character that is not allowed, such as a slash, or a wrong length.
     """
-    if not _NAME.match(worker_id):
+    if not _NAME.match(worker_id) or worker_id.endswith(".stats"):
         raise InputError(
-            f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
+            f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or "
+            "digit, and another end than .stats",
             hint="pass another --worker-id",
         )
     return f"{WORKERS}{worker_id}.json"
+
+
+def statistics_key(worker_id: str) -> str:
+    """Key of a worker's statistics, beside its record."""
+    return worker_key(worker_id).removesuffix(".json") + STATISTICS_SUFFIX
 
 
 def launch_key(launch_id: str) -> str:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from batchinfer.core.counts import Counts
+
 FORMAT_VERSION = 1
 """Version of the format of the files below a job's and a run's folder. Programs refuse jobs and runs of a later one."""
 
@@ -237,7 +239,7 @@ class Run(Record, frozen=True, kw_only=True):
     nonce: str
 
 
-class Marker(Record, frozen=True, kw_only=True):
+class Marker(Counts, frozen=True, kw_only=True):
     """Content of a marker (`<chunk>.succeed`), which says that a chunk is done and describes its output.
 
     `start` and `end` are times in UTC, as ISO 8601.
@@ -249,39 +251,28 @@ class Marker(Record, frozen=True, kw_only=True):
     chunk: str
     chunk_sha256: str
     generation: int
-    rows_ok: int
-    rows_error: int
-    rows_resumed: int
     fingerprint: str
     worker: str
-    epoch: int
     start: str
     end: str
-    prompt_tokens: int
-    completion_tokens: int
     nonce: str
-    cached_tokens: int = 0
-    errors: dict[str, int] = {}
-    """Number of error rows for each error code."""
     chunk_root: str = ""
     """Folder in which the chunk's file was; empty for a chunk of a job."""
     chunk_bytes: int | None = None
     """Size of the chunk's file on storage, in bytes."""
-    finish_reasons: dict[str, int] = {}
-    """Number of ok rows for each finish reason."""
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
 
 
 class Claim(Record, frozen=True, kw_only=True):
     """Content of claims/<chunk>.json, which says which worker works on a chunk.
 
-    The claim holds as long as this worker, at this epoch, renews its heartbeat.
+    The claim holds as long as this start of this worker renews its heartbeat. A released claim names no worker.
     """
 
     worker: str
-    epoch: int
     nonce: str
+    """The worker's start."""
+    number: int = 0
+    """Makes all claims of one start differ."""
 
 
 class ErrorExample(Record, frozen=True, kw_only=True):
@@ -322,20 +313,18 @@ class Money(Record, frozen=True, kw_only=True):
     max_hours: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
-class Worker(Record, frozen=True, kw_only=True):
-    """Content of workers/<id>.json: a worker's heartbeat, its lease, and the numbers that `status` and `report` read.
+class WorkerLease(Record, frozen=True, kw_only=True):
+    """Content of workers/<id>.json: a worker's lease, which it renews regularly.
 
-    Most counters are sums over all starts of the worker. `starts` holds the time of each start. Long lists lose their
-    oldest entries (see worker/telemetry.py).
+    Other workers read it, so it has at most 1 KB.
     """
 
     id: str
-    epoch: int
     nonce: str
+    """The worker's last start."""
     state: str
     """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show another one, such as
     gone if heartbeats are missing."""
-    started: float
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
@@ -343,6 +332,23 @@ class Worker(Record, frozen=True, kw_only=True):
     attempts: int = 0
     """Number of starts since a start last finished a new row or found all work done. Starts that a signal
     or `batchinfer stop` ended are not counted."""
+
+
+class Worker(Counts, frozen=True, kw_only=True):
+    """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
+
+    It is written with checkpoints and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
+    attempts from the worker's lease. Most counters are sums over all starts of the worker. `starts` holds the time of
+    each start. Long lists lose their oldest entries (see worker/telemetry.py).
+    """
+
+    id: str
+    nonce: str
+    state: str
+    started: float
+    heartbeat: float
+    lease_seconds: float = 120.0
+    attempts: int = 0
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}
@@ -352,19 +358,10 @@ class Worker(Record, frozen=True, kw_only=True):
     """Number of finished rows of each chunk that is open now."""
     chunks_done: int = 0
     chunks_skipped: int = 0
-    rows_done: int = 0
-    rows_ok: int = 0
-    rows_error: int = 0
-    rows_resumed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
     engine_steps: int = 0
     busy_seconds: float = 0.0
     load_seconds: float = 0.0
-    errors: dict[str, int] = {}
     examples: dict[str, ErrorExample] = {}
-    finish_reasons: dict[str, int] = {}
     minutes: list[Minute] = []
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
@@ -382,9 +379,7 @@ class Worker(Record, frozen=True, kw_only=True):
     """Number of rows that have a prompt and wait for the engine."""
     engine_restarts: int = 0
     checkpointed: float = 0.0
-    """Time of the last round of checkpoints whose rows are all on storage, in Unix seconds; 0 before the first one."""
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
+    """Time as of which all finished rows are on storage, in Unix seconds; 0 before the first checkpoint."""
 
     @property
     def engine_load_seconds(self) -> float:
@@ -396,3 +391,14 @@ class Worker(Record, frozen=True, kw_only=True):
     def last_start(self) -> float:
         """Time of the worker's last start, in Unix seconds by its own clock."""
         return self.starts[-1] if self.starts else self.started
+
+    def with_lease(self, lease: WorkerLease) -> Worker:
+        """Return the statistics with what the worker's lease says."""
+        return msgspec.structs.replace(
+            self,
+            nonce=lease.nonce,
+            state=lease.state,
+            heartbeat=lease.heartbeat,
+            lease_seconds=lease.lease_seconds,
+            attempts=lease.attempts,
+        )

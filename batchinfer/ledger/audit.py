@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchinfer.core import layout
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import InputError
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import Job, Marker, Record, Run
@@ -53,26 +54,14 @@ class Totals:
     """Sums over the markers of all chunks that passed the audit."""
 
     chunks: int = 0
-    rows_ok: int = 0
-    rows_error: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
     output_bytes: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
 
     def add(self, marker: Marker) -> None:
         """Add the numbers in a sound chunk's marker."""
         self.chunks += 1
-        self.rows_ok += marker.rows_ok
-        self.rows_error += marker.rows_error
-        self.prompt_tokens += marker.prompt_tokens
-        self.completion_tokens += marker.completion_tokens
-        self.reasoning_tokens += marker.reasoning_tokens or 0
         self.output_bytes += marker.output_bytes
-        for written, count in marker.errors.items():
-            code = error_code(written)
-            self.errors[code] = self.errors.get(code, 0) + count
+        self.counts = self.counts.plus(marker.with_codes(error_code))
 
 
 class Audit:

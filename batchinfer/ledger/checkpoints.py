@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import msgspec
 
 from batchinfer.core import codec, layout
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.storage import Store
@@ -31,31 +33,43 @@ _BATCH_BYTES = 2 << 20
 """Bytes of output after which a batch ends; the memory that a batch takes is about four times that."""
 
 
-class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
-    """One finished row.
+class FinishedRow(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One line of a segment: a finished row, or a note that an engine died while it was generating the row.
 
     `output` must stay the last field, because `encode_rows` computes its place from the end of the encoded record.
     """
 
     line: int
-    ok: bool
+    ok: bool | None = None
+    """None in a note."""
     code: str = ""
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
-    output: msgspec.Raw
-
-
-class DeathNote(Record, frozen=True, kw_only=True):
-    """A note that an engine died while it was generating the row at `line`."""
-
-    line: int
-    engine_deaths: int
-    rows_in_flight: int
+    reasoning_tokens: int = 0
+    """Number of those tokens of `completion_tokens` that are reasoning."""
+    engine_deaths: int = 0
+    """Number of deaths that a note tells of; 0 in a finished row."""
+    rows_in_flight: int = 0
     """Number of rows that were in the engine when it died, this row included."""
+    output: msgspec.Raw = msgspec.Raw()
+
+
+def count_rows(rows: Sequence[FinishedRow]) -> Counts:
+    """Return the sums over finished rows."""
+    failed = [row for row in rows if not row.ok]
+    ok = [row for row in rows if row.ok] if failed else rows
+    return Counts(
+        rows_ok=len(ok),
+        rows_error=len(failed),
+        prompt_tokens=sum([row.prompt_tokens for row in rows]),
+        cached_tokens=sum([row.cached_tokens for row in rows]),
+        completion_tokens=sum([row.completion_tokens for row in rows]),
+        reasoning_tokens=sum([row.reasoning_tokens for row in rows]),
+        errors=dict(Counter([row.code for row in failed])),
+        finish_reasons=dict(Counter([row.finish_reason for row in ok if row.finish_reason])),
+    )
 
 
 class Deaths(NamedTuple):
@@ -70,22 +84,6 @@ class Deaths(NamedTuple):
         return self._replace(
             number=self.number + other.number, fewest_rows=min(self.fewest_rows, other.fewest_rows)
         )
-
-
-class _Line(Record, frozen=True, kw_only=True):
-    """A finished row or a death note, as read from a segment."""
-
-    line: int
-    ok: bool = False
-    code: str = ""
-    finish_reason: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    engine_deaths: int = 0
-    rows_in_flight: int = 0
-    output: msgspec.Raw = msgspec.Raw()
 
 
 class _Header(Record, frozen=True, kw_only=True):
@@ -103,7 +101,7 @@ class _Output(msgspec.Struct, gc=False, rename={"row": "_row"}):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = codec.json_decoder(_Line)
+_decoder = codec.json_decoder(FinishedRow)
 _header_decoder = codec.json_decoder(_Header)
 _output_decoder = codec.json_decoder(_Output)
 _UNREADABLE = (
@@ -140,7 +138,7 @@ def encode_deaths(lines: list[int], rows_in_flight: int) -> bytes:
         rows_in_flight: Number of rows of all chunks that were in the engine.
     """
     return _encoder.encode_lines(
-        [DeathNote(line=line, engine_deaths=1, rows_in_flight=rows_in_flight) for line in lines]
+        [FinishedRow(line=line, engine_deaths=1, rows_in_flight=rows_in_flight) for line in lines]
     )
 
 
@@ -233,12 +231,12 @@ class Segments:
                 before = self.deaths.get(found.line)
                 self.deaths[found.line] = deaths if before is None else before.plus(deaths)
             elif self._is_of_its_row(found, key):
-                yield _finished_row(found)
+                yield found
 
     def _is_current(self, header: _Header) -> bool:
         return header.chunk_sha256 == self._chunk_sha256 and header.fingerprint == self._fingerprint
 
-    def _read_line(self, text: bytes, key: str) -> _Line | None:
+    def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
         try:
             found = _decoder.decode(text)
         except _UNREADABLE as error:
@@ -251,7 +249,7 @@ class Segments:
             return None
         return found
 
-    def _is_of_its_row(self, found: _Line, key: str) -> bool:
+    def _is_of_its_row(self, found: FinishedRow, key: str) -> bool:
         """Whether a record's output is a JSON object, and answers the row of the record's line."""
         try:
             row = _output_decoder.decode(found.output).row
@@ -279,20 +277,6 @@ def _is_whole(header: _Header, data: bytes) -> bool:
     start = data.find(b"\n") + 1 or len(data)
     with memoryview(data) as view, view[start:] as body:
         return codec.sha256(body) == header.sha256
-
-
-def _finished_row(found: _Line) -> FinishedRow:
-    return FinishedRow(
-        line=found.line,
-        ok=found.ok,
-        code=found.code,
-        finish_reason=found.finish_reason,
-        prompt_tokens=found.prompt_tokens,
-        cached_tokens=found.cached_tokens,
-        completion_tokens=found.completion_tokens,
-        reasoning_tokens=found.reasoning_tokens,
-        output=found.output,
-    )
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:

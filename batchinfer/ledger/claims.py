@@ -1,14 +1,14 @@
 """Leases and claims: who may work on which chunk, without a coordinator and without a clock that workers share.
 
-* A worker's record (workers/<id>.json) is the worker's lease. The worker takes it at its start, with the next epoch,
-  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer start
-  in the record, and stops.
-* A claim (claims/<chunk>.json) names a worker and its epoch. It is valid as long as that worker's lease. A claim lapses
-  in four cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
-  the record shows another epoch, the record says that the worker has ended, or the record is gone or damaged.
-* A worker whose record is gone or damaged starts again with epoch 1. So its old claims may show a higher epoch than the
-  worker has now, or the same one. A worker therefore takes back every claim in its own name, whatever its epoch, unless
-  its record shows that a newer start of the same worker exists.
+* A worker's record (workers/<id>.json) is the worker's lease. The worker takes it at its start, with a nonce of its
+  own, and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds another
+  nonce in the record, and stops.
+* A claim (claims/<chunk>.json) names a worker and the nonce of its start. It is valid as long as that worker's lease. A
+  claim lapses in four cases: the worker's record did not change for the length of a lease (by the observer's own
+  monotonic clock), the record shows another nonce, the record says that the worker has ended, or the record is gone or
+  damaged.
+* A worker takes back every claim in its own name, whatever its nonce, unless its record shows that a newer start of the
+  same worker exists.
 
 Claims only keep two workers from doing the same work. It is the create-only marker that keeps outputs right.
 """
@@ -19,8 +19,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
-
-import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
@@ -33,7 +31,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
 class Lease:
     """This worker's own record. Call `take` once, then `renew` every `heartbeat_seconds`, from any thread.
 
-    Callers give the record's content. The lease itself fills in id, epoch, nonce, beat, heartbeat and lease_seconds.
+    Callers give the worker's statistics, of which the record has state and attempts.
     """
 
     def __init__(
@@ -114,26 +112,21 @@ class Lease:
         self.worker_id = worker_id
         self.lease_seconds = lease_seconds
         self.nonce = nonce
-        self.epoch = 0
         self.error: StorageError | None = None
 
     @property
     def writer(self) -> str:
-        """Name of this process in keys: the worker's id and this start's nonce.
-
-        Epochs do not tell two starts of one worker apart: they begin at 1 again after the worker's record was lost.
-        """
+        """Name of this process in keys: the worker's id and this start's nonce."""
         return f"{self.worker_id}.{self.nonce}"
 
-    def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
-        """Write this worker's record with the next epoch. Return the record that was there before, None if none was.
+    def take(self, describe: Callable[[WorkerLease | None], Worker]) -> WorkerLease | None:
+        """Write this worker's record. Return the record that was there before, None if none was.
 
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
         another start's record at its next renewal, and stops.
         """
         while True:
             before, self._etag = self._read()
-            self.epoch = 1 if before is None else before.epoch + 1
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
@@ -146,7 +139,7 @@ class Lease:
         A StorageError is kept in `error`, and the next renewal tries again.
 
         Raises:
-            Superseded: A newer epoch of this worker exists. Its record is left as it is.
+            Superseded: A newer start of this worker exists. Its record is left as it is.
         """
         started = self._clock.monotonic()
         try:
@@ -206,7 +199,7 @@ class Lease:
         The publisher calls this right before it writes an output or a marker.
 
         Raises:
-            Superseded: A newer epoch of this worker exists.
+            Superseded: A newer start of this worker exists.
             LeaseLapsed: The heartbeat was not renewed in time, as when the machine was frozen or the bucket is away.
                 Until the next renewal, other workers may take this worker for gone, and `clean` may take its outputs
                 without a marker for orphans. The caller may try again after the next renewal. Or the lease is closed.
@@ -231,7 +224,7 @@ class Lease:
             Superseded: The record is of another start of this worker.
         """
         found, etag = self._read()
-        if found is not None and (found.nonce != self.nonce or found.epoch != self.epoch):
+        if found is not None and found.nonce != self.nonce:
             self._superseded = True
             self._refuse_superseded()
         return etag
@@ -239,18 +232,18 @@ class Lease:
     def _refuse_superseded(self) -> None:
         if self._superseded:
             raise Superseded(
-                f"worker {self.worker_id}: epoch {self.epoch} was superseded by a newer start of the same worker",
+                f"worker {self.worker_id}: was superseded by a newer start of the same worker",
                 hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
             )
 
-    def _read(self) -> tuple[Worker | None, str]:
+    def _read(self) -> tuple[WorkerLease | None, str]:
         """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
             return None, ""
         try:
-            return codec.decode(data, Worker, name=self._key), etag
+            return codec.decode(data, WorkerLease, name=self._key), etag
         except InputError as error:
             logger.warning("%s; it is written anew", error)
             return None, etag
@@ -286,14 +279,14 @@ class Lease:
     def _body(self, record: Worker) -> bytes:
         self._beat += 1
         return codec.encode(
-            msgspec.structs.replace(
-                record,
+            WorkerLease(
                 id=self.worker_id,
-                epoch=self.epoch,
                 nonce=self.nonce,
-                beat=self._beat,
+                state=record.state,
                 heartbeat=self._clock.now(),
                 lease_seconds=self.lease_seconds,
+                beat=self._beat,
+                attempts=record.attempts,
             )
         )
 
@@ -306,7 +299,7 @@ def decode_claim(data: bytes, key: str) -> Claim:
             layout.worker_key(claim.worker)
     except InputError as error:
         logger.warning("%s; it counts as released", error)
-        return Claim(worker="", epoch=0, nonce="")
+        return Claim(worker="", nonce="")
     return claim
 
 
@@ -327,7 +320,7 @@ class Held(NamedTuple):
 class _Sighting(NamedTuple):
     etag: str
     since: float
-    record: Worker
+    record: WorkerLease
 
 
 class Claims:
@@ -356,7 +349,9 @@ class Claims:
         key = layout.claim_key(name)
         while True:
             try:
-                return Taken(self._store.create(key, self._body()), is_new=True)
+                return Taken(
+                    self._store.create(key, self._body(self._lease.worker_id)), is_new=True
+                )
             except AlreadyExists:
                 pass
             try:
@@ -377,28 +372,27 @@ class Claims:
             Superseded: The claim is in this worker's name, and a newer start of this worker exists.
         """
         if held.claim.worker == self._lease.worker_id:
-            # Epochs do not tell whether the claim is older or newer than this start: they begin at 1 again after the
-            # record was lost. A newer start writes its record before its first claim, so the record tells it.
+            # It is of an earlier start, or of a newer one, which writes its record before its first claim.
             self._lease.confirm()
         try:
-            return Taken(self._store.replace(layout.claim_key(name), self._body(), held.etag))
+            return Taken(
+                self._store.replace(
+                    layout.claim_key(name), self._body(self._lease.worker_id), held.etag
+                )
+            )
         except PreconditionFailed:
             return None
 
     def is_ours(self, claim: Claim) -> bool:
-        """Whether this start of this worker wrote a claim that was read. Sends no request.
-
-        The epoch does not tell: it is the same for two starts if the worker's record was lost between them.
-        """
-        is_of_start = claim.nonce.startswith(f"{self._lease.nonce}-")
-        return claim.worker == self._lease.worker_id and is_of_start
+        """Whether this start of this worker wrote a claim that was read. Sends no request."""
+        return (claim.worker, claim.nonce) == (self._lease.worker_id, self._lease.nonce)
 
     def release(self, name: str, etag: str) -> bool:
         """Release a chunk's claim, so that any worker may take it.
 
         Returns False for a claim that was taken over meanwhile, or that is gone. It is left as it is.
         """
-        body = codec.encode(Claim(worker="", epoch=0, nonce=self._new_nonce()))
+        body = self._body("")
         try:
             self._store.replace(layout.claim_key(name), body, etag)
         except PreconditionFailed:
@@ -406,7 +400,7 @@ class Claims:
             return False
         return True
 
-    def look(self, held: Held) -> Worker | None:
+    def look(self, held: Held) -> WorkerLease | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
         Callers look only at claims of chunks that this process has not opened. Such a claim in this worker's own name
@@ -429,25 +423,19 @@ class Claims:
         seen = self._sightings.get(key)
         if seen is None or seen.etag != etag:
             try:
-                record = codec.decode(data, Worker, name=key)
+                record = codec.decode(data, WorkerLease, name=key)
             except InputError as error:
                 logger.warning("%s; its claims count as lapsed", error)
                 return None
             seen = _Sighting(etag, self._clock.monotonic(), record)
             self._sightings[key] = seen
         record = seen.record
-        # The claim was read before the record. So its epoch is above the record's only if the worker's record was lost
-        # after the claim was made, and the worker started again with a lower epoch.
-        if record.epoch != held.claim.epoch or record.state in ENDED_STATES:
+        if record.nonce != held.claim.nonce or record.state in ENDED_STATES:
             return None
         is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)
         return None if is_gone else record
 
-    def _body(self) -> bytes:
-        return codec.encode(
-            Claim(worker=self._lease.worker_id, epoch=self._lease.epoch, nonce=self._new_nonce())
-        )
-
-    def _new_nonce(self) -> str:
-        """Return a text that no other claim holds: this start's nonce and a number."""
-        return f"{self._lease.nonce}-{next(self._numbers)}"
+    def _body(self, worker: str) -> bytes:
+        """Return a claim with this text as its worker, which no other claim equals."""
+        claim = Claim(worker=worker, nonce=self._lease.nonce, number=next(self._numbers))
+        return codec.encode(claim)

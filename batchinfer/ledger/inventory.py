@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, InputError, NewerVersion, ObjectNotFound
-from batchinfer.core.records import Claim, Job, Marker, Run, Worker
+from batchinfer.core.records import Claim, Job, Marker, Run, Worker, WorkerLease
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.publishing import find_marker
@@ -47,7 +47,7 @@ class Damaged(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A stored claim, and whether the worker that it names is alive and made it in its present epoch."""
+    """A stored claim, and whether the worker that it names is alive and made it in its present start."""
 
     info: ObjectInfo
     claim: Claim
@@ -69,6 +69,7 @@ class Listing:
     segments: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     claim_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    statistics_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     probes: list[ObjectInfo] = field(default_factory=list)
     foreign: list[ObjectInfo] = field(default_factory=list)
     """Objects whose keys are not of a kind that batchinfer writes."""
@@ -94,6 +95,8 @@ class Listing:
             self.segments.setdefault(segment[0], []).append(info)
         elif (name := _record_name(key, layout.CLAIMS)) is not None:
             self.claim_infos[name] = info
+        elif (name := _record_name(key, layout.WORKERS, layout.STATISTICS_SUFFIX)) is not None:
+            self.statistics_infos[name] = info
         elif (name := _record_name(key, layout.WORKERS)) is not None:
             self.worker_infos[name] = info
         elif key.startswith(layout.LAUNCHES):
@@ -104,11 +107,11 @@ class Listing:
             self.foreign.append(info)
 
 
-def _record_name(key: str, folder: str) -> str | None:
+def _record_name(key: str, folder: str, suffix: str = ".json") -> str | None:
     name = key.removeprefix(folder)
-    if not key.startswith(folder) or "/" in name or not name.endswith(".json"):
+    if not key.startswith(folder) or "/" in name or not name.endswith(suffix):
         return None
-    return name.removesuffix(".json")
+    return name.removesuffix(suffix)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +126,7 @@ class Inventory(Listing):
     damaged_markers: dict[str, dict[int, Damaged]] = field(default_factory=dict)
     claims: dict[str, Owner] = field(default_factory=dict)
     damaged_claims: dict[str, Damaged] = field(default_factory=dict)
-    workers: dict[str, tuple[ObjectInfo, Worker]] = field(default_factory=dict)
+    workers: dict[str, tuple[ObjectInfo, WorkerLease]] = field(default_factory=dict)
     damaged_workers: dict[str, Damaged] = field(default_factory=dict)
 
     @property
@@ -168,7 +171,7 @@ class Inventory(Listing):
         """Return the ids of the workers that have not ended and whose last heartbeat is recent."""
         return [name for name, (info, record) in self.workers.items() if self._beats(info, record)]
 
-    def _beats(self, info: ObjectInfo, record: Worker) -> bool:
+    def _beats(self, info: ObjectInfo, record: WorkerLease) -> bool:
         if record.state in ENDED_STATES:
             return False
         # If the store gives no time for the record, the time in the record is used, which is by the worker's own clock.
@@ -183,7 +186,7 @@ class Inventory(Listing):
         try:
             self.workers[worker] = (
                 store.stat(key),
-                codec.decode(store.get(key).data, Worker, name=key),
+                codec.decode(store.get(key).data, WorkerLease, name=key),
             )
         except (ObjectNotFound, InputError):
             self.workers.pop(worker, None)
@@ -191,15 +194,15 @@ class Inventory(Listing):
     def look_again_at_damaged(self, store: Store) -> None:
         """Read the damaged claims and workers' records again, and drop those that are gone or mended."""
         self.damaged_claims = _still_damaged(store, self.damaged_claims, Claim)
-        self.damaged_workers = _still_damaged(store, self.damaged_workers, Worker)
+        self.damaged_workers = _still_damaged(store, self.damaged_workers, WorkerLease)
 
     def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether the worker that a claim names is alive, and made the claim in its present epoch.
+        """Whether the worker that a claim names is alive, and made the claim in its present start.
 
         The worker's record must have been read after the claim.
         """
         found = self.workers.get(claim.worker)
-        return found is not None and found[1].epoch == claim.epoch and self._beats(*found)
+        return found is not None and found[1].nonce == claim.nonce and self._beats(*found)
 
 
 def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -> Inventory:
@@ -217,8 +220,8 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     # A worker writes its record before its first claim. Claims are read first, so that no claim is newer than its
     # owner's record here.
     claims = list(_read_records(store, found.claim_infos, Claim))
-    for name, info, worker in _read_records(store, found.worker_infos, Worker):
-        if isinstance(worker, Worker):
+    for name, info, worker in _read_records(store, found.worker_infos, WorkerLease):
+        if isinstance(worker, WorkerLease):
             found.workers[name] = (info, worker)
         else:
             found.damaged_workers[name] = Damaged(info, worker)
@@ -376,9 +379,9 @@ class Snapshot(NamedTuple):
     job_url: str
     is_stop_asked: bool
     markers: dict[str, SeenMarker]
-    checkpointed: dict[str, int | None]
+    checkpointed: dict[str, int]
     """Number of finished rows in the segments of each chunk without a marker. A row that is in two segments counts
-    twice. None if the number is not known, because an earlier version wrote a segment."""
+    twice."""
     output_bytes: int
     workers: list[SeenWorker]
     notes: list[str]
@@ -391,7 +394,7 @@ class _Seen(NamedTuple):
     """
 
     etag: str
-    record: Worker | None
+    record: WorkerLease | Worker | None
     changed: float | None
 
 
@@ -435,7 +438,7 @@ class RunReader:
             listing.add(self._store.list(folder))
         foreign = [info.key for info in listing.foreign]
         markers = _newest_markers(listing, foreign)
-        workers = self._read_workers(listing.worker_infos.values(), notes)
+        workers = self._read_workers(listing, notes)
         if self._run is None and not markers and not workers and not self._was_launched():
             raise no_run(self._store)
         job, job_url = self._find_job(notes)
@@ -489,32 +492,55 @@ class RunReader:
         )
         return [note]
 
-    def _read_workers(self, infos: Iterable[ObjectInfo], notes: list[str]) -> list[SeenWorker]:
-        listed = list(infos)
-        stale = [info for info in listed if not self._is_current(info)]
-        found = in_parallel(lambda info: _read(self._store, info.key, Worker), stale)
-        for info, read in zip(stale, found, strict=True):
+    def _read_workers(self, listing: Listing, notes: list[str]) -> list[SeenWorker]:
+        """Read the leases and the statistics that have changed since the last look."""
+        leases, statistics = listing.worker_infos, listing.statistics_infos
+        kinds: list[tuple[ObjectInfo, type[WorkerLease | Worker]]] = [
+            *((info, WorkerLease) for info in leases.values()),
+            *((info, Worker) for info in statistics.values()),
+        ]
+        stale = [each for each in kinds if not self._is_current(each[0])]
+        found = in_parallel(lambda each: _read(self._store, each[0].key, each[1]), stale)
+        for (info, _), read in zip(stale, found, strict=True):
             self._remember(info, read, notes)
         now = self._clock.monotonic()
         workers = []
-        for info in listed:
+        for name, info in leases.items():
             seen = self._seen.get(info.key)
-            if seen is None or seen.record is None:
+            if seen is None or not isinstance(seen.record, WorkerLease):
                 continue
             is_listed_version = seen.etag == info.etag
             age = None if seen.changed is None else now - seen.changed
             modified = info.modified
             if not is_listed_version and modified:  # renewed between the listing and now
                 age, modified = 0.0, max(modified, self._clock.now())
-            workers.append(SeenWorker(seen.record, modified, age))
+            record = self._statistics_of(statistics.get(name), seen.record)
+            workers.append(SeenWorker(record, modified, age))
         return workers
+
+    def _statistics_of(self, info: ObjectInfo | None, lease: WorkerLease) -> Worker:
+        """Return a worker's statistics; those of one that has counted nothing if there are none that can be read."""
+        seen = None if info is None else self._seen.get(info.key)
+        if seen is not None and isinstance(seen.record, Worker):
+            return seen.record.with_lease(lease)
+        begun = Worker(
+            id=lease.id,
+            nonce=lease.nonce,
+            state=lease.state,
+            started=lease.heartbeat,
+            heartbeat=lease.heartbeat,
+        )
+        return begun.with_lease(lease)
 
     def _is_current(self, info: ObjectInfo) -> bool:
         seen = self._seen.get(info.key)
         return seen is not None and seen.etag == info.etag
 
     def _remember(
-        self, info: ObjectInfo, found: tuple[Worker | str, str] | None, notes: list[str]
+        self,
+        info: ObjectInfo,
+        found: tuple[WorkerLease | Worker | str, str] | None,
+        notes: list[str],
     ) -> None:
         before = self._seen.pop(info.key, None)
         if found is None:
@@ -580,14 +606,13 @@ class RunReader:
             return ""
 
 
-def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int | None]:
-    """Return the number of finished rows in the segments of each chunk without a marker; None if it is not known."""
-    found: dict[str, int | None] = {}
+def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int]:
+    """Return the number of finished rows in the segments of each chunk without a marker."""
+    found: dict[str, int] = {}
     for name, infos in listing.segments.items():
         if name not in markers:
             segments = [layout.parse_segment(info.key) for info in infos]
-            rows = [segment.rows for segment in segments if segment is not None]
-            found[name] = None if None in rows else sum(filter(None, rows))
+            found[name] = sum(segment.rows for segment in segments if segment is not None)
     return found
 
 

@@ -186,7 +186,7 @@ class Publisher:
         call may be repeated after a failure: the chunk still gets exactly one marker.
 
         Raises:
-            Superseded: Before a write, a newer epoch of this worker was found.
+            Superseded: Before a write, a newer start of this worker was found.
             LeaseLapsed: Before a write, this worker's lease was found not renewed in time.
             StorageError: Storage failed; or, with lists of files, the chunk's marker was made from another file or text
                 with this chunk's name. `leftovers` were not deleted.

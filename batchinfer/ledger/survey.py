@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.errors import ObjectNotFound
-from batchinfer.core.records import Worker
+from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, Held, decode_claim
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
@@ -44,7 +44,7 @@ class Survey(NamedTuple):
     """Chunks that have their marker."""
     lapsed: dict[str, Held]
     """Chunks whose claim was released, or has lapsed."""
-    alive: dict[str, tuple[Held, Worker]]
+    alive: dict[str, tuple[Held, WorkerLease]]
     """Chunks that are claimed by a worker that is alive, each with the claim and that worker's record."""
     unclaimed: list[str]
     """Chunks that have no claim."""
@@ -89,14 +89,13 @@ def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
 def chunks_with_checkpoints(store: Store) -> dict[str, int]:
     """Return all chunks that have checkpoint segments, from one listing of checkpoints/.
 
-    The value is the number of finished rows in a chunk's segments. A row that is in two segments counts twice, and
-    segments of earlier versions, whose keys tell no number, count as 0 rows.
+    The value is the number of finished rows in a chunk's segments. A row that is in two segments counts twice.
     """
     rows: dict[str, int] = {}
     for info in store.list(layout.CHECKPOINTS):
         segment = layout.parse_segment(info.key)
         if segment is not None:
-            rows[segment.chunk] = rows.get(segment.chunk, 0) + (segment.rows or 0)
+            rows[segment.chunk] = rows.get(segment.chunk, 0) + segment.rows
     return rows
 
 
@@ -133,7 +132,7 @@ def look_at_owners(
     wanted = [name for name in generations if name in left and name not in sampled]
     may_be_claimed = places.claimed(store, left)
     num_sampled = 0
-    owners: dict[tuple[str, int], Worker] = {}
+    owners: dict[tuple[str, str], WorkerLease] = {}
     for name in [*wanted, *(name for name in sample if name in left)]:
         if name in sampled and name in may_be_claimed and num_sampled >= MOST_SAMPLED:
             continue
@@ -145,7 +144,7 @@ def look_at_owners(
         if not held.claim.worker:
             survey.lapsed[name] = held  # A claim that names no worker was released.
             continue
-        key = (held.claim.worker, held.claim.epoch)
+        key = (held.claim.worker, held.claim.nonce)
         # `owners` remembers only workers that are alive. A worker that seemed gone at an earlier chunk may have come
         # back and made this claim since, so its record is read again.
         owner = owners.get(key) or claims.look(held)

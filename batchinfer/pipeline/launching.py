@@ -23,7 +23,7 @@ from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.engines.config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
-from batchinfer.runs.launched import launch_text
+from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
@@ -90,6 +90,8 @@ class Launch:
         """Ids of the run's launches at the last look."""
         self._budgets: dict[str, float] = {}
         """Dollars that each worker of this command's launches may cost, by its id."""
+        self._most: int | None = None
+        """Most workers to start again at once: a record in the bucket may claim any number. None: not known."""
 
     def page(self) -> str:
         """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
@@ -115,9 +117,10 @@ class Launch:
         if self._options["check"]:
             self._check(len(lost))
         found = load_job(self._asked.job, open_store) if self._options["check"] else None
-        if found is not None and workers + len(lost) > found[0].num_workers:
+        self._most = found[0].num_workers if found else None
+        if self._most is not None and workers + len(lost) > self._most:
             raise ConfigError(
-                f"--workers {workers + len(lost)}: the job has {found[0].num_workers} worker manifests",
+                f"--workers {workers + len(lost)}: the job has {self._most} worker manifests",
                 hint="make it anew with `batchinfer split --num-workers N`, or start fewer workers",
             )
         result = {"status": "SUCCESS", "run": self._asked.run, "workers": workers + len(lost)}
@@ -158,6 +161,10 @@ class Launch:
                 for line in lines:
                     say(line)
             if seen.state == "done":
+                # Machines that would only come to find nothing to do.
+                namespace = self._asked.namespace
+                for line in cancel_launches(self._store, self._clock, namespace) if coming else ():
+                    say(line)
                 return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
                 why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
@@ -323,4 +330,4 @@ class Launch:
             return []
         if most_hours is not None and self._clock.now() - self._began >= most_hours * 3600:
             return []
-        return [name for launch in seen.launches for name in launch.lost]
+        return [name for launch in seen.launches for name in launch.lost][: self._most]

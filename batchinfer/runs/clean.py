@@ -250,7 +250,9 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
     if inventory.is_claim_alive(claim):
         return
     try:
-        store.replace(key, codec.encode(Claim(worker="", epoch=0, nonce=claim.nonce)), etag)
+        store.replace(
+            key, codec.encode(Claim(worker="", nonce=claim.nonce, number=claim.number)), etag
+        )
     except PreconditionFailed:
         logger.info("%s: taken over meanwhile", key)
 

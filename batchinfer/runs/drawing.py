@@ -34,7 +34,7 @@ class Drawing(NamedTuple):
 
 
 def draw(workers: Sequence[SeenWorker], total_rows: int | None) -> list[Drawing]:
-    """Draw what workers counted, minute by minute. A run in which nothing was finished has no drawing."""
+    """Draw what workers counted, minute by minute. A run of less than a minute, or without a finished row, has none."""
     points: list[tuple[float, Minute]] = []
     times: list[float] = []
     for record, modified, _ in workers:
@@ -47,8 +47,10 @@ def draw(workers: Sequence[SeenWorker], total_rows: int | None) -> list[Drawing]
     if not points:
         return []
     begin, end = min(times), max(times)
+    if end - begin <= 1:
+        return []
     width = max(1.0, (end - begin) / MOST_BINS)
-    bins = [[0.0, 0.0, 0.0] for _ in range(max(1, math.ceil((end - begin) / width)))]
+    bins = [[0.0, 0.0, 0.0] for _ in range(math.ceil((end - begin) / width))]
     for at, one in points:
         parts = min(max(1, one.length), MOST_BINS)  # an old point stands for several minutes
         counts = (one.completion_tokens or one.prompt_tokens, one.rows, one.errors)

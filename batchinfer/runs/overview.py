@@ -7,15 +7,16 @@ compared with each other, or converted to storage's clock by adding the offset o
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
 
 from batchinfer.core import units
+from batchinfer.core.counts import Counts, most_common
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import Marker, Record, Run, Worker
+from batchinfer.core.records import Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.ledger.jobs import rows_by_chunk
@@ -78,18 +79,6 @@ class Progress(Record, frozen=True, kw_only=True):
     waiting: int | None
 
 
-class Totals(Record, frozen=True, kw_only=True):
-    """Sums over finished rows. Of `completion_tokens`, `reasoning_tokens` are reasoning."""
-
-    rows: int = 0
-    rows_error: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
-    errors: dict[str, int] = {}
-    finish_reasons: dict[str, int] = {}
-
-
 class Cost(Record, frozen=True, kw_only=True):
     """Cost in dollars. A cost is None if it cannot be computed, for example because no worker's price is known.
 
@@ -139,7 +128,7 @@ class Overview(Record, frozen=True, kw_only=True):
     recent: Rate
     overall: Rate
     eta_seconds: float | None
-    totals: Totals
+    totals: Counts
     """Sums over the workers' records; `report` has those over the markers, once they count more."""
     cost: Cost
     workers: list[WorkerView]
@@ -159,7 +148,7 @@ def overview(
     prices: Prices,
     *,
     is_spot: bool | None = None,
-    of_markers: Totals | None = None,
+    of_markers: Counts | None = None,
 ) -> Overview:
     """Summarize a run.
 
@@ -180,9 +169,9 @@ def overview(
     views = _with_slow(views)
     alive = [view for view in views if view.state in ALIVE_STATES]
     totals = add_up([view.record for view in views])
-    chunks, rows, notes = _progress(snapshot, alive, totals.rows)
+    chunks, rows, notes = _progress(snapshot, alive, totals.rows_done)
     recent = Rate(
-        seconds=RECENT_MINUTES * 60.0,
+        seconds=max((view.recent.seconds for view in views), default=0.0),
         rows=sum(view.recent.rows for view in views),
         input_tokens=sum(view.recent.input_tokens for view in views),
         output_tokens=sum(view.recent.output_tokens for view in views),
@@ -192,7 +181,7 @@ def overview(
     if eta is None and rows.waiting is not None and recent.rows > 0:
         eta = rows.waiting / recent.rows
     started, seconds = _lifetime(views, now if alive else None)
-    if of_markers is not None and (state == "done" or of_markers.rows > totals.rows):
+    if of_markers is not None and (state == "done" or of_markers.rows_done > totals.rows_done):
         totals = of_markers
     return Overview(
         run=snapshot.url,
@@ -221,21 +210,15 @@ def overview(
     )
 
 
-def add_up(parts: Iterable[Marker | Worker]) -> Totals:
+def add_up(parts: Iterable[Counts]) -> Counts:
     """Add up what markers, or workers' records, count. The most frequent error codes and finish reasons come first."""
-    sums: Counter[str] = Counter()
-    errors: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    total = Counts()
     for part in parts:
-        sums["rows"] += part.rows_ok + part.rows_error
-        for name in ("rows_error", "prompt_tokens", "completion_tokens"):
-            sums[name] += getattr(part, name)
-        sums["reasoning_tokens"] += part.reasoning_tokens or 0
-        for code, number in part.errors.items():
-            errors[error_code(code)] += number
-        reasons.update(part.finish_reasons)
-    return Totals(
-        **sums, errors=dict(errors.most_common()), finish_reasons=dict(reasons.most_common())
+        total = total.plus(part.with_codes(error_code))
+    return msgspec.structs.replace(
+        total,
+        errors=dict(most_common(total.errors)),
+        finish_reasons=dict(most_common(total.finish_reasons)),
     )
 
 
@@ -299,7 +282,7 @@ def _recent(record: Worker) -> Rate:
     """
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     ready = _ready(record)
-    begin = max(first * 60.0, ready if record.epoch <= 1 else ready // 60 * 60)
+    begin = max(first * 60.0, ready if len(record.starts) <= 1 else ready // 60 * 60)
     minutes = [minute for minute in record.minutes if minute.minute >= begin // 60]
     return _rate(
         max(record.heartbeat - begin, 1.0),
@@ -428,7 +411,7 @@ def _lifetime(views: list[WorkerView], now: float | None) -> tuple[float | None,
     return started, max((now or last) - started, 1e-3)
 
 
-def _cost(views: list[WorkerView], eta: float | None, totals: Totals) -> Cost:
+def _cost(views: list[WorkerView], eta: float | None, totals: Counts) -> Cost:
     priced = [view for view in views if view.cost is not None]
     so_far = sum(view.cost or 0.0 for view in priced)
     per_hour = sum(view.price_per_hour or 0.0 for view in priced if view.state in ALIVE_STATES)

@@ -17,6 +17,7 @@ from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import codec, units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
@@ -26,9 +27,7 @@ from batchinfer.ledger.jobs import OpenStore, rows_by_chunk, split_name
 from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
-    RECENT_MINUTES,
     Overview,
-    Totals,
     add_up,
     overview,
 )
@@ -86,7 +85,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     }
 
 
-def _read_totals(store: Store, snapshot: Snapshot) -> Totals:
+def _read_totals(store: Store, snapshot: Snapshot) -> Counts:
     """Add up every chunk's newest marker, with one request for each. Chunks that are not in the job are left out."""
     known = None if snapshot.job is None else rows_by_chunk(snapshot.job)
     wanted = {
@@ -135,7 +134,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
     is_over = seen.state in ("done", "stopped")
     rate = seen.overall if is_over else seen.recent
     rows, total = seen.rows_finished, seen.rows.total
-    when = "first start to end" if is_over else f"last {RECENT_MINUTES} min, live workers"
+    when = "first start to end" if is_over else f"last {units.duration(rate.seconds)}, live workers"
     rates = f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s"
     failed = units.percent(seen.totals.rows_error, rows)
     tiles = [

@@ -196,9 +196,8 @@ def _lines(seen: Overview) -> Iterable[tuple[str, str]]:
         yield "reasoning", f"{units.count(totals.reasoning_tokens)} tokens, {share} of the output"
     why = why_no_rows(seen)
     if seen.state not in ("done", "stopped"):
-        minutes = round(seen.recent.seconds / 60)
-        yield "now", why or f"{_rates(seen.recent)} over the last {minutes} minutes"
-    yield "over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}"
+        yield "now", why or _rates(seen.recent)
+    yield "over all", _rates(seen.overall)
     yield "time left", _time_left(seen, why)
     yield "cost", _cost(seen)
     if totals.errors:
@@ -220,7 +219,7 @@ def workers_text(workers: list[WorkerView]) -> str:
 def _rates(rate: Rate) -> str:
     return (
         f"{units.short(rate.rows)} rows/s, {units.short(rate.input_tokens)} tok/s in, "
-        f"{units.short(rate.output_tokens)} out"
+        f"{units.short(rate.output_tokens)} out, over {units.duration(rate.seconds)}"
     )
 
 
@@ -299,7 +298,7 @@ _COLUMNS = (
     _Column("rows/s", lambda view: units.short(view.recent.rows)),
     _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
     _Column("errors", lambda view: units.count(view.record.rows_error), is_vital=False),
-    _Column("starts", lambda view: str(view.record.epoch), is_vital=False),
+    _Column("starts", lambda view: str(len(view.record.starts)), is_vital=False),
     _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
 

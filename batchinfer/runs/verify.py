@@ -196,12 +196,12 @@ def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> 
         "chunks_total": len(target.expected),
         "chunks_sound": totals.chunks,
         **counts,
-        "rows_ok": totals.rows_ok,
-        "rows_error": totals.rows_error,
-        "errors": totals.errors,
+        "rows_ok": totals.counts.rows_ok,
+        "rows_error": totals.counts.rows_error,
+        "errors": totals.counts.errors,
         "output_bytes": totals.output_bytes,
-        "prompt_tokens": totals.prompt_tokens,
-        "completion_tokens": totals.completion_tokens,
+        "prompt_tokens": totals.counts.prompt_tokens,
+        "completion_tokens": totals.counts.completion_tokens,
     }
 
 

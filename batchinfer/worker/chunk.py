@@ -11,22 +11,19 @@ import errno
 import itertools
 import os
 from array import array
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgspec
-
 from batchinfer.core import codec
+from batchinfer.core.counts import Counts
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, encode_rows
+from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, count_rows, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
-from batchinfer.worker.tally import MAX_CODES, num_reasoning_tokens
 
 _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
@@ -60,48 +57,6 @@ class Suspect(NamedTuple):
     """Most suspects, this row included, that may run together."""
 
 
-class RowCounts:
-    """Sums over the finished rows of one chunk."""
-
-    __slots__ = (
-        "cached_tokens",
-        "completion_tokens",
-        "errors",
-        "finish_reasons",
-        "ok",
-        "prompt_tokens",
-        "reasoning_tokens",
-        "resumed",
-    )
-
-    def __init__(self) -> None:
-        self.ok = 0
-        self.resumed = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self.errors: Counter[str] = Counter()
-        self.finish_reasons: Counter[str] = Counter()
-
-    def add(self, rows: list[FinishedRow]) -> None:
-        """Count finished rows."""
-        failed = [row for row in rows if not row.ok]
-        ok = [row for row in rows if row.ok] if failed else rows
-        self.ok += len(ok)
-        self.errors.update([row.code for row in failed])
-        # Rows of a pooling model have no text, and so no reason for its end.
-        self.finish_reasons.update([row.finish_reason for row in ok if row.finish_reason])
-        self.prompt_tokens += sum([row.prompt_tokens for row in rows])
-        self.completion_tokens += sum([row.completion_tokens for row in rows])
-        self.cached_tokens += sum([row.cached_tokens for row in rows])
-        self.reasoning_tokens += num_reasoning_tokens(rows)
-
-    def add_resumed(self, num_rows: int) -> None:
-        """Count `num_rows` rows that earlier starts or others have finished. The caller counts them with `add`, too."""
-        self.resumed += num_rows
-
-
 class OpenChunk:
     """A chunk that this worker has opened and not closed yet."""
 
@@ -121,7 +76,7 @@ class OpenChunk:
         self.num_rows = num_rows
         self.spool = spool
         self.started = started
-        self.counts = RowCounts()
+        self.counts = Counts()
         self._state = bytearray(num_rows)
         self.num_left = num_rows
         self.claim_etag = claim_etag
@@ -254,7 +209,7 @@ class OpenChunk:
                     self.num_unread -= 1  # `read_rows` will skip this adopted row
         if fresh:
             self.spool.append(*encode_rows(fresh))
-            self.counts.add(fresh)
+            self.counts = self.counts.plus(count_rows(fresh))
             self.num_left -= len(fresh)
         return fresh
 
@@ -264,7 +219,8 @@ class OpenChunk:
         The rows are taken in batches, because all rows of a chunk may be larger than the memory.
         """
         for batch in batches(rows):
-            self.counts.add_resumed(len(self.finish(batch)))
+            resumed = Counts(rows_resumed=len(self.finish(batch)))
+            self.counts = self.counts.plus(resumed)
 
     def adopt_segments(
         self, keys: Iterable[str], deaths: dict[int, Deaths], *, holds_every_row: bool
@@ -291,34 +247,24 @@ class OpenChunk:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
         return next(self._segment_numbers)
 
-    def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
+    def marker(self, *, fingerprint: str, worker: str, start: str, end: str) -> Marker:
         """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""
-        counts = self.counts
-        return Marker(
+        marker = Marker(
             output="",
             output_bytes=0,
             output_sha256="",
             chunk=self.ref.key,
             chunk_sha256=self.local.sha256,
             generation=self.generation,
-            rows_ok=counts.ok,
-            rows_error=sum(counts.errors.values()),
-            rows_resumed=counts.resumed,
             fingerprint=fingerprint,
             worker=worker,
-            epoch=epoch,
             start=start,
             end=end,
-            prompt_tokens=counts.prompt_tokens,
-            completion_tokens=counts.completion_tokens,
-            cached_tokens=counts.cached_tokens,
-            errors=dict(counts.errors),
             nonce="",
             chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
             chunk_bytes=self.local.stored_bytes,
-            finish_reasons=dict(sorted(counts.finish_reasons.most_common(MAX_CODES))),
-            reasoning_tokens=counts.reasoning_tokens or msgspec.UNSET,
         )
+        return marker.plus(self.counts)
 
     def close(self) -> None:
         """Remove the local copy and the spool. Idempotent."""

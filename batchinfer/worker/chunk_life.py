@@ -249,7 +249,6 @@ def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) ->
     marker = chunk.marker(
         fingerprint=run.fingerprint,
         worker=run.lease.worker_id,
-        epoch=run.lease.epoch,
         start=iso_utc(chunk.started),
         # The machine's clock may have been set back since the chunk was opened.
         end=iso_utc(max(chunk.started, clock.now())),
@@ -315,7 +314,7 @@ def save(life: Life, hall: Hall) -> bool:
 def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, number: int, num_rows: int) -> None:
     run, lease = hall.run, hall.run.lease
     lease.require()
-    key = layout.segment_key(chunk.name, lease.epoch, lease.writer, number, num_rows)
+    key = layout.segment_key(chunk.name, lease.writer, number, num_rows)
     chunk.segment_keys.append(key)  # it may be there even if the reply is lost
     checkpoints.write_segment(
         run.store, key, data, chunk_sha256=chunk.local.sha256, fingerprint=run.fingerprint

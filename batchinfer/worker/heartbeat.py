@@ -20,8 +20,10 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.events import event
+from batchinfer.core.records import Worker, WorkerLease
 from batchinfer.core.shell import quote
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
+from batchinfer.ledger.statistics import Statistics
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
 from batchinfer.worker.telemetry import Telemetry
@@ -45,13 +47,21 @@ def check_stop_request(store: Store) -> None:
 
 
 class Heartbeat:
-    """Writes the worker's record regularly, and requests a stop when the worker must end.
+    """Renews the worker's lease regularly, and requests a stop when the worker must end.
 
-    Each write renews `lease`, and the record holds what `telemetry` has counted. Stop requests go to `stopper`.
+    What `telemetry` has counted is written beside the lease, every `statistics_seconds` and at the end. Stop requests
+    go to `stopper`.
     """
 
     def __init__(
-        self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper, clock: Clock
+        self,
+        store: Store,
+        lease: Lease,
+        telemetry: Telemetry,
+        stopper: Stopper,
+        clock: Clock,
+        *,
+        statistics_seconds: float,
     ) -> None:
         self._store = store
         self._telemetry = telemetry
@@ -60,6 +70,9 @@ class Heartbeat:
         self._num_lapses = 0
         self._lapsed_at = 0.0
         self._turned_at = clock.monotonic()
+        self._statistics = Statistics(store, lease.worker_id)
+        self._statistics_seconds = statistics_seconds
+        self._statistics_at = float("-inf")
         self.lease = lease
 
     def turned(self) -> None:
@@ -78,12 +91,13 @@ class Heartbeat:
             BatchinferError: the lease could not be taken, or the worker had to stop before it was taken.
         """
         telemetry = self._telemetry
-        take = partial(self.lease.take, telemetry.begin)
-        before = unless_stopped(background, self._stopper, take, may_finish=True)
+        before, earlier = unless_stopped(background, self._stopper, self._take, may_finish=True)
         telemetry.log_start(before)
+        background.submit(partial(self._statistics.write, telemetry.latest))
         stack.callback(self._end, background)
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
-            reason = f" (the last one: {before.reason})" if before.reason else ""
+            last = "" if earlier is None else earlier.reason
+            reason = f" (the last one: {last})" if last else ""
             telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
             raise NoProgress(
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
@@ -92,7 +106,19 @@ class Heartbeat:
         pause = self.lease.heartbeat_seconds
         repeating = background.every(pause, self.beat)
         stack.callback(repeating.cancel)
-        telemetry.when_urgent(partial(background.submit, self.beat), beats_every_seconds=pause)
+        telemetry.when_urgent(
+            partial(background.submit, self._beat_at_once), beats_every_seconds=pause
+        )
+
+    def _beat_at_once(self) -> None:
+        self._statistics_at = float("-inf")
+        self.beat()
+
+    def _take(self) -> tuple[WorkerLease | None, Worker | None]:
+        """Take the lease, and begin the statistics where the last start left them. Return what it left of both."""
+        earlier = self._statistics.read()
+        before = self.lease.take(lambda before: self._telemetry.begin(before, earlier))
+        return before, earlier
 
     def beat(self) -> None:
         """Write the record once and look for a stop request. Any thread may call it.
@@ -109,7 +135,8 @@ class Heartbeat:
             )
             return
         try:
-            lease.renew(self._telemetry.up_to_date())
+            lease.renew(self._telemetry.latest)
+            self._write_statistics()
             check_stop_request(self._store)
         except StorageError as error:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
@@ -126,6 +153,15 @@ class Heartbeat:
             self._stopper.request(StorageError(reason, hint=hint))
         else:
             self._check_lapses()
+
+    def _write_statistics(self) -> None:
+        """Write the statistics if they are due, and the record is still this start's."""
+        now = self._clock.monotonic()
+        # A beat that comes a little early, or a lease that lapses, puts them off.
+        is_due = now - self._statistics_at >= 0.9 * self._statistics_seconds
+        if is_due and self.lease.error is None and self.lease.is_held():
+            self._statistics_at = now
+            self._statistics.write(self._telemetry.up_to_date())
 
     def _check_lapses(self) -> None:
         """Request a stop if, for long enough, the lease had lapsed at the end of every heartbeat.
@@ -151,9 +187,13 @@ class Heartbeat:
 
     def _end(self, background: Background) -> None:
         """Write the record for the last time. Waits a few seconds at most, as the machine may soon be taken away."""
-        closing = background.submit(
-            partial(self.lease.close, self._telemetry.snapshot()), is_urgent=True
-        )
+        record = self._telemetry.snapshot()
+
+        def close() -> None:
+            self.lease.close(record)
+            self._statistics.write(record)
+
+        closing = background.submit(close, is_urgent=True)
         deadline = self._clock.monotonic() + _END_SECONDS
         while not closing.is_done() and self._clock.monotonic() < deadline:
             background.wait(_POLL_SECONDS)

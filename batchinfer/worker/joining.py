@@ -15,6 +15,7 @@ from batchinfer import __version__
 from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import units
+from batchinfer.core.counts import most_common
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
@@ -282,10 +283,10 @@ def make_result(
         "worker": telemetry.latest.id,
         "model": config.engine.model or config.engine.engine,
         "seed": config.run_seed,
-        "request_count": telemetry.tally.rows,
-        "response_count": telemetry.tally.rows - telemetry.tally.num_errors,
-        "error_count": telemetry.tally.num_errors,
-        "errors": dict(telemetry.tally.errors),
+        "request_count": telemetry.counts.rows_done,
+        "response_count": telemetry.counts.rows_done - telemetry.counts.rows_error,
+        "error_count": telemetry.counts.rows_error,
+        "errors": telemetry.counts.errors,
         "rows_resumed": telemetry.rows_resumed,
         "chunks_total": telemetry.workload.chunks,
         "chunks_done": telemetry.chunks_done,
@@ -298,12 +299,12 @@ def make_result(
         "preemptions": telemetry.stats.preemptions,
         "replicas": info.num_replicas if info else None,
         "replicas_lost": telemetry.stats.replicas_lost,
-        "total_prompt_tokens": telemetry.tally.prompt_tokens,
-        "total_cached_tokens": telemetry.tally.cached_tokens,
-        "total_tokens_generated": telemetry.tally.completion_tokens,
+        "total_prompt_tokens": telemetry.counts.prompt_tokens,
+        "total_cached_tokens": telemetry.counts.cached_tokens,
+        "total_tokens_generated": telemetry.counts.completion_tokens,
         "tokens_per_sec": {
-            "input": round(telemetry.tally.prompt_tokens / seconds, 3),
-            "output": round(telemetry.tally.completion_tokens / seconds, 3),
+            "input": round(telemetry.counts.prompt_tokens / seconds, 3),
+            "output": round(telemetry.counts.completion_tokens / seconds, 3),
         },
     }
     if error is not None:
@@ -337,15 +338,16 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending:
     if config.max_error_rate is None:
         _check_first_rows(config, telemetry, num_pending)
         return
-    if telemetry.tally.num_errors < config.min_errors:
+    if telemetry.counts.rows_error < config.min_errors:
         return
-    rate = telemetry.tally.num_errors / telemetry.tally.rows
+    rate = telemetry.counts.rows_error / telemetry.counts.rows_done
     if rate <= config.max_error_rate:
         return
-    commonest = sorted(telemetry.tally.errors.items(), key=lambda item: -item[1])[:3]
+    commonest = most_common(telemetry.counts.errors)[:3]
     lines = [f"  {count} x {code}{_example(telemetry, code)}" for code, count in commonest]
+    allowed = f"{config.max_error_rate:.1%}"
     raise ErrorRateExceeded(
-        f"{rate:.1%} of {telemetry.tally.rows} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
+        f"{rate:.1%} of {telemetry.counts.rows_done} rows failed, --max-error-rate allows {allowed}:\n"
         + "\n".join(lines),
         hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
     )
@@ -357,14 +359,14 @@ def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: i
     Rows that have a call and have not finished count as good ones. Rows without one fail at once, so they are
     the first to finish even if they are few.
     """
-    tally = telemetry.tally
-    most = _NEARLY_ALL * (tally.rows + num_pending)
-    if config.retry_errors or tally.rows < _ROWS_TO_JUDGE or tally.num_errors < most:
+    counts = telemetry.counts
+    most = _NEARLY_ALL * (counts.rows_done + num_pending)
+    if config.retry_errors or counts.rows_done < _ROWS_TO_JUDGE or counts.rows_error < most:
         return
-    [(code, count)] = tally.errors.most_common(1)
+    code, count = most_common(counts.errors)[0]
     if count >= most:
         raise ErrorRateExceeded(
-            f"{count} of the first {tally.rows} rows failed with {code}{_example(telemetry, code)}",
+            f"{count} of the first {counts.rows_done} rows failed with {code}{_example(telemetry, code)}",
             hint=f"{_advice(code)}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
         )
 
@@ -374,7 +376,7 @@ def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
     if config.max_error_rate == 1:
         logger.warning("every row of the run failed; see `errors` in the result")
         return
-    commonest = telemetry.tally.errors.most_common(1)
+    commonest = most_common(telemetry.counts.errors)
     code = commonest[0][0] if commonest else ""
     raise ErrorRateExceeded(
         "every row of the run failed"
@@ -390,5 +392,5 @@ def _advice(code: str) -> str:
 
 
 def _example(telemetry: Telemetry, code: str) -> str:
-    example = telemetry.tally.examples.get(code)
+    example = telemetry.examples.get(code)
     return f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Container, Iterator
 from typing import BinaryIO, NamedTuple
 
-import msgspec
-
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
@@ -224,6 +222,6 @@ def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
                 prompt_tokens=answer.usage.prompt_tokens,
                 cached_tokens=answer.usage.cached_tokens,
                 completion_tokens=answer.usage.completion_tokens,
-                reasoning_tokens=answer.usage.reasoning_tokens or msgspec.UNSET,
+                reasoning_tokens=answer.usage.reasoning_tokens or 0,
                 output=codec.raw(data),
             )

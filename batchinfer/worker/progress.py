@@ -58,23 +58,23 @@ def describe(telemetry: Telemetry) -> str:
     this start, since its engine became ready: rows that this start finished, and output tokens. The time left is how
     long this worker alone would need for all rows that are left; other workers make it shorter.
     """
-    work, tally = telemetry.workload, telemetry.tally
+    work, counts = telemetry.workload, telemetry.counts
     of = "" if work.rows is None else f"/{_count(work.rows)}"
     own = "" if work.own_rows is None else f" (own {_count(work.own_rows)})"
     parts = [f"{_count(work.rows_done)}{of} rows{own}"]
     if telemetry.is_loading:
         parts.append(f"loading the engine for {_duration(telemetry.run_seconds)}")
-    elif tally.rows:
+    elif counts.rows_done:
         seconds = max(telemetry.busy_seconds, 1.0)
-        rate = tally.rows / seconds
+        rate = counts.rows_done / seconds
         parts.append(f"{units.short(rate)}/s")
-        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s")
+        parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s")
         left = 0 if work.rows is None else work.rows - work.rows_done
         if left > 0:
             most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
             parts.append(f"{most}{_duration(left / rate)} left")
-    if tally.num_errors:
-        parts.append(f"{_count(tally.num_errors)} failed")
+    if counts.rows_error:
+        parts.append(f"{_count(counts.rows_error)} failed")
     return ", ".join(parts)
 
 
@@ -99,11 +99,11 @@ class _ProgressLines:
         if now >= self._due:
             self._due = now + LINE_SECONDS
             sums = {
-                "rows": telemetry.tally.rows,
+                "rows": telemetry.counts.rows_done,
                 "rows_resumed": telemetry.rows_resumed,
-                "rows_error": telemetry.tally.num_errors,
-                "prompt_tokens": telemetry.tally.prompt_tokens,
-                "completion_tokens": telemetry.tally.completion_tokens,
+                "rows_error": telemetry.counts.rows_error,
+                "prompt_tokens": telemetry.counts.prompt_tokens,
+                "completion_tokens": telemetry.counts.completion_tokens,
             }
             logger.info("%s", describe(telemetry), extra=event("progress", **sums))
 

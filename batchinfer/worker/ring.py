@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from batchinfer.core.errors import StorageError
-from batchinfer.core.records import Worker
+from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Held
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_owners, neighbours_of, release_given_up
@@ -329,7 +329,7 @@ class _Watch:
             self.pause(0, has_to_wait=True)
             return error
 
-    def note_alive(self, claims: dict[str, tuple[Held, Worker]]) -> None:
+    def note_alive(self, claims: dict[str, tuple[Held, WorkerLease]]) -> None:
         """Note other workers' claims that are valid. Until an owner's heart has beaten again, it may be gone."""
         for held, owner in claims.values():
             first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.nonce}", owner.beat)

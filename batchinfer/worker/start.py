@@ -116,7 +116,12 @@ class _Start:
             scratch = Scratch(self.config.scratch_dir)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
-                self.store, self._make_lease(), self.telemetry, self.environment.stopper, self.clock
+                self.store,
+                self._make_lease(),
+                self.telemetry,
+                self.environment.stopper,
+                self.clock,
+                statistics_seconds=self.config.checkpoint_seconds,
             )
             self._turn = heartbeat.turned
             heartbeat.start(
@@ -225,8 +230,8 @@ class _Start:
 
     def _look_for_answers(self) -> None:
         """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
-        tally = self.telemetry.tally
-        if tally.rows == tally.num_errors and not self.looks.has_answers(self._done_before):
+        counts = self.telemetry.counts
+        if counts.rows_done == counts.rows_error and not self.looks.has_answers(self._done_before):
             self._has_answers = False
             refuse_only_errors(self.config, self.telemetry)
 
@@ -419,7 +424,7 @@ class _Start:
 
     def _checkpoint_if_due(self, open_chunks: OpenChunks) -> None:
         """Ask for checkpoints after so many rows. After so many seconds each chunk writes one by itself."""
-        every_rows, rows_done = self.config.checkpoint_rows, self.telemetry.tally.rows
+        every_rows, rows_done = self.config.checkpoint_rows, self.telemetry.counts.rows_done
         if every_rows is not None and rows_done - self._rows_saved >= every_rows:
             open_chunks.checkpoint()
             self._rows_saved = rows_done

@@ -278,7 +278,7 @@ class RowStream:
             prompt_tokens=row.usage.prompt_tokens,
             cached_tokens=row.usage.cached_tokens,
             completion_tokens=row.usage.completion_tokens,
-            reasoning_tokens=row.usage.reasoning_tokens or msgspec.UNSET,
+            reasoning_tokens=row.usage.reasoning_tokens or 0,
             output=raw(row.line),
         )
 

@@ -10,6 +10,7 @@ import msgspec
 
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
+from batchinfer.core.counts import MAX_CODES, Counts, most_common
 from batchinfer.core.errors import (
     BatchinferError,
     Interrupted,
@@ -19,18 +20,27 @@ from batchinfer.core.errors import (
     StopRequested,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Worker
+from batchinfer.core.records import (
+    EngineInfo,
+    EngineStats,
+    ErrorExample,
+    Failure,
+    Money,
+    Worker,
+    WorkerLease,
+)
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.checkpoints import FinishedRow, count_rows
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.spending import up_seconds_of
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.tally import Tally
+from batchinfer.worker.minutes import Minutes
 from batchinfer.worker.workload import Workload
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 200
+_MAX_MESSAGE = 500
 
 FIRST_SECONDS = 2.0
 """Seconds after the engine is ready at which the record is first written; then after 4, 8, … s until heartbeats do."""
@@ -52,10 +62,14 @@ class Telemetry:
     ) -> None:
         self._clock = clock
         self._money = money
+        self._host = host
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
-        self.tally = Tally()
+        self.counts = Counts()
         """Sums over the rows that this start finished. Rows taken over from storage are not counted."""
+        self.examples: dict[str, ErrorExample] = {}
+        """First failed row of each error code."""
+        self._minutes = Minutes()
         self.workload = Workload()
         """The chunks of this worker's manifests, and those of other workers that it does, too."""
         self._resumed_in_closed = 0
@@ -72,7 +86,6 @@ class Telemetry:
         """Counters of the engine, as they were last read."""
         self._base = Worker(
             id=worker_id,
-            epoch=0,
             nonce="",
             state="loading",
             started=clock.now(),
@@ -89,39 +102,41 @@ class Telemetry:
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._load_seconds = 0.0
-        self._epoch = 0
         self._num_in_engine = self._num_waiting = 0
         self._checkpointed = 0.0
         self.latest = self._base
 
     # -- life
 
-    def begin(self, before: Worker | None) -> Worker:
-        """Begin this start's record. `before` is the record that this worker's last start left; None without one."""
-        if before is not None:
-            self._base = msgspec.structs.replace(
-                before,
-                host=self._base.host,
-                started=before.started,
-                ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
-            )
-            self.attempts = before.attempts + 1
-            self._epoch = before.epoch + 1
-        else:
-            self._epoch = 1
-        starts = [*self._base.starts, self._clock.now()][-MAX_STARTS:]
-        ends = self._base.ends[-(len(starts) - 1) :] if len(starts) > 1 else []
-        self._base = msgspec.structs.replace(self._base, starts=starts, ends=ends)
+    def begin(self, before: WorkerLease | None, earlier: Worker | None) -> Worker:
+        """Begin this start's record.
+
+        Args:
+            before: The lease that this worker's last start left; None without one.
+            earlier: The statistics that it left; None without any.
+        """
+        base = self._base if earlier is None else msgspec.structs.replace(earlier, host=self._host)
+        ends = list(base.ends)
+        if base.starts:
+            ended = (base.heartbeat, base.state)
+            ends.append(ended if before is None else (before.heartbeat, before.state))
+        self.attempts = 1 if before is None else before.attempts + 1
+        starts = [*base.starts, self._clock.now()][-MAX_STARTS:]
+        ends = ends[-(len(starts) - 1) :] if len(starts) > 1 else []
+        self._base = msgspec.structs.replace(base, starts=starts, ends=ends, open_chunks={})
         return self.snapshot()
 
-    def log_start(self, before: Worker | None) -> None:
-        """Log that this start holds its lease, and how the last start ended. `before` is the last start's record."""
+    def log_start(self, before: WorkerLease | None) -> None:
+        """Log that this start holds its lease, and how the last start ended. `before` is the last start's lease."""
         logger.info(
             "worker %s: start %d",
             self._base.id,
-            self._epoch,
+            len(self._base.starts),
             extra=event(
-                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self.attempts
+                "worker_started",
+                worker=self._base.id,
+                start=len(self._base.starts),
+                attempt=self.attempts,
             ),
         )
         if before is not None:
@@ -133,39 +148,41 @@ class Telemetry:
                 if is_kill
                 else f"ended as {before.state}",
                 extra=event(
-                    "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
+                    "worker_resumed",
+                    before=before.state,
+                    is_kill=is_kill,
+                    rows=self._base.rows_done,
                 ),
             )
 
     def log_end(self) -> None:
         """Log the failed rows by error code, and how this start ended."""
-        if self.tally.errors:
+        if self.counts.errors:
             logger.info(
                 "failed rows: %s",
-                ", ".join(f"{count} x {code}" for code, count in self.tally.errors.most_common()),
-                extra=event("row_errors", errors=dict(self.tally.errors)),
+                ", ".join(f"{count} x {code}" for code, count in most_common(self.counts.errors)),
+                extra=event("row_errors", errors=self.counts.errors),
             )
         logger.info(
             "worker %s: %s after %.0f s, %s, %d failed%s",
             self._base.id,
             self._state,
             self.run_seconds,
-            units.many(self.tally.rows, "row"),
-            self.tally.num_errors,
+            units.many(self.counts.rows_done, "row"),
+            self.counts.rows_error,
             f" ({self._reason})" if self._reason else "",
             extra=event(
                 "worker_ended",
                 worker=self._base.id,
-                epoch=self._epoch,
                 state=self._state,
                 reason=self._reason,
                 seconds=round(self.run_seconds, 3),
-                rows=self.tally.rows,
-                rows_error=self.tally.num_errors,
+                rows=self.counts.rows_done,
+                rows_error=self.counts.rows_error,
                 rows_resumed=self.rows_resumed,
                 chunks_done=self.chunks_done,
-                prompt_tokens=self.tally.prompt_tokens,
-                completion_tokens=self.tally.completion_tokens,
+                prompt_tokens=self.counts.prompt_tokens,
+                completion_tokens=self.counts.completion_tokens,
             ),
         )
 
@@ -257,14 +274,17 @@ class Telemetry:
             # Write the record now. If this chunk kills the worker, storage must already show this start as an attempt.
             self.snapshot()
             self._write_now()
-        self.chunks_resumed += chunk.counts.resumed > 0
+        self.chunks_resumed += chunk.counts.rows_resumed > 0
         logger.info(
             "chunk %s: open, %s, %d resumed",
             chunk.name,
             units.many(chunk.num_rows, "row"),
-            chunk.counts.resumed,
+            chunk.counts.rows_resumed,
             extra=event(
-                "chunk_open", chunk=chunk.name, rows=chunk.num_rows, resumed=chunk.counts.resumed
+                "chunk_open",
+                chunk=chunk.name,
+                rows=chunk.num_rows,
+                resumed=chunk.counts.rows_resumed,
             ),
         )
 
@@ -274,7 +294,7 @@ class Telemetry:
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
         self._open.pop(chunk.name, None)
-        self._resumed_in_closed += chunk.counts.resumed
+        self._resumed_in_closed += chunk.counts.rows_resumed
         if outcome == "released":
             self.workload.released(chunk.name)
         else:
@@ -285,15 +305,15 @@ class Telemetry:
             "chunk %s: %s, %s ok, %s, %d resumed",
             chunk.name,
             outcome,
-            units.many(chunk.counts.ok, "row"),
-            units.many(sum(chunk.counts.errors.values()), "error"),
-            chunk.counts.resumed,
+            units.many(chunk.counts.rows_ok, "row"),
+            units.many(chunk.counts.rows_error, "error"),
+            chunk.counts.rows_resumed,
             extra=event(
                 f"chunk_{outcome}",
                 chunk=chunk.name,
-                rows_ok=chunk.counts.ok,
-                errors=dict(chunk.counts.errors),
-                resumed=chunk.counts.resumed,
+                rows_ok=chunk.counts.rows_ok,
+                errors=chunk.counts.errors,
+                resumed=chunk.counts.rows_resumed,
                 seconds=round(self._clock.now() - chunk.started, 3),
             ),
         )
@@ -306,7 +326,9 @@ class Telemetry:
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
-        self.tally.add(rows, int(self._clock.now() // 60))
+        counts = count_rows(rows)
+        self.counts = self.counts.plus(counts)
+        self._minutes.add(counts, int(self._clock.now() // 60))
         if self.busy_seconds >= self._due_seconds < self._beats_every_seconds:
             # The next heartbeat may be half a minute away, and people look whether the first rows come out.
             self._due_seconds *= 2
@@ -315,8 +337,9 @@ class Telemetry:
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
-        example = self.tally.note(chunk, line, failure)
-        if example is not None:
+        if failure.code not in self.examples and len(self.examples) < MAX_CODES:
+            example = ErrorExample(chunk=chunk, line=line, message=failure.message[:_MAX_MESSAGE])
+            self.examples[failure.code] = example
             logger.warning(
                 "%s line %d: %s: %s",
                 chunk,
@@ -354,7 +377,9 @@ class Telemetry:
     @property
     def rows_resumed(self) -> int:
         """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
-        return self._resumed_in_closed + sum(chunk.counts.resumed for chunk in self._open.values())
+        return self._resumed_in_closed + sum(
+            chunk.counts.rows_resumed for chunk in self._open.values()
+        )
 
     @property
     def run_seconds(self) -> float:
@@ -368,7 +393,7 @@ class Telemetry:
 
         Most of its counters are sums over this start and all earlier ones.
         """
-        base = self.tally.on_top_of(self._base)
+        base = self._base.plus(self.counts)
         self.latest = msgspec.structs.replace(
             base,
             state=self._state,
@@ -378,6 +403,8 @@ class Telemetry:
             open_chunks={
                 name: chunk.num_rows - chunk.num_left for name, chunk in self._open.items()
             },
+            examples=dict(list((self.examples | base.examples).items())[:MAX_CODES]),
+            minutes=self._minutes.on_top_of(base.minutes),
             chunks_done=base.chunks_done + self.chunks_done,
             chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,
@@ -407,7 +434,6 @@ class Telemetry:
             money = msgspec.structs.replace(money, cost=earlier + rate * seconds)
         return msgspec.structs.replace(
             self.latest,
-            epoch=self._epoch,
             heartbeat=self._clock.now(),
             up_seconds=base.up_seconds + seconds,
             money=money,

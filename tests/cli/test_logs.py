@@ -113,7 +113,7 @@ def test_a_start_is_told_from_loading_to_its_first_checkpoint(logs: Any) -> None
         ("chunk_open", "checkpoints"),
     ):
         assert events.index(before) < events.index(after)
-    assert named(first, "worker_started")[0] == {"worker": "logs-w0", "epoch": 1, "attempt": 1}
+    assert named(first, "worker_started")[0] == {"worker": "logs-w0", "start": 1, "attempt": 1}
     (spent,) = named(first, "first_rows")
     parts = ("reading_seconds", "loading_seconds", "building_seconds")
     assert sum(spent[part] for part in parts) == pytest.approx(spent["seconds"], abs=0.01)
@@ -123,7 +123,7 @@ def test_a_start_is_told_from_loading_to_its_first_checkpoint(logs: Any) -> None
 def test_a_second_start_says_that_the_first_was_killed(logs: Any) -> None:
     _, second = logs
     assert named(second, "worker_resumed")[0]["is_kill"] is True
-    assert named(second, "worker_started")[0]["epoch"] == 2
+    assert named(second, "worker_started")[0]["start"] == 2
     assert sum(fields["resumed"] for fields in named(second, "chunk_open")) > 0
 
 

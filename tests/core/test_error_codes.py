@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from batchinfer.core.counts import OTHER
 from batchinfer.core.row_codes import Code
-from batchinfer.worker.tally import OTHER
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8").split("## Error codes")[1]

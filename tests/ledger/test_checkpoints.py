@@ -49,12 +49,11 @@ def segment(
     records: bytes,
     *,
     worker: str = "w0",
-    epoch: int = 1,
     seq: int = 1,
     chunk_sha256: str = SHA256,
     fingerprint: str = "f",
 ) -> str:
-    key = layout.segment_key(CHUNK, epoch, worker, seq)
+    key = layout.segment_key(CHUNK, worker, seq)
     write_segment(store, key, records, chunk_sha256=chunk_sha256, fingerprint=fingerprint)
     return key
 
@@ -106,13 +105,13 @@ def test_tokens_of_reasoning_come_back_and_rows_without_them_have_the_bytes_of_b
 ) -> None:
     plain = row(0, "a")
     segment(store, encoded(plain, msgspec.structs.replace(row(1, "b"), reasoning_tokens=7)))
-    assert [each.reasoning_tokens for each in read(store)[1]] == [msgspec.UNSET, 7]
+    assert [each.reasoning_tokens for each in read(store)[1]] == [0, 7]
     assert b"reasoning" not in encoded(plain)
 
 
 def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
-    segment(store, encode_deaths([1, 2], 9), epoch=1)
-    segment(store, encode_deaths([2], 4), epoch=2)
+    segment(store, encode_deaths([1, 2], 9))
+    segment(store, encode_deaths([2], 4), seq=2)
     assert read(store)[0].deaths == {1: (1, 9), 2: (2, 4)}
 
 
@@ -150,7 +149,7 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
 def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
     store: MemoryStore, data: bytes
 ) -> None:
-    key = layout.segment_key(CHUNK, 1, "w0", 1)
+    key = layout.segment_key(CHUNK, "w0", 1)
     store.create(key, data)
     found, rows = read(store)
     assert (rows, found.num_outdated, found.keys) == ([], 1, [key])
@@ -239,6 +238,6 @@ def test_a_segment_that_vanishes_means_look_for_the_marker(
 
 
 def test_segments_of_a_chunk_whose_name_begins_alike_are_not_its_own(store: MemoryStore) -> None:
-    key = layout.segment_key("part-000001", 1, "w0", 1)
+    key = layout.segment_key("part-000001", "w0", 1)
     write_segment(store, key, encoded(row(0)), chunk_sha256=SHA256, fingerprint="f")
     assert read(store, "part-00000")[1] == []

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
@@ -66,24 +66,18 @@ def lose_record(store: MemoryStore, damage: bytes | None) -> None:
 
 
 class TestLease:
-    def test_every_start_of_a_worker_gets_the_next_epoch(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        epochs = [take_lease(store, "w0", clock).epoch for start in range(3)]
-        assert epochs == [1, 2, 3]
-
     def test_a_start_sees_the_record_that_it_replaces(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         first = take_lease(store, "w0", clock)
-        first.renew(worker_record(rows_done=41))
+        first.renew(worker_record())
         before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(
             lambda _: worker_record()
         )
         assert before is not None
-        assert (before.epoch, before.rows_done) == (1, 41)
+        assert (before.nonce, before.beat) == (first.nonce, 2)
 
-    def test_a_ghost_finds_its_newer_epoch_and_never_takes_back(
+    def test_a_ghost_finds_its_successor_and_never_takes_back(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         ghost = take_lease(store, "w0", clock)
@@ -94,7 +88,7 @@ class TestLease:
             ghost.require()
         assert not ghost.is_held()
         assert (
-            codec.decode(store.get("workers/w0.json").data, Worker, name="w").nonce
+            codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").nonce
             == successor.nonce
         )
 
@@ -106,7 +100,7 @@ class TestLease:
         for _ in range(3):
             lease.renew(worker_record())
             etags.add(store.stat("workers/w0.json").etag)
-        beats = codec.decode(store.get("workers/w0.json").data, Worker, name="w").beat
+        beats = codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").beat
         assert (len(etags), beats) == (3, 4)
 
     def test_a_lease_that_is_not_renewed_in_time_counts_as_lost(
@@ -121,19 +115,6 @@ class TestLease:
             lease.require()
         lease.renew(worker_record())
         lease.require()
-
-    def test_two_starts_of_one_epoch_write_under_different_names(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        """Epochs repeat where a record was lost."""
-        writers = set()
-        for nonce in "ab":
-            lease = Lease(store, "w0", clock, lease_seconds=120, nonce=nonce)
-            lease.take(lambda _: worker_record())
-            assert lease.epoch == 1
-            writers.add(lease.writer)
-            store.delete([layout.worker_key("w0")])
-        assert writers == {"w0.a", "w0.b"}
 
     @pytest.mark.parametrize("has_earlier_start", [False, True])
     def test_a_lease_counts_from_before_its_first_write(
@@ -200,8 +181,8 @@ class TestLease:
             lose_record(store, damage)
             write(worker_record())
             assert lease.is_held() == (write == lease.renew)
-            stored = codec.decode(store.get(layout.worker_key("a")).data, Worker, name="w")
-            assert (stored.epoch, stored.nonce) == (1, lease.nonce)
+            stored = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="w")
+            assert stored.nonce == lease.nonce
 
     @pytest.mark.parametrize("damage", [None, b"", b"{}"])
     def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
@@ -235,9 +216,8 @@ class TestClaims:
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         claims_of(store, "a", clock)[0].take("part-00000")
-        again, lease = claims_of(store, "a", clock)
+        again, _ = claims_of(store, "a", clock)
         taken(again.take("part-00000"))
-        assert lease.epoch == 2
         assert again.is_ours(claim_of(store))
 
     def test_a_ghost_does_not_take_its_successors_claim(
@@ -255,50 +235,31 @@ class TestClaims:
     def test_a_worker_that_lost_its_record_has_its_own_chunks_at_once(
         self, store: MemoryStore, clock: FakeClock, damage: bytes | None
     ) -> None:
-        for _ in range(3):
-            claims, lease = claims_of(store, "a", clock)
+        claims, _ = claims_of(store, "a", clock)
         claims.take("part-00000")
         claims.take("part-00001")
-        assert lease.epoch == 3
         lose_record(store, damage)
-        again, lease = claims_of(store, "a", clock)
+        again, _ = claims_of(store, "a", clock)
         seen = Held(claim_of(store), store.stat(layout.claim_key("part-00000")).etag)
         assert again.look(seen) is None
         assert not again.is_ours(seen.claim)
         taken(again.take_over("part-00000", seen))
         taken(again.take("part-00001"))
-        assert lease.epoch == 1
         assert again.is_ours(claim_of(store))
 
-    @pytest.mark.parametrize("starts_before", [0, 1])
     def test_a_start_that_lives_on_takes_nothing_from_the_start_that_followed_its_lost_record(
-        self, store: MemoryStore, clock: FakeClock, starts_before: int
+        self, store: MemoryStore, clock: FakeClock
     ) -> None:
-        """Its epoch is the same or the higher one, and still it is the ghost."""
-        for _ in range(starts_before):
-            take_lease(store, "a", clock)
         ghost, ghost_lease = claims_of(store, "a", clock)
         store.delete([layout.worker_key("a")])
         lease = take_lease(store, "a", clock)
         successor = Claims(store, lease, clock)
         successor.take("part-00000")
-        assert (ghost_lease.epoch, lease.epoch) == (1 + starts_before, 1)
         assert not ghost.is_ours(claim_of(store))
         with pytest.raises(Superseded):
             ghost.take("part-00000")
         assert not ghost_lease.is_held()
         assert successor.is_ours(claim_of(store))
-
-    def test_a_claim_of_an_epoch_above_its_owners_record_lapses_at_once(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        """The owner lost its record and began again: it does not know of the claim."""
-        take_lease(store, "a", clock)
-        claims_of(store, "a", clock)[0].take("part-00000")
-        store.delete([layout.worker_key("a")])
-        take_lease(store, "a", clock)
-        observer, _ = claims_of(store, "b", clock)
-        assert observer.look(held(observer.take("part-00000"))) is None
 
     def test_a_claim_lapses_when_its_owners_heart_stood_still_for_a_lease(
         self, store: MemoryStore, clock: FakeClock
@@ -360,7 +321,7 @@ class TestClaims:
         observer, _ = claims_of(store, "b", clock)
         assert observer.look(held(observer.take("part-00000"))) is not None
 
-    def test_a_claim_of_an_earlier_epoch_lapses_at_once(
+    def test_a_claim_of_an_earlier_start_lapses_at_once(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
         claims_of(store, "a", clock)[0].take("part-00000")
@@ -420,4 +381,4 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
 
     monkeypatch.setattr(store, "replace", overtaken)
     lease.renew(worker_record(state="done"))
-    assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").state == "done"
+    assert codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").state == "done"

@@ -79,7 +79,7 @@ def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> No
 
 def test_a_claim_whose_owner_cannot_be_read_has_lapsed(job: str) -> None:
     run = open_store(f"{job}/runs/a")
-    run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+    run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", nonce="n")))
     put_raw(run, layout.worker_key("w9"), b"{")
     assert run_worker_here(job, run.url, "--lease-seconds", "1")["chunks_done"] == 3
 

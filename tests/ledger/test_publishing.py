@@ -184,7 +184,7 @@ def test_leftovers_go_only_after_the_marker(
 
 def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path: Path) -> None:
     def superseded() -> None:
-        raise Superseded("a newer epoch exists")
+        raise Superseded("a newer start exists")
 
     ghost = Publisher(store, nonce="n", require_lease=superseded)
     with pytest.raises(Superseded):

@@ -86,9 +86,9 @@ def test_a_file_whose_claim_another_of_its_name_holds_is_not_done_with_that() ->
     with Stage([["unused"]]) as stage:
         put_lists(stage)
         stage.put(layout.RUN_KEY, run_json)
-        owner = worker_record(id="w1", epoch=1, lease_seconds=60.0)
+        owner = worker_record(id="w1", nonce="n", lease_seconds=60.0)
         stage.put(layout.worker_key("w1"), codec.encode(owner))
-        stage.put(layout.claim_key("x"), codec.encode(Claim(worker="w1", epoch=1, nonce="n")))
+        stage.put(layout.claim_key("x"), codec.encode(Claim(worker="w1", nonce="n")))
 
         def publish() -> None:
             for key, data in published.items():

@@ -232,6 +232,36 @@ def test_a_watch_of_workers_that_never_come_gives_up(
     assert len(states()) == 2 * 6
 
 
+def test_a_watch_cancels_workers_that_would_come_after_the_end(
+    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    """They were rented to find that nothing is left to do."""
+    record_launch(open_store(str(job / "runs/a")), OTHER, [], 0.0)
+    waits = {"job": 0, "index": 0, "name": f"batchinfer-{OTHER.id}", "pid": 0, "state": "PENDING"}
+    (tmp_path / "slurm/0000-0000.json").write_text(json.dumps(waits))
+    done = call(*launching_of(job, "--workers", "1", "--watch"))
+    assert done.status == 0, done.err
+    assert states()[0] == "CANCELLED"
+
+
+def test_a_forged_record_makes_a_watch_start_no_more_workers_than_the_job_has_manifests(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = launching.Launch.watch
+
+    def with_record(launch: launching.Launch) -> dict[str, Any]:
+        forged = msgspec.structs.replace(OTHER, workers=500)
+        record_launch(open_store(str(job / "runs/a")), forged, [], 0.0)
+        os.utime(job / f"runs/a/launches/{OTHER.id}.json", (1, 1))
+        return watch(launch)
+
+    monkeypatch.setattr(launching.Launch, "watch", with_record)
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
+    assert call(*launching_of(job, "--workers", "1", "--watch")).status == 3
+    assert {task["index"] for task in fake_slurm.tasks()} == {0, 1}
+
+
 LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
 
 

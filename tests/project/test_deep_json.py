@@ -72,7 +72,7 @@ def test_deep_rows_are_answered_and_read_by_every_command(
 def test_a_deep_record_is_refused_by_its_name(kind: type[Any], field: str, depth: int) -> None:
     fields: dict[str, Any] = {"format_version": 1, "fingerprint": "f", "config": {}, "recorded": {}}
     if kind is Worker:
-        fields = {"id": "w", "epoch": 1, "state": "running", "started": 0.0, "heartbeat": 0.0}
+        fields = {"id": "w", "state": "running", "started": 0.0, "heartbeat": 0.0}
     plain = json.dumps({**fields, "nonce": "n", field: {"here": 1}})
     assert codec.decode(plain.encode(), kind, name="workers/w.json")
     deep = plain.replace("1}", nested(depth) + "}")

@@ -102,7 +102,6 @@ def publish(run, chunk, lines, *, generation=0, output=None, worker="w0", **chan
         "rows_resumed": 0,
         "fingerprint": "f",
         "worker": worker,
-        "epoch": 1,
         "start": "2026-01-01T00:00:00+00:00",
         "end": "2026-01-01T00:00:10+00:00",
         "prompt_tokens": 90,

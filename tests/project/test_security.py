@@ -134,7 +134,7 @@ def test_a_claim_that_no_worker_wrote_keeps_nobody_from_the_chunk(
     tmp_path: Path, worker: object
 ) -> None:
     make_job(tmp_path / "job", rows=5, per_chunk=5)
-    claim = json.dumps({"worker": worker, "epoch": 7, "nonce": "x"}).encode()
+    claim = json.dumps({"worker": worker, "nonce": "x"}).encode()
     open_store(str(tmp_path / "run")).create("claims/part-00000.json", claim)
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--lease-seconds", "1")
     assert result["chunks_done"] == 1

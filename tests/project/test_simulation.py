@@ -78,7 +78,7 @@ class TestNotices:
         "clean_takes_every_orphan": 26,
         "lease_renewed_as_of_the_end": 46,
         "no_checkpoint_on_time": 58,
-        "no_epoch_check": 70,
+        "no_fence_of_starts": 70,
         "other_configuration_let_in": 39,
         "row_condemned_in_company": 74,
     }
@@ -264,7 +264,7 @@ class TestRunsTheRealWorker:
         "worker/heartbeat",
         "worker/stream",
         "worker/open_chunks",
-        "worker/outgoing",
+        "worker/chunk_life",
         "worker/chunk",
         "worker/opening",
         "ledger/chunk_files",

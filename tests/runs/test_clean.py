@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +38,8 @@ HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
 UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
-SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1, 1)
-UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1, 1)
+SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
+UNDONE_SEGMENT = layout.segment_key(UNDONE, "gone", 1, 1)
 CLAIM, UNDONE_CLAIM = layout.claim_key(CHUNK), layout.claim_key(UNDONE)
 MARKER = layout.marker_key(CHUNK)
 PROBE = f"{layout.PROBES}0123456789abcdef"
@@ -89,8 +90,8 @@ def verify(run: Store) -> Verdict:
     return run_verify(config, open_store=open_store, clock=SystemClock())
 
 
-def claim_of(worker: str, epoch: int = 1) -> bytes:
-    return codec.encode(Claim(worker=worker, epoch=epoch, nonce="n"))
+def claim_of(worker: str, nonce: str = "n") -> bytes:
+    return codec.encode(Claim(worker=worker, nonce=nonce))
 
 
 def owner(store: Store) -> str:
@@ -113,7 +114,8 @@ def make_alive(store: Store, worker: str = "w0") -> None:
     """Let a worker's record say that it runs."""
     key = layout.worker_key(worker)
     data, etag = store.get(key)
-    store.replace(key, data.replace(b'"state":"done"', b'"state":"running"'), etag)
+    record = json.loads(data) | {"state": "running", "nonce": "n"}
+    store.replace(key, json.dumps(record).encode(), etag)
 
 
 def leave_of_the_living(store: Store) -> None:
@@ -178,8 +180,11 @@ CASES = {
         {},
         set(),
     ),
-    "a claim of another epoch": Case(
-        lambda store: [store.create(UNDONE_CLAIM, claim_of("w0", epoch=2)), make_alive(store)],
+    "a claim of another start": Case(
+        lambda store: [
+            store.create(UNDONE_CLAIM, claim_of("w0", nonce="earlier")),
+            make_alive(store),
+        ],
         NOW,
         set(),
         "",

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> str:
     url = str(tmp_path / "job" / "runs" / "a")
     run_worker_here(tmp_path / "job", url, "--worker-id", "w0")
     store = open_store(url)
-    key = layout.worker_key("w0")
+    key = layout.statistics_key("w0")
     record = codec.decode(store.get(key).data, Worker, name=key)
     record = msgspec.structs.replace(
         record,
@@ -109,19 +109,8 @@ def test_no_command_prints_a_control_character(
     assert UNSAFE.findall(out) == []
     assert UNSAFE.findall(err) == []
     if out:
-        json.loads(out.splitlines()[-1])
-
-
-def test_a_code_that_is_no_code_is_shown_as_invalid(
-    run: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    main.main(["status", run, "--json"])
-    assert json.loads(capfd.readouterr().out)["totals"]["errors"] == {"invalid": 5}
-
-
-def test_a_name_with_a_newline_makes_no_line_of_its_own(
-    run: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    main.main(["verify", run])
-    err = capfd.readouterr().err
-    assert "outputs/two\\nlines" in err
+        result = json.loads(out.splitlines()[-1])
+    if name == "status as JSON":
+        assert result["totals"]["errors"] == {"invalid": 5}
+    if name == "verify":
+        assert "outputs/two\\nlines" in err, "a name with a newline makes no line of its own"

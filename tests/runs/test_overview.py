@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from batchinfer.core import codec
+from batchinfer.core.counts import Counts
 from batchinfer.core.prices import Prices
 from batchinfer.core.records import Job, Minute, Money, Run, Worker
 from batchinfer.ledger.inventory import SeenMarker, SeenWorker, Snapshot
-from batchinfer.runs.overview import RECENT_MINUTES, Overview, Totals, overview
+from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
 from big_run import Shape, make_job, make_run
 from fakes import worker_record
 
@@ -47,14 +48,12 @@ def running(**values: Any) -> Worker:
     """A worker that has finished 30 rows in each of the last ten minutes, 40 of them in its open chunk."""
     return worker_record(
         **{
-            "epoch": 1,
             "started": NOW - 700,
             "starts": [NOW - 700],
             "heartbeat": NOW,
             "state": "running",
             "open_chunks": {CHUNK: 40},
             "minutes": minutes(rows=30),
-            "rows_done": 300,
             "rows_ok": 300,
             "prompt_tokens": 3000,
             "completion_tokens": 6000,
@@ -214,7 +213,7 @@ def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> No
         "minutes": minutes(rows=50, until=now + 60, number=1),
     }
     assert look(running(**young), taken=now).workers[0].recent.rows == pytest.approx(5.0)
-    again = running(**young, epoch=2)
+    again = running(**young | {"starts": [now - 900, now - 40], "ends": [(now - 60, "stopped")]})
     assert look(again, taken=now).workers[0].recent.rows == pytest.approx(50 / 45)
 
 
@@ -264,8 +263,8 @@ def test_cost_is_that_of_all_workers_and_their_tokens() -> None:
 def test_sums_are_those_of_markers_once_they_count_more() -> None:
     record = running(errors={"x": 3}, finish_reasons={"stop": 297}, rows_ok=297, rows_error=3)
     by_records = look(record).totals
-    assert (by_records.rows, by_records.errors) == (300, {"x": 3})
-    more, fewer = Totals(rows=301, prompt_tokens=7), Totals(rows=299)
+    assert (by_records.rows_done, by_records.errors) == (300, {"x": 3})
+    more, fewer = Counts(rows_ok=301, prompt_tokens=7), Counts(rows_ok=299)
     assert look(record, of_markers=more).totals == more
     assert look(record, of_markers=fewer).totals == by_records
     assert look(record, of_markers=fewer, done=10).totals == fewer

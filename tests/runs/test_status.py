@@ -23,7 +23,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from big_run import Shape, make_run, make_workers, write_big_run, write_local
 from counting_store import CountingStore
-from fakes import FakeClock
+from fakes import FakeClock, put_worker
 from making import overwrite, put_raw
 
 NOW = 1_790_000_000.0
@@ -52,10 +52,11 @@ def put_run(run: str, data: bytes, now: float) -> None:
 
 
 def change_worker(run: str, name: str, *, at: float = NOW, **values: Any) -> None:
-    key = layout.worker_key(name)
-    data, etag = opener()(run).get(key)
-    record = msgspec.structs.replace(codec.decode(data, Worker, name=key), **values)
-    opener(at)(run).replace(key, codec.encode(record), etag)
+    key = layout.statistics_key(name)
+    data = opener()(run).get(key).data
+    put_worker(
+        opener(at)(run), msgspec.structs.replace(codec.decode(data, Worker, name=key), **values)
+    )
 
 
 def look(run: str, *, job: str = "", now: float = NOW) -> Overview:
@@ -106,7 +107,7 @@ def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
 
     run_status(StatusConfig(run=run), open_store=open_store, clock=FakeClock(NOW))
     requests = sum((store.requests for store in stores), start=stores[0].requests.__class__())
-    assert requests["get"] == 5 + 2  # workers, run.json, job.json
+    assert requests["get"] == 2 * 5 + 2  # leases and statistics, run.json, job.json
     # 3002 objects in outputs/, one page each of checkpoints, workers and launches
     assert requests["list"] == 4 + 1 + 1 + 1
     assert requests["stat"] <= 2
@@ -121,10 +122,10 @@ def test_a_second_look_reads_only_workers_that_moved_and_knows_them_alive(root: 
     status._reader = RunReader(store, opener(), clock)
     assert {view.state for view in status.look().workers} == {"gone"}, "our clock is ahead"
     gets = store.requests["get"]
-    change_worker(run, "sky-2026-000", beat=5)
+    change_worker(run, "sky-2026-000", rows_ok=5)
     clock.seconds += 7
     ages = {view.id: view.state for view in status.look().workers}
-    assert store.requests["get"] == gets + 1
+    assert store.requests["get"] == gets + 2
     assert (ages["sky-2026-000"], ages["sky-2026-001"]) == ("running", "gone")
 
 
@@ -190,7 +191,7 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(root: str) -> None
     record = msgspec.structs.replace(
         make_workers(SMALL)[0], state="loading", minutes=[], open_chunks={}
     )
-    opener()(root).create(layout.worker_key(record.id), codec.encode(record))
+    put_worker(opener()(root), record)
     seen = look(root)
     assert (seen.state, seen.model) == ("loading", "meta-llama/Llama-3.1-8B-Instruct")
 

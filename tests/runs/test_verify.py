@@ -134,7 +134,7 @@ def _line(index: int, change: Callable[[bytes], bytes]) -> Callable[[Store], Non
     return with_lines(apply)
 
 
-CLAIM = codec.encode(Claim(worker="w", epoch=1, nonce="n"))
+CLAIM = codec.encode(Claim(worker="w", nonce="n"))
 DAMAGES = {
     "no marker": Damage("missing", CHUNK, lambda store: store.delete([MARKER])),
     "empty marker": Damage("corrupt", CHUNK, lambda store: overwrite(store, MARKER, b"")),
@@ -182,8 +182,8 @@ DAMAGES = {
         for name, key, data in (
             ("orphan output", f"outputs/{CHUNK}.aaaa.jsonl", b"{}\n"),
             ("output of no chunk", f"outputs/{NO_CHUNK}.aaaa.jsonl", b"{}\n"),
-            ("segment", layout.segment_key(CHUNK, 1, "w", 1, 1), b"{}\n"),
-            ("segment of no chunk", layout.segment_key(NO_CHUNK, 1, "w", 1, 1), b"{}\n"),
+            ("segment", layout.segment_key(CHUNK, "w", 1, 1), b"{}\n"),
+            ("segment of no chunk", layout.segment_key(NO_CHUNK, "w", 1, 1), b"{}\n"),
             ("claim", layout.claim_key(CHUNK), CLAIM),
             ("claim of no chunk", layout.claim_key(NO_CHUNK), CLAIM),
             ("unreadable claim", layout.claim_key(CHUNK), b"{"),
@@ -274,8 +274,7 @@ def test_missing_chunks_say_who_works_on_them(local_job: str) -> None:
     record = run.get(layout.worker_key("w7"))
     alive = record.data.replace(b'"done"', b'"running"')
     run.replace(layout.worker_key("w7"), alive, record.etag)
-    epoch = json.loads(record.data)["epoch"]
-    claim = Claim(worker="w7", epoch=epoch, nonce="n")
+    claim = Claim(worker="w7", nonce=json.loads(record.data)["nonce"])
     put_raw(run, layout.claim_key(CHUNK), codec.encode(claim))
     verdict = verify(run)
     found = {

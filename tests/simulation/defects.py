@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Claim, Marker, Worker
+from batchinfer.core.records import Claim, Marker, Worker, WorkerLease
 from batchinfer.ledger import checkpoints, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -84,7 +84,7 @@ def no_fence() -> Defect:
     return mock.patch.object(Publisher, "_put_marker", put_marker)
 
 
-def no_epoch_check() -> Defect:
+def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
     def settle(self: Lease) -> None:
@@ -186,7 +186,7 @@ def claim_taken_without_asking() -> Defect:
     """A claim is taken whoever has it, without its etag."""
 
     def take(self: Claims, name: str) -> Taken:
-        _overwrite(self._store, layout.claim_key(name), self._body())
+        _overwrite(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
         return Taken(self._store.stat(layout.claim_key(name)).etag)
 
     return mock.patch.object(Claims, "take", take)
@@ -369,7 +369,7 @@ def first_sighting_from_asking() -> Defect:
     """A record counts as seen when its request was sent, although the answer may be much younger."""
     real = Claims.look
 
-    def look(self: Claims, held: Held) -> Worker | None:
+    def look(self: Claims, held: Held) -> WorkerLease | None:
         asked = self._clock.monotonic()
         asking = copy.copy(self)
         asking._clock = SimpleNamespace(monotonic=lambda: asked)  # type: ignore[assignment]
@@ -402,12 +402,12 @@ def lease_renewed_as_of_the_end() -> Defect:
 
 
 def settle_without_the_nonce() -> Defect:
-    """A record of the same epoch counts as one's own, whichever start wrote it."""
+    """Every record of the worker counts as one's own, whichever start wrote it."""
     real = Lease._read
 
-    def read(self: Lease) -> tuple[Worker | None, str]:
+    def read(self: Lease) -> tuple[WorkerLease | None, str]:
         found, etag = real(self)
-        if found is not None and found.epoch == self.epoch:
+        if found is not None:
             found = msgspec.structs.replace(found, nonce=self.nonce)
         return found, etag
 
@@ -415,7 +415,7 @@ def settle_without_the_nonce() -> Defect:
 
 
 def every_claim_of_the_id_is_ours() -> Defect:
-    """A claim counts as this start's if it names the worker, whatever its epoch."""
+    """A claim counts as this start's if it names the worker, whichever start wrote it."""
 
     def is_ours(self: Claims, claim: Claim) -> bool:
         return claim.worker == self._lease.worker_id
@@ -448,7 +448,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
     for defect in (
         marker_before_output,
         no_fence,
-        no_epoch_check,
+        no_fence_of_starts,
         dropped_segment,
         changed_segment_is_adopted,
         segments_deleted_first,

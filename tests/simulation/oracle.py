@@ -56,6 +56,10 @@ def row_seed(run_seed: int, chunk: str, line: int) -> int:
     return int(digest.hexdigest(), 16) // 2
 
 
+def _is_lease(name: str) -> bool:
+    return name.startswith(layout.WORKERS) and not name.endswith(layout.STATISTICS_SUFFIX)
+
+
 class Oracle:
     """Watches the bucket (storage.Watcher) and the engines (machine.Ward) of one seed."""
 
@@ -97,7 +101,8 @@ class Oracle:
         self._ghosts: set[str] = set()
         self._closed: set[str] = set()
         """Processes whose worker's record says that they have ended."""
-        self._epochs: dict[str, int] = {}
+        self._nonces: dict[str, str] = {}
+        """Nonce in the record that a process last wrote."""
         self._lost_until: dict[str, float] = {}
         """When a worker's record that was removed or damaged was written again; infinite while it is not."""
         self._seen_damaged: set[tuple[str, str]] = set()
@@ -156,7 +161,7 @@ class Oracle:
             self._store_segment(name, data)
         elif name.startswith(layout.CLAIMS):
             self._check_claim(name, data, before, process)
-        elif name.startswith(layout.WORKERS):
+        elif _is_lease(name):
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._writers[name] = process.name
             if self._is_late(process):
@@ -164,7 +169,7 @@ class Oracle:
             self._renewed[process.name] = self._scheduler.now
             self._ghosts.discard(process.name)
             record = msgspec.json.decode(data)
-            self._epochs[process.name] = record["epoch"]
+            self._nonces[process.name] = record["nonce"]
             if record["state"] in ENDED:
                 self._closed.add(process.name)
             if name in self._lost_until:
@@ -186,7 +191,7 @@ class Oracle:
             if not self._generations(chunk):
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
-        elif name.startswith(layout.WORKERS):
+        elif _is_lease(name):
             # A worker that starts may have written it anew since `clean` read it.
             if process is not None and (process.name, name) not in self._seen_damaged:
                 self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
@@ -195,7 +200,7 @@ class Oracle:
     def read(self, key: str, data: bytes, process: Process) -> None:
         """Note what a process has seen of the run's configuration, and which workers' records it saw damaged."""
         name = key.removeprefix(RUN)
-        if name.startswith(layout.WORKERS):
+        if _is_lease(name):
             if read_record(data) is None:
                 self._seen_damaged.add((process.name, name))
             else:
@@ -214,7 +219,7 @@ class Oracle:
             self._note_known(process, chunk, shown)
 
     def superseded(self, process: Process) -> None:
-        """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
+        """Note that a process found out about a newer start of itself, at a renewal that was refused."""
         self._ghosts.add(process.name)
 
     def creating(self, name: str, process: Process) -> None:
@@ -222,7 +227,7 @@ class Oracle:
         if not name.startswith((layout.OUTPUTS, layout.CHECKPOINTS)):
             return
         if process.name in self._ghosts:
-            self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
+            self.fail(f"fence: {process.name} knows of a newer start of itself, and writes {name}")
         if process.name in self._closed:
             self.fail(f"lease: {process.name} has closed its record, and writes {name}")
         # A clock that stood still tells its worker nothing of the time that has passed.
@@ -391,15 +396,12 @@ class Oracle:
         return max(late, default=0.0)
 
     def _is_ghost(self, process: Process) -> bool:
-        """Whether a later start has the worker's record. A worker that has lost it must not write.
-
-        A start that found the record damaged has the same epoch.
-        """
+        """Whether a later start has the worker's record. A worker that has lost it must not write."""
         if process.name in self._ghosts:
             return True
-        epoch = self._epochs.get(process.name)
+        nonce = self._nonces.get(process.name)
         record = self._record(process.name.split("#")[0])
-        return epoch is not None and record is not None and record["epoch"] != epoch
+        return nonce is not None and record is not None and record["nonce"] != nonce
 
     def _record(self, worker: str) -> dict[str, Any] | None:
         """A worker's record; None if it is gone or damaged."""
@@ -506,7 +508,7 @@ class Oracle:
         if before is None or not self.watches_claims:
             return
         old, new = msgspec.json.decode(before), msgspec.json.decode(data)
-        if not old["worker"] or (old["worker"], old["epoch"]) == (new["worker"], new["epoch"]):
+        if not old["worker"] or (old["worker"], old["nonce"]) == (new["worker"], new["nonce"]):
             return
         record = self._record(old["worker"])
         if record is None or self._lost_until.get(layout.worker_key(old["worker"]), -1.0) >= since:

@@ -41,7 +41,7 @@ from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.s3 import S3Store
-from batchinfer.worker import joining, marker_looks, tally
+from batchinfer.worker import joining, marker_looks, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
 
@@ -546,7 +546,7 @@ def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
-        mock.patch.object(tally, "merge_minutes", return_value=[]),
+        mock.patch.object(minutes, "merge_minutes", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
     ):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, Superseded
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
@@ -44,9 +44,9 @@ def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:
     store, clock = _Slow("memory://scene-sighting"), FakeClock()
     store.clock = clock
     _, claims = _start(store, clock, "watcher")
-    record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=LEASE_SECONDS)
+    record = worker_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS)
     store.create(layout.worker_key("w9"), codec.encode(record))
-    held = Held(Claim(worker="w9", epoch=1, nonce="n"), "")
+    held = Held(Claim(worker="w9", nonce="n"), "")
     store.seconds = 2 * LEASE_SECONDS
     assert claims.look(held) is not None
     store.seconds = 0.0
@@ -66,16 +66,16 @@ def a_ghost_leaves_its_successors_claim_alone() -> None:
 
 
 def a_renewal_leaves_the_record_of_another_start_alone() -> None:
-    """Both starts have epoch 1, since the worker's record was lost between them."""
+    """The worker's record was lost between them."""
     store, clock = MemoryStore("memory://scene-nonce"), FakeClock()
     earlier, _ = _start(store, clock, "earlier")
     key = layout.worker_key("w0")
     store.delete([key])
     later, _ = _start(store, clock, "later")
-    assert earlier.epoch == later.epoch
+    assert earlier.nonce != later.nonce
     with suppress(Superseded):
         earlier.renew(worker_record())
-    assert codec.decode(store.get(key).data, Worker, name=key).nonce == "later"
+    assert codec.decode(store.get(key).data, WorkerLease, name=key).nonce == "later"
 
 
 def rows_beside_vanished_segments_are_saved_again() -> None:
@@ -126,9 +126,9 @@ def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
         orphan = layout.output_key(layout.output_file(CHUNK, 16 * "a"))
         stage.put(orphan, b"the next generation's")
         stage.scheduler.run(stage.scheduler.now + 20_000.0)
-        record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=LEASE_SECONDS)
+        record = worker_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS)
         stage.put(layout.worker_key("w9"), codec.encode(record))
-        stage.put(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+        stage.put(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", nonce="n")))
         stage.clean()
         assert orphan in stage.objects()
 

@@ -484,7 +484,7 @@ class SimStore(S3Store):
         return found
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        if not key.startswith(layout.WORKERS):
+        if not key.startswith(layout.WORKERS) or key.endswith(layout.STATISTICS_SUFFIX):
             return super().replace(key, data, etag)
         self._own_record, self._nonce = key, msgspec.json.decode(data)["nonce"]
         try:

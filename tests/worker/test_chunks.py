@@ -212,7 +212,11 @@ def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) 
         tracemalloc.stop()
     assert isinstance(chunk, OpenChunk)
     num_rows = NUM_SEGMENTS * ROWS_EACH
-    assert (chunk.num_left, chunk.counts.resumed, chunk.counts.ok) == (0, num_rows, num_rows)
+    assert (chunk.num_left, chunk.counts.rows_resumed, chunk.counts.rows_ok) == (
+        0,
+        num_rows,
+        num_rows,
+    )
     for line, payload in enumerate(chunk.spool.payloads()):
         assert payload == output_line(line)
     chunk.close()
@@ -228,7 +232,7 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
         rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
         write_segment(
             run,
-            layout.segment_key("texts", 1, "w0", index),
+            layout.segment_key("texts", "w0", index),
             encode_rows(rows)[0],
             chunk_sha256=sha256,
             fingerprint="f",
@@ -247,7 +251,7 @@ def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
         chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1
     )
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
 
 
@@ -277,17 +281,17 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
-        key = layout.segment_key("texts", 1, "w0", seq)
+        key = layout.segment_key("texts", "w0", seq)
         write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
     built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
     marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
     chunk = opener(run, source, scratch).open(ref, now=0.0)
     assert isinstance(chunk, OpenChunk)
     assert chunk.num_unread == 1
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
-    assert (chunk.num_unread, chunk.counts.resumed, chunk.counts.ok) == (0, 2, 2)
+    assert (chunk.num_unread, chunk.counts.rows_resumed, chunk.counts.rows_ok) == (0, 2, 2)
     chunk.close()
 
 
@@ -299,7 +303,7 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
     data = b"{}\n"
     source = open_store(str(tmp_path / "job"))
     source.create("texts.jsonl", data)
-    key = layout.segment_key("texts", 1, "w0", 1)
+    key = layout.segment_key("texts", "w0", 1)
 
     class OvertakenStore(LocalStore):
         def get(self, asked: str) -> Object:
@@ -325,7 +329,7 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
         assert opened.marker.rows_ok == 1
     else:
         assert isinstance(opened, OpenChunk)
-        assert (opened.num_left, opened.counts.resumed) == (1, 0)
+        assert (opened.num_left, opened.counts.rows_resumed) == (1, 0)
         opened.close()
 
 
@@ -346,7 +350,7 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     key = layout.output_key(published.marker.output)
     run.delete([key])
     run.create(key, b"\n".join([failed, output_line(2), b""]))
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
         opener(run, source, scratch).open(ref, now=0.0)
     assert "--redo texts" in caught.value.hint

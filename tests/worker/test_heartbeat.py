@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Claim
-from fakes import worker_record
+from fakes import lease_record
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
 
@@ -38,25 +38,12 @@ def stage() -> Iterator[Stage]:
 
 
 def let_another_hold(stage: Stage, *chunks: str) -> None:
-    """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
-    ours = worker_record(
-        id="w0", epoch=1, nonce="m", state="stopped", rows_done=1, busy_seconds=9.0
-    )
-    if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
-        stage.put(layout.worker_key("w0"), codec.encode(ours))
+    """A worker whose heart beats for ever."""
     for chunk in chunks:
-        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", nonce="n")))
 
     def beat(count: int = 1) -> None:
-        record = worker_record(
-            id="w9",
-            epoch=1,
-            nonce="n",
-            lease_seconds=LEASE_SECONDS,
-            beat=count,
-            rows_done=count,
-            busy_seconds=float(count),
-        )
+        record = lease_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS, beat=count)
         stage.put(layout.worker_key("w9"), codec.encode(record))
         stage.scheduler.after(1.5, lambda: beat(count + 1))
 
@@ -124,7 +111,7 @@ class TestStartsWithoutARow:
         """That it has a chunk now is told at once, not with the next heartbeat."""
         let_another_hold(stage, "part-00001")
         stage.engine.row_seconds = 1e6
-        free = codec.encode(Claim(worker="", epoch=0, nonce="n"))
+        free = codec.encode(Claim(worker="", nonce="n"))
         options = {"lease_seconds": 100.0, **OPTIONS}
         for num_crashes in range(2):
             let_another_hold(stage, "part-00000")

@@ -96,7 +96,7 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
         "Telemetry",
         SimpleNamespace(
             workload=SimpleNamespace(rows=99_999_999, rows_done=88_888_888, own_rows=25_000_000),
-            tally=SimpleNamespace(rows=88_888, completion_tokens=10**9, num_errors=12_345),
+            counts=SimpleNamespace(rows_done=88_888, completion_tokens=10**9, rows_error=12_345),
             is_loading=False,
             busy_seconds=4000.0,
         ),

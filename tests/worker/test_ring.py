@@ -22,7 +22,7 @@ from batchinfer.worker import ring
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.ring import Candidate, Ring
 from counting_store import CountingStore
-from fakes import Done, FakeClock, marker_record, worker_record
+from fakes import Done, FakeClock, lease_record, marker_record
 
 LEASE_SECONDS = 120.0
 
@@ -60,21 +60,19 @@ class Idle:
     def finish(self, *names: str) -> None:
         """Put the output and the marker of these chunks."""
         for name in names:
-            self.memory.create(layout.output_key(layout.output_file(name)), b"{}\n")
-            marker = marker_record(chunk=name, output=layout.output_file(name))
+            self.memory.create(layout.output_key(layout.output_file(name, "n")), b"{}\n")
+            marker = marker_record(chunk=name, output=layout.output_file(name, "n"))
             self.memory.create(layout.marker_key(name), codec.encode(marker))
 
     def claim(self, name: str, worker_id: str) -> None:
         """Let a live worker hold a chunk."""
-        claim = Claim(worker=worker_id, epoch=1, nonce="n")
+        claim = Claim(worker=worker_id, nonce="n")
         self.memory.create(layout.claim_key(name), codec.encode(claim))
         self.beat(worker_id, 1)
 
     def beat(self, worker_id: str, number: int) -> None:
         """Let another worker's heart beat."""
-        record = worker_record(
-            id=worker_id, epoch=1, nonce="n", lease_seconds=LEASE_SECONDS, beat=number
-        )
+        record = lease_record(id=worker_id, nonce="n", lease_seconds=LEASE_SECONDS, beat=number)
         key = layout.worker_key(worker_id)
         self.memory.delete([key])
         self.memory.create(key, codec.encode(record))

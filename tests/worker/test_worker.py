@@ -381,9 +381,9 @@ class TestStoppedAndStartedAgain:
                 config, dataclasses.replace(environment, open_store=lambda url: Slow(Path(url)))
             )
         record = codec.decode(
-            open_store(f"{job}/runs/a").get(layout.worker_key("w0")).data, Worker, name="w0"
+            open_store(f"{job}/runs/a").get(layout.statistics_key("w0")).data, Worker, name="w0"
         )
-        assert (record.state, record.epoch) == ("stopped", 1)
+        assert (record.state, len(record.starts)) == ("stopped", 1)
 
     def test_two_workers_on_one_manifest_share_it(self, job: str) -> None:
         run = f"{job}/runs/a"
@@ -423,7 +423,7 @@ class TestStoppedAndStartedAgain:
                 )
             )
             deadline = time.monotonic() + 120
-            while codec_epoch(run) <= _ and time.monotonic() < deadline:
+            while num_starts(run) <= _ and time.monotonic() < deadline:
                 time.sleep(0.05)
             process.kill()
             finish_process(process)
@@ -431,13 +431,13 @@ class TestStoppedAndStartedAgain:
             run_worker_here(job, run, "--worker-id", "w0", "--max-attempts", "2")
 
 
-def codec_epoch(run: str) -> int:
-    """Epoch in the record of worker w0, 0 if there is none."""
+def num_starts(run: str) -> int:
+    """Number of starts in the record of worker w0, 0 if there is none."""
     try:
-        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.json").data)
+        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.stats.json").data)
     except StorageError:
         return 0
-    return int(record["epoch"])
+    return len(record["starts"])
 
 
 class TestBadRows:

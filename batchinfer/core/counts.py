@@ -1,0 +1,70 @@
+"""What is counted of finished rows: one record of sums, from rows to chunks, markers, workers, status and report.
+
+A further count is a field here, and what a finished row has of it (`ledger.checkpoints.count_rows`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import msgspec
+
+MAX_CODES = 50
+OTHER = "other"
+"""Name under which everything after the first MAX_CODES error codes, or finish reasons, is counted.
+
+The limit is needed because an engine or a server may invent any number of codes.
+"""
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over finished rows."""
+
+    rows_ok: int = 0
+    rows_error: int = 0
+    rows_resumed: int = 0
+    """Number of these rows that were taken over from storage: from checkpoints, or from the output that is repaired."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Number of those tokens of `prompt_tokens` that came from the prefix cache."""
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Number of those tokens of `completion_tokens` that are reasoning."""
+    errors: dict[str, int] = {}
+    """Number of error rows for each error code."""
+    finish_reasons: dict[str, int] = {}
+    """Number of ok rows for each finish reason. Rows of a pooling model have no text, and so no reason for its end."""
+
+    @property
+    def rows_done(self) -> int:
+        """Number of finished rows."""
+        return self.rows_ok + self.rows_error
+
+    def plus(self, other: Counts) -> Self:
+        """Return this record with the sums of both."""
+        sums = {}
+        for name in Counts.__struct_fields__:
+            mine, more = getattr(self, name), getattr(other, name)
+            sums[name] = _merged(mine, more) if isinstance(mine, dict) else mine + more
+        return msgspec.structs.replace(self, **sums)
+
+    def with_codes(self, code_of: Callable[[str], str]) -> Self:
+        """Return this record with its errors counted by what `code_of` makes of their codes."""
+        errors: Counter[str] = Counter()
+        for written, count in self.errors.items():
+            errors[code_of(written)] += count
+        return msgspec.structs.replace(self, errors=dict(errors))
+
+
+def most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return codes with their counts, the commonest first."""
+    return Counter(counts).most_common()
+
+
+def _merged(before: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    total = Counter(before)
+    for code, count in more.items():
+        total[code if code in total or len(total) < MAX_CODES else OTHER] += count
+    return dict(total)
