@@ -113,7 +113,8 @@ def by_collect(run: Path, target: Path) -> None:
     """Collect the run with batchinfer."""
     from batchinfer.cli.main import main as command
 
-    command(["collect", str(run), str(target), "--log-level", "warning"])
+    status = command(["collect", str(run), str(target), "--log-level", "warning"])
+    assert status == 0, f"collect ended with {status}"
 
 
 def by_datasets(run: Path, target: Path, *, is_flat: bool = False) -> None:

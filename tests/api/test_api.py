@@ -394,14 +394,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_engine_ends_with_the_program(tmp_path: Path) -> None:
-    """A program killed by SIGKILL leaves no process that works on: neither the command nor those of the engine.
+def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
+    """A program killed by SIGKILL leaves no process that works on.
 
     tests/worker/test_worker_vllm.py shows that vLLM's processes end with the command.
     """
     code = (
-        "import batchinfer; batchinfer.run([{'text': 'a'}], output='a.parquet', engine='echo', replicas=2, "
-        "echo_latency_seconds=600)"
+        "import batchinfer; batchinfer.run([{'text': 'a'}], output='a.parquet', engine='echo', "
+        "echo_latency_seconds=100_000)"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
@@ -411,7 +411,7 @@ def test_the_engine_ends_with_the_program(tmp_path: Path) -> None:
                 break
         below = descendants(program.pid)
         program.kill()
-    assert len(below) >= 3, "the command and its engine"
+    assert below, "the command"
     end = time.monotonic() + 60
     while left := [pid for pid in below if is_running(pid)]:
         assert time.monotonic() < end, f"still alive: {left}"
