@@ -38,7 +38,10 @@ def test_every_price_of_the_table_is_a_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
         machine = replace(L4, accelerator=name)
-        on_demand, spot = prices.price(machine), prices.price(replace(machine, is_spot=True))
+        on_demand, spot = (
+            prices.price(machine),
+            prices.price(replace(machine, is_spot=True)),
+        )
         assert on_demand is not None, name
         assert spot is not None, name
         assert 0 < spot.per_hour <= on_demand.per_hour < 50, name
@@ -46,7 +49,10 @@ def test_every_price_of_the_table_is_a_price() -> None:
 
 def test_spot_is_cheaper_and_gpus_add_up() -> None:
     prices = Prices(catalogs=NO_CATALOG)
-    spot, four = prices.price(replace(L4, is_spot=True)), prices.price(replace(L4, gpus=4))
+    spot, four = (
+        prices.price(replace(L4, is_spot=True)),
+        prices.price(replace(L4, gpus=4)),
+    )
     one = prices.price(L4)
     assert spot is not None
     assert one is not None
@@ -76,7 +82,11 @@ def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
 
 def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
     prices = Prices(catalogs=catalog(tmp_path))
-    for machine in (replace(L4, cloud="gcp"), replace(L4, gpus=3), replace(L4, cloud="../x")):
+    for machine in (
+        replace(L4, cloud="gcp"),
+        replace(L4, gpus=3),
+        replace(L4, cloud="../x"),
+    ):
         price = prices.price(machine)
         assert price is not None
         assert price.source.startswith("list prices")
