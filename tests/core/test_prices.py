@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.core.prices import Machine, Prices, _table
 
@@ -36,8 +37,11 @@ def test_the_package_has_a_dated_table() -> None:
 def test_every_price_of_the_table_is_a_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
-        machine = L4._replace(accelerator=name)
-        on_demand, spot = prices.price(machine), prices.price(machine._replace(is_spot=True))
+        machine = replace(L4, accelerator=name)
+        on_demand, spot = (
+            prices.price(machine),
+            prices.price(replace(machine, is_spot=True)),
+        )
         assert on_demand is not None, name
         assert spot is not None, name
         assert 0 < spot.per_hour <= on_demand.per_hour < 50, name
@@ -45,7 +49,10 @@ def test_every_price_of_the_table_is_a_price() -> None:
 
 def test_spot_is_cheaper_and_gpus_add_up() -> None:
     prices = Prices(catalogs=NO_CATALOG)
-    spot, four = prices.price(L4._replace(is_spot=True)), prices.price(L4._replace(gpus=4))
+    spot, four = (
+        prices.price(replace(L4, is_spot=True)),
+        prices.price(replace(L4, gpus=4)),
+    )
     one = prices.price(L4)
     assert spot is not None
     assert one is not None
@@ -56,26 +63,30 @@ def test_spot_is_cheaper_and_gpus_add_up() -> None:
 
 def test_what_is_in_no_table_has_no_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
-    assert prices.price(L4._replace(accelerator="")) is None
-    assert prices.price(L4._replace(accelerator="X9000")) is None
+    assert prices.price(replace(L4, accelerator="")) is None
+    assert prices.price(replace(L4, accelerator="X9000")) is None
 
 
 def test_the_users_price_wins_for_every_machine(tmp_path: Path) -> None:
-    price = Prices(7.5, catalogs=catalog(tmp_path)).price(L4._replace(accelerator="X9000"))
+    price = Prices(7.5, catalogs=catalog(tmp_path)).price(replace(L4, accelerator="X9000"))
     assert price == (7.5, "--price-per-hour")
 
 
 def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
     prices = Prices(catalogs=catalog(tmp_path))
     assert prices.price(L4) == (0.8, "SkyPilot's catalog")
-    assert prices.price(L4._replace(is_spot=True)) == (0.3, "SkyPilot's catalog")
-    assert prices.price(L4._replace(gpus=4)) == (4.6, "SkyPilot's catalog")
-    assert prices.price(L4._replace(region="")) == (0.7, "SkyPilot's catalog")
+    assert prices.price(replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
+    assert prices.price(replace(L4, gpus=4)) == (4.6, "SkyPilot's catalog")
+    assert prices.price(replace(L4, region="")) == (0.7, "SkyPilot's catalog")
 
 
 def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
     prices = Prices(catalogs=catalog(tmp_path))
-    for machine in (L4._replace(cloud="gcp"), L4._replace(gpus=3), L4._replace(cloud="../x")):
+    for machine in (
+        replace(L4, cloud="gcp"),
+        replace(L4, gpus=3),
+        replace(L4, cloud="../x"),
+    ):
         price = prices.price(machine)
         assert price is not None
         assert price.source.startswith("list prices")

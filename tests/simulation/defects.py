@@ -186,7 +186,7 @@ def claim_taken_without_asking() -> Defect:
     """A claim is taken whoever has it, without its etag."""
 
     def take(self: Claims, name: str) -> Taken:
-        _overwrite(self._store, layout.claim_key(name), self._body())
+        _overwrite(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
         return Taken(self._store.stat(layout.claim_key(name)).etag)
 
     return mock.patch.object(Claims, "take", take)
