@@ -23,9 +23,10 @@ from batchinfer.runs.clean import command as clean
 from batchinfer.runs.stop import command as stop
 from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
+from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.command import command as worker
-from fakes import MemoryStore, forget
+from fakes import forget
 from making import (
     change_marker,
     make_job,
@@ -370,14 +371,14 @@ def test_two_thousand_chunks_are_verified_by_one_listing(
     url = f"{job}/many"
     make_job(url, rows=2000, per_chunk=1)
     run_worker_here(url, f"{url}/runs/a")
-    store, listings, original = MemoryStore(f"{url}/runs/a"), [], MemoryStore.list
+    store, listings, original = open_store(f"{url}/runs/a"), [], BucketStore.list
 
-    def counting(self: MemoryStore, prefix: str = "") -> Any:
+    def counting(self: BucketStore, prefix: str = "") -> Any:
         listings.append(prefix)
         return original(self, prefix)
 
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryStore, "list", counting)
+        patched.setattr(BucketStore, "list", counting)
         assert verify(store).result["chunks_sound"] == 2000
     assert listings == [""]
     store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
