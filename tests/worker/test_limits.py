@@ -77,6 +77,7 @@ def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
     logging.disable(logging.NOTSET)
     with Stage([["row"]]) as stage:
         stage.engine.load_seconds = stage.engine.row_seconds = 0.01
+        stage.network.weather.latency_seconds = 0.005
         ending = stage.run(price_per_hour=3600.0, max_cost=0.5, lease_seconds=24.0)
         assert ending.is_success
         assert ending.result["cost"] > ending.result["max_cost"]
