@@ -29,6 +29,7 @@ white space up to `max_tokens`.
 """
 NODE_OPTIONS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
 """The server's options for a model that several machines run together."""
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_port")
 # An option in a command line: two dashes or one, and a letter. A negative number is none.
 _OPTION = re.compile(r"--?[A-Za-z]")
 
@@ -151,8 +152,7 @@ def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
         ConfigError: a number is none.
     """
     typed = parse_args(server_args)
-    names = ["tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_port"]
-    found: dict[str, Any] = {name: typed[name] for name in names if name in typed}
+    found: dict[str, Any] = {name: typed[name] for name in _PARALLEL if name in typed}
     for name, value in found.items():
         if not isinstance(value, int) or isinstance(value, bool):
             option = "--" + name.replace("_", "-")
@@ -160,6 +160,17 @@ def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
     if "master_addr" in typed:
         found["master_addr"] = str(typed["master_addr"])
     return found
+
+
+def without_parallel_options(server_args: Sequence[str]) -> list[str]:
+    """Return the options that go to a server in vLLM's place, which gets what is parallel by {gpus}.
+
+    >>> without_parallel_options(["--tensor-parallel-size", "2", "--more=1"])
+    ['--more', '1']
+    """
+    taken = {"--" + name.replace("_", "-") for name in (*_PARALLEL, "master_addr")}
+    kept = [pair for pair in _grouped(server_args) if pair[0] not in taken]
+    return [part for option, values in kept for part in (option, *values)]
 
 
 def parse_args(arguments: Sequence[str]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from batchinfer.engines.adapters import (
     write_options,
 )
 from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
-from batchinfer.engines.config import CONSTRAINTS, EngineConfig
+from batchinfer.engines.config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
@@ -123,7 +123,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         command = shlex.split(config.server_command)
         for place, value in places.items():
             command = [part.replace(place, value) for part in command]
-        command, seqs = [*command, *config.server_args], None
+        command, seqs = [*command, *without_parallel_options(config.server_args)], None
     else:
         is_cpu = is_cpu_build()
         seqs, tokens = batch_sizes(config, info, None if is_cpu or not gpus else gpus[0])

@@ -161,7 +161,7 @@ METRICS = (
 
 RUN_METRICS = {
     "batchinfer_run_rows": "Rows of the run. Missing where the job is not found.",
-    "batchinfer_run_rows_done": "Rows that are safe: of finished chunks, and in checkpoints.",
+    "batchinfer_run_rows_done": "Rows of finished chunks, and finished rows of open ones.",
     "batchinfer_run_chunks": "Chunks of the run. Missing where the job is not found.",
     "batchinfer_run_chunks_done": "Chunks with a marker.",
 }

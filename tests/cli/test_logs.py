@@ -1,4 +1,4 @@
-"""Every event of a worker is one line with a stable name, and docs/logs.md lists them all."""
+"""Every event of a worker is one line with a stable name, and `core.events` lists them all."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
 
 def test_the_page_lists_every_event_as_the_code_explains_it() -> None:
     page = (ROOT / "docs" / "logs.md").read_text()
+    assert re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE) == list(EVENTS)
     for name, explanation in EVENTS.items():
         assert f"| `{name}` | {explanation} |" in page
 

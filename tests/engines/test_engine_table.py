@@ -152,7 +152,7 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
     config = EngineConfig(
         model=model,
         server_command="serve '{model}' --name {name} --json '{\"a\": 1}' --port {port}",
-        server_args=["--more"],
+        server_args=["--more", "--pipeline-parallel-size", "1"],
     )
     [launch] = plan(config, tmp_path)
     assert launch.command[:5] == ["serve", model, "--name", model, "--json"]

@@ -32,7 +32,7 @@ from fixtures_vllm import SMALL
 from peft_adapter import write_adapter
 from tiny_model import DEMO_MODEL, write_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 CAPITALS = {
     "France": "Paris",
     "Japan": "Tokyo",

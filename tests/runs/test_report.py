@@ -79,6 +79,13 @@ def test_the_page_has_every_section_of_a_run_at_work(root: str) -> None:
     assert "time left" not in make(write(f"{root}/b", SMALL._replace(done_share=1.0)))
 
 
+def test_a_path_is_broken_after_a_slash_alone(root: str) -> None:
+    run = write(root)
+    page = make(run)
+    assert f"<code>{run.replace('/', '/<wbr>')}</code>" in page
+    assert "break-all" not in page
+
+
 def test_what_would_be_empty_is_left_out(root: str) -> None:
     opener()(root).create(layout.RUN_KEY, codec.encode_pretty(make_run(b"")))
     page = make(root)
