@@ -34,12 +34,12 @@ test: setup ## the test suite (all but the tests marked slow), in JOBS processes
 	@# Hundreds of processes import the package: none of them needs to compile it again.
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: setup ## lint, format, types, import layers, generated docs
+check: setup ## lint, format, types, import layers, links of the docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports
-	$(PY) scripts/write_cli_docs.py --check
+	$(PY) -m mkdocs build --quiet
 
 bench: setup ## measure everything, in a quick form; one script: make bench ARGS="split --rows 1000"
 ifneq ($(strip $(ARGS)),)
@@ -64,5 +64,5 @@ simulate-scale: setup ## a thousand workers on simulated time: makespan, request
 chaos: setup ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
-docs: setup ## write docs/cli.md anew from the commands
-	$(PY) scripts/write_cli_docs.py
+docs: setup ## build the site in build/site: these pages, every command's options, the log's events, the Python interface
+	$(PY) -m mkdocs build

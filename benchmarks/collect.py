@@ -68,7 +68,9 @@ def make_run(folder: Path, rows: int, chunk_rows: int, words: int) -> None:
             text = f"{number} " + " ".join(draw.choices(WORDS, k=count))
             file.write(json.dumps({"prompt": text}) + "\n")
     job = folder / "job"
-    batchinfer("split", str(source), "--output", str(job), "--chunk-rows", str(chunk_rows))
+    batchinfer(
+        "split", str(source), "--output", str(job), "--num-chunks", str(-(-rows // chunk_rows))
+    )
     batchinfer(
         *("worker", "--manifest", f"{job}/manifests/all.txt", "--output", f"{job}/runs/a"),
         *("--engine", "echo", "--prompt-column", "prompt"),

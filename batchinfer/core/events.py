@@ -1,4 +1,4 @@
-"""Events of the log, which docs/logs.md lists too."""
+"""Events of the log. The site that `make docs` builds lists them."""
 
 from __future__ import annotations
 

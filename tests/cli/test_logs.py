@@ -1,4 +1,4 @@
-"""Every event of a worker is one line with a stable name, and docs/logs.md lists them all."""
+"""Every event of a worker is one line with a stable name, and `core.events` lists them all."""
 
 from __future__ import annotations
 
@@ -162,12 +162,6 @@ def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
             used |= set(re.findall(r'\bevent\(\s*"([a-z_]+)"', path.read_text()))
     outcomes = {f"chunk_{outcome}" for outcome in ("done", "lost", "released")}  # by f-string
     assert used | outcomes == set(EVENTS)
-
-
-def test_the_page_lists_every_event_as_the_code_explains_it() -> None:
-    page = (ROOT / "docs" / "logs.md").read_text()
-    for name, explanation in EVENTS.items():
-        assert f"| `{name}` | {explanation} |" in page
 
 
 def test_a_line_is_printed_while_another_thread_imports_the_bars(

@@ -1,4 +1,4 @@
-"""The comparison of docs/comparison.md, our half of it: what it says is what comes out."""
+"""The comparison of docs/migrating.md, our half of it: what it says is what comes out."""
 
 from __future__ import annotations
 

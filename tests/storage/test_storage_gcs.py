@@ -16,7 +16,7 @@ import pytest
 from google.auth.exceptions import RefreshError, TransportError
 
 from batchinfer.core.errors import AccessDenied, InputError, StorageError
-from batchinfer.split import source_files
+from batchinfer.split import files
 from batchinfer.storage import Store, gcs
 from batchinfer.storage.gcs import GcsStore
 from batchinfer.storage.opening import check_preconditions
@@ -263,7 +263,7 @@ def test_sources_on_a_server_that_never_answers_end_too(silent_endpoint, no_paus
     short = gcs.patience(0.2)
     monkeypatch.setattr(gcs, "patience", lambda: short)
     with pytest.raises(StorageError):
-        source_files.look_up(f"gs://{BUCKET}/rows.jsonl")
+        files.locate(f"gs://{BUCKET}/rows.jsonl")
 
 
 class Metadata:

@@ -761,7 +761,11 @@ class TestOutputs:
         from batchinfer.worker.command import command
 
         names = {parameter.name for parameter in command.params}
-        made = {"body", "adapters"}  # of several options, and of the names in --lora
+        made = {
+            "body",
+            "adapters",
+            "template_name",
+        }  # of several options, of --lora, of --prompt-template
         assert set(PromptConfig.__struct_fields__) - names == made
 
 
