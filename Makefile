@@ -64,5 +64,5 @@ simulate-scale: setup ## a thousand workers on simulated time: makespan, request
 chaos: setup ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
-docs: setup ## build the site in build/site: these pages, every command's options, the log's events, the Python interface
+docs: setup ## build the site in build/site: these pages, every command's options, the Python interface
 	$(PY) -m mkdocs build

@@ -1,4 +1,4 @@
-"""Pages of the site that are built and not kept: every command's options, the log's events, and the Python interface.
+"""Pages of the site that are built and not kept: every command's options, and the Python interface.
 
 mkdocs calls these hooks; see mkdocs.yml.
 """
@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     # Defaults taken from the caller's environment must not reach the reference.
     for variable in [name for name in os.environ if name.startswith("BATCHINFER_")]:
         del os.environ[variable]
-    pages = {"commands": commands(), "events": events(), "interface": interface()}
+    pages = {"commands": commands(), "interface": interface()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -63,14 +63,6 @@ def _helps(
             found = command.get_command(context, child)
             if found is not None:
                 yield from _helps(found, child, context)
-
-
-def events() -> str:
-    """Return the table of the log's events."""
-    from batchinfer.core.events import EVENTS
-
-    rows = "\n".join(f"| `{name}` | {text} |" for name, text in EVENTS.items())
-    return f"# Events of the log\n\n| event | what happened |\n|---|---|\n{rows}\n"
 
 
 def interface() -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from batchinfer.core.counts import Counts
+from batchinfer.core.counts import Count, Counts
 
 FORMAT_VERSION = 1
 """Version of the format of the files below a job's and a run's folder. Programs refuse jobs and runs of a later one."""
@@ -27,9 +27,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A number of rows, bytes or the like. Records that hold another number are refused on reading. The upper bound keeps
-the sum of three such numbers within 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 

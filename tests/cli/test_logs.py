@@ -164,6 +164,13 @@ def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
     assert used | outcomes == set(EVENTS)
 
 
+def test_the_page_lists_every_event_as_the_code_explains_it() -> None:
+    page = (ROOT / "docs" / "logs.md").read_text()
+    assert re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE) == list(EVENTS)
+    for name, explanation in EVENTS.items():
+        assert f"| `{name}` | {explanation} |" in page
+
+
 def test_a_line_is_printed_while_another_thread_imports_the_bars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
