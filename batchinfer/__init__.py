@@ -1,6 +1,6 @@
 """batchinfer: one completion for every row of a data set, on machines that may vanish.
 
-`run`, `split` and `open_run` are the Python interface (docs/python.md); the command line is `batchinfer --help`.
+`run`, `make_job` and `open_run` are the Python interface (docs/python.md); the command line is `batchinfer --help`.
 Importing the package imports none of its modules.
 """
 
@@ -10,9 +10,9 @@ TYPE_CHECKING = False  # `typing` would take longer than the rest of cli/entry.p
 if TYPE_CHECKING:
     from typing import Any
 
-    from batchinfer.api import RunHandle, errors, open_run, run, split
+    from batchinfer.api import RunHandle, errors, make_job, open_run, run
 
-__all__ = ["RunHandle", "__version__", "errors", "open_run", "run", "split"]
+__all__ = ["RunHandle", "__version__", "errors", "make_job", "open_run", "run"]
 
 __version__ = "0.1.0"
 

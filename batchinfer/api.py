@@ -1,11 +1,11 @@
-"""The Python interface: `run`, `split`, `open_run`, and the errors.
+"""The Python interface: `run`, `make_job`, `open_run`, and the errors.
 
     import batchinfer
 
     answered = batchinfer.run("reviews.parquet", model="Qwen/Qwen3-8B", prompt_column="text", max_tokens=64)
     table = answered.to_arrow()
 
-`run` and `split` start the command of the same name as a process of its own, so the engine shares no memory and no
+`run` and `make_job` start the commands `run` and `split` as a process of its own, so the engine shares no memory and no
 signal handlers with the calling program. On Linux the command also ends when the calling program is killed.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
 
-__all__ = ["RunHandle", "errors", "open_run", "run", "split"]
+__all__ = ["RunHandle", "errors", "make_job", "open_run", "run"]
 
 _CHILD = (
     "from batchinfer.engines.parent_death import die_with_parent; die_with_parent();"
@@ -158,13 +158,13 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
     return RunHandle(f"{folder}/run", result, is_partial=is_partial)
 
 
-def split(data: Any, output: str | Path, **options: Any) -> dict[str, Any]:
+def make_job(data: Any, output: str | Path, **options: Any) -> dict[str, Any]:
     """Split data into a job at `output`, for any number of workers.
 
     Args:
         data: As in `run`.
         output: Folder or URL of the job.
-        options: Options of `batchinfer split` by their names, such as `num_workers`, `chunk_rows`.
+        options: Options of `batchinfer split` by their names, such as `num_workers`, `num_chunks`.
 
     Returns:
         The result of the command: `job`, `rows`, `chunks` and more.

@@ -68,7 +68,9 @@ def make_run(folder: Path, rows: int, chunk_rows: int, words: int) -> None:
             text = f"{number} " + " ".join(draw.choices(WORDS, k=count))
             file.write(json.dumps({"prompt": text}) + "\n")
     job = folder / "job"
-    batchinfer("split", str(source), "--output", str(job), "--chunk-rows", str(chunk_rows))
+    batchinfer(
+        "split", str(source), "--output", str(job), "--num-chunks", str(-(-rows // chunk_rows))
+    )
     batchinfer(
         *("worker", "--manifest", f"{job}/manifests/all.txt", "--output", f"{job}/runs/a"),
         *("--engine", "echo", "--prompt-column", "prompt"),
@@ -111,7 +113,8 @@ def by_collect(run: Path, target: Path) -> None:
     """Collect the run with batchinfer."""
     from batchinfer.cli.main import main as command
 
-    command(["collect", str(run), str(target), "--log-level", "warning"])
+    status = command(["collect", str(run), str(target), "--log-level", "warning"])
+    assert status == 0, f"collect ended with {status}"
 
 
 def by_datasets(run: Path, target: Path, *, is_flat: bool = False) -> None:

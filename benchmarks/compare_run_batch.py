@@ -223,7 +223,7 @@ def batchinfer(requests: Path, work: Path, num_rows: int) -> dict[str, Any]:
     job, out = work / "job", work / "job/runs/default"
     module = [sys.executable, "-m", "batchinfer"]
     chunk_rows = max(20, num_rows // 4)
-    shape = ["--chunk-rows", str(chunk_rows)]
+    shape = ["--num-chunks", str(-(-num_rows // chunk_rows))]
     run([*module, "split", str(requests), "--output", str(job), *shape], work / "split.log")
     split = json.loads((work / "split.log").read_text().splitlines()[-1])
     print("rows:", split["rows"], " custom_ids given twice:", split.get("duplicate_ids", 0))

@@ -33,11 +33,11 @@ from batchinfer.worker.joining import Membership
 from batchinfer.worker.preview import read_first_rows
 
 if TYPE_CHECKING:
-    from batchinfer.split.sources import CountedSources
+    from batchinfer.split.sources import Sources
 
 ERROR, WARNING = "error", "warning"
 _PLACES = 4
-"""Places in the data, spread evenly, from which sample rows are taken: sorted data are alike at one place."""
+"""Chunks or files, spread evenly, from whose beginnings sample rows are taken: sorted data are alike at one place."""
 
 _LOOK_SECONDS = 3.0
 """Seconds after which an endpoint that does not answer counts as not there."""
@@ -89,7 +89,7 @@ class Data(NamedTuple):
     chunks: int | None
     sample: list[tuple[str, int, list[RawRow]]]
     job: Job | None = None
-    counted: CountedSources | None = None
+    counted: Sources | None = None
 
 
 class Examination:
@@ -169,7 +169,7 @@ class Examination:
     def _find_data(self) -> None:
         each = max(1, -(-self.config.sample_rows // _PLACES))
         if self.config.sources:
-            self.data = _read_sources(self.config, each)
+            self.data = _read_sources(self.config)
             return
         job, manifests = self.options["job"], list(self.options["manifests"] or ())
         if not manifests and not job:
@@ -205,9 +205,9 @@ class Examination:
             check_columns(data.job, builder.needed_columns, optional=self.prompt.optional_columns)
         if data.counted is not None:
             for option, names in builder.needed_columns.items():
-                data.counted.require_in_each_file(option, names)
+                data.counted.require(option, names)
             for option, names in self.prompt.optional_columns.items():
-                data.counted.require_in_any_file(option, names)
+                data.counted.require(option, names, in_each=False)
         places = (builder.build(name, first, raw) for name, first, raw in data.sample)
         rows = [row for place in places for row in place]
         calls = [row.call for row in rows if row.call and row.call.content_type.endswith("json")]
@@ -312,21 +312,17 @@ def _read_chunks(chunks: list[ChunkRef], each: int, job: Job | None) -> Data:
     return Data(sum(known) if len(known) == len(sizes) else None, len(chunks), sample, job=job)
 
 
-def _read_sources(config: CheckConfig, each: int) -> Data:
+def _read_sources(config: CheckConfig) -> Data:
     """Count the rows of sources, and take sample rows in the form in which `split` would write them."""
-    from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
+    from batchinfer.split.sources import count_sources
 
     counted = count_sources(
-        config.sources,
-        choice=ColumnChoice(),
-        limit=config.options["limit"],
-        delimiter=config.delimiter,
+        config.sources, limit=config.options["limit"], delimiter=config.delimiter
     )
     sample = []
-    for place in _spread(-(-counted.rows // each)):
-        start = place * each
-        blocks = counted.read(range(start, min(counted.rows, start + each)), Oddities())
-        lines = [line for one in blocks for line in one.encode(0, one.num_rows).splitlines()]
-        # Rows are identified by chunk and line, so each place has a chunk of its own.
-        sample.append((f"row-{start}", start, [RawRow(i, line) for i, line in enumerate(lines)]))
+    places = _spread(len(counted.parts))
+    for index in places:
+        # Rows are identified by chunk and line, so each file has a chunk of its own.
+        first, lines = counted.head(index, -(-config.sample_rows // len(places)))
+        sample.append((f"row-{first}", first, [RawRow(i, line) for i, line in enumerate(lines)]))
     return Data(counted.rows, None, sample, counted=counted)

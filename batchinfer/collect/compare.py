@@ -3,55 +3,59 @@
 from __future__ import annotations
 
 import importlib.resources
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import click
+from msgspec import Meta
 
+from batchinfer.cli.help import SectionCommand
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.outputs import sound_outputs
 from batchinfer.collect.selection import select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
+from batchinfer.core.options import FIRST, NO_OPTION, Opt
+from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import differing_keys
 from batchinfer.storage.scratch import Scratch
 
 
-def run_compare(
-    runs: tuple[str, str],
-    *,
-    num_rows: int = 10,
-    job: str | None = None,
-    scratch_dir: str | None = None,
-    open_store: OpenStore,
-    clock: Clock,
-) -> dict[str, Any]:
+class CompareConfig(Record, frozen=True, kw_only=True):
+    """Options of `compare`."""
+
+    SECTION: ClassVar[str] = "options"
+
+    runs: Annotated[tuple[str, str], NO_OPTION]
+    rows: Annotated[int, Meta(ge=0, le=1000), FIRST] = 10
+    """Rows to show of those that differ most: with the fewest words in common."""
+    job: Annotated[str | None, Opt(metavar="URL")] = None
+    """The job, where the runs do not lead to it."""
+    scratch_dir: Annotated[str | None, Opt(form="folder")] = None
+    """Local folder for outputs under way."""
+
+
+def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
     """Compare two runs over one job. Runs that still go on are compared by what they have done.
 
     Two rows are the same if both were answered with the same texts, tool calls and numbers.
 
-    Args:
-        runs: URLs of the runs A and B.
-        num_rows: Number of rows to return of those that differ most: with the fewest words in common.
-        job: URL of the job, where the runs do not lead to it.
-        scratch_dir: Local folder for copies of outputs.
-        open_store: Opens stores by URL.
-        clock: Tells the time of the look.
-
     Raises:
         InputError: there is no such run, or the runs are of different jobs.
     """
+    runs = config.runs
     stores = [open_store(url) for url in runs]
-    found = [select(store, open_store, now=clock.now(), job_url=job) for store in stores]
+    found = [select(store, open_store, now=clock.now(), job_url=config.job) for store in stores]
     sha256s = [selection.run.config.get("job_sha256") for selection in found]
     if not sha256s[0] or sha256s[0] != sha256s[1]:
         raise InputError(
             f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
             hint="start the second worker with the first one's job and another --output",
         )
-    scratch = Scratch(scratch_dir)
+    scratch = Scratch(config.scratch_dir)
     try:
         sql = connect(scratch.folder)
         for name, store, selection in zip("ab", stores, found, strict=True):
@@ -66,7 +70,7 @@ def run_compare(
             "errors": _rows(sql, "FROM errors"),
             "settings": [{"name": name, "A": x, "B": y} for name, x, y in differing_keys(a, b)],
             "changes": _rows(sql, "FROM changes"),
-            "differing": _rows(sql, f"FROM differing LIMIT {num_rows}"),
+            "differing": _rows(sql, f"FROM differing LIMIT {config.rows}"),
         }
     finally:
         scratch.close()
@@ -107,23 +111,12 @@ def render(found: dict[str, Any]) -> Any:
     return table
 
 
-@click.command("compare")
+@click.command("compare", cls=SectionCommand)
 @click.argument("run_a")
 @click.argument("run_b")
-@click.option(
-    "--rows",
-    "num_rows",
-    type=click.IntRange(0, 1000),
-    default=10,
-    show_default=True,
-    help="Rows to show of those that differ most.",
-)
-@click.option("--job", help="URL of the job, where run.json does not lead to it.")
-@click.option(
-    "--scratch-dir", type=click.Path(path_type=Path), help="Local folder for outputs under way."
-)
+@options_from(CompareConfig)
 @common_options
-def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any) -> dict[str, Any]:
+def command(run_a: str, run_b: str, **options: Any) -> dict[str, Any]:
     """Compare two runs over one job: rows with the same and different answers, failures, lengths.
 
     Rows that only one run has done count as missing; runs may still go on. The exit status is 0 also where answers
@@ -133,9 +126,7 @@ def command(run_a: str, run_b: str, *, scratch_dir: Path | None, **options: Any)
 
     from batchinfer.storage.opening import open_store
 
-    scratch = str(scratch_dir) if scratch_dir else None
-    found = run_compare(
-        (run_a, run_b), scratch_dir=scratch, open_store=open_store, clock=SystemClock(), **options
-    )
+    config = CompareConfig(**values_of(CompareConfig, options) | {"runs": (run_a, run_b)})
+    found = run_compare(config, open_store=open_store, clock=SystemClock())
     Console(stderr=True, highlight=False).print(render(found))
     return found

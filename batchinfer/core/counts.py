@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 
@@ -19,22 +19,27 @@ The limit is needed because an engine or a server may invent any number of codes
 """
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A number of rows, bytes or the like. Records that hold another number are refused on reading. The upper bound keeps
+the sum of three such numbers within 64 bits."""
+
+
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over finished rows."""
 
-    rows_ok: int = 0
-    rows_error: int = 0
-    rows_resumed: int = 0
+    rows_ok: Count = 0
+    rows_error: Count = 0
+    rows_resumed: Count = 0
     """Number of these rows that were taken over from storage: from checkpoints, or from the output that is repaired."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
     """Number of those tokens of `prompt_tokens` that came from the prefix cache."""
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    completion_tokens: Count = 0
+    reasoning_tokens: Count = 0
     """Number of those tokens of `completion_tokens` that are reasoning."""
-    errors: dict[str, int] = {}
+    errors: dict[str, Count] = {}
     """Number of error rows for each error code."""
-    finish_reasons: dict[str, int] = {}
+    finish_reasons: dict[str, Count] = {}
     """Number of ok rows for each finish reason. Rows of a pooling model have no text, and so no reason for its end."""
 
     @property

@@ -18,6 +18,7 @@ MAX_DEPTH = 100
 
 _decode = msgspec.json.Decoder().decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _NOT_STRUCTURE = bytes(set(range(256)).difference(b'"[]{}'))
@@ -67,6 +68,17 @@ def read_object(line: bytes) -> dict[str, Any] | None:
         return {name: _value(text) for name, text in _members(line.decode())}
     except ValueError:
         return None
+
+
+def raw_members(line: bytes) -> dict[str, msgspec.Raw] | None:
+    """Return the members of a JSON object as they are spelled, however deep they are; None for any other line."""
+    try:
+        line.decode()
+        return _decode_members(line)
+    except _DECODE_ERRORS:
+        if not is_deep(line) or read_object(line) is None:
+            return None
+        return {name: msgspec.Raw(text.encode()) for name, text in _members(line.decode())}
 
 
 def flatten_deep(line: bytes) -> bytes:

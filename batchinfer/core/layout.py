@@ -19,7 +19,6 @@ CHECKPOINTS = "checkpoints/"
 CLAIMS = "claims/"
 WORKERS = "workers/"
 PROBES = "probes/"
-PARTS = "parts/"
 LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
 STATISTICS_SUFFIX = ".stats.json"
@@ -30,7 +29,6 @@ _SEGMENT = re.compile(r"^(?P<writer>.+)-(?P<seq>[0-9]{6})\.(?P<rows>[0-9]{1,12})
 _RUN_OBJECT = re.compile(
     r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
 )
-_NONCE = re.compile(r"^[0-9a-f]{1,64}\Z")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -51,11 +49,6 @@ def chunk_name(index: int, num_chunks: int) -> str:
     """
     width = max(5, len(str(num_chunks - 1)))
     return f"part-{index:0{width}d}"
-
-
-def is_nonce(nonce: str) -> bool:
-    """Whether the nonce of a chunk's file in a job.json is safe to use as a part of keys."""
-    return _NONCE.match(nonce) is not None
 
 
 def chunk_file(name: str, compression: str, nonce: str = "") -> str:
@@ -172,20 +165,6 @@ def parse_segment(key: str) -> SegmentName | None:
     if match is None:
         return None
     return SegmentName(name, match["writer"], int(match["seq"]), int(match["rows"]))
-
-
-def part_prefix(plan: str) -> str:
-    """Prefix of the records of slices of a job that several processes build."""
-    return f"{PARTS}{plan}/"
-
-
-def part_key(plan: str, index: int, kind: str) -> str:
-    """Key of an object of one slice of a job that several processes build.
-
-    >>> part_key("5e1f", 7, "json")
-    'parts/5e1f/00007.json'
-    """
-    return f"{part_prefix(plan)}{index:05d}.{kind}"
 
 
 def run_above(key: str) -> str | None:

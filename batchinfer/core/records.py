@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from batchinfer.core.counts import Counts
+from batchinfer.core.counts import Count, Counts
 
 FORMAT_VERSION = 1
 """Version of the format of the files below a job's and a run's folder. Programs refuse jobs and runs of a later one."""
@@ -27,9 +27,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A number of rows, bytes or the like. Records that hold another number are refused on reading. The upper bound keeps
-the sum of three such numbers within 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
@@ -42,17 +39,13 @@ class SourceFile(Record, frozen=True, kw_only=True):
     url: str
     bytes: Count
     rows: Count
-    digest: str = ""
-    """sha256 of the file's content (JSON Lines, CSV) or footer (parquet), to notice that the file has changed."""
-    crc32: str | msgspec.UnsetType = msgspec.UNSET
-    """CRC-32 of a parquet file's bytes, 8 hexadecimal digits. Only for files on the machine that made the job: others
-    would have to be fetched twice."""
+    digest: str
+    """sha256 of the file's decompressed content, of parquet only of its footer: it shows that a file has changed."""
 
-    def is_same_as(self, other: SourceFile) -> bool:
-        """Whether two files have the same content, by all that is known of both. Their names do not matter."""
-        if (self.bytes, self.rows, self.digest) != (other.bytes, other.rows, other.digest):
-            return False
-        return not self.crc32 or not other.crc32 or self.crc32 == other.crc32
+    @property
+    def content(self) -> tuple[int, int, str]:
+        """What is the same of files with the same content, whatever their names."""
+        return self.bytes, self.rows, self.digest
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -76,23 +69,13 @@ class Chunk(Record, frozen=True, kw_only=True):
     rows: Count
     bytes: Count
     sha256: str
-    nonce: str | msgspec.UnsetType = msgspec.UNSET
-    """Nonce in the name of the chunk's file. Unset if the file has the plain name."""
-
-
-class Append(Record, frozen=True, kw_only=True):
-    """Where in the lists of job.json the data of one `split --append` begin: indices from 0."""
-
-    first_source: Count
-    first_chunk: Positive
-    first_row: Positive
+    file: str | msgspec.UnsetType = msgspec.UNSET
+    """Key of the chunk's file below the job; its path or URL, if the job was made by reference. Unset: the key follows
+    from the name."""
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes.
-
-    A job to which nothing was appended has none of the fields `generation`, `first_sha256` and `appends`.
-    """
+    """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes."""
 
     format_version: Positive
     sources: list[Source]
@@ -101,37 +84,23 @@ class Job(Record, frozen=True, kw_only=True):
     chunks: list[Chunk]
     num_workers: Positive
     id_column: str = ""
-    group_by: str = ""
+    """Column whose values became `_id`; empty if row numbers did."""
     limit: Positive | None = None
     compression: str = "none"
-    shape: dict[str, Positive] = {}
-    """Division into chunks that the user asked for or `split` chose: {"num_chunks": N} or {"chunk_rows": N}."""
-    null_floats: Count = 0
-    """Number of NaN and infinite values of the sources that `split` replaced by null."""
     broken_lines: Count = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: Count = 0
-    """Number of rows with an `_id` that an earlier row has, among the rows that were split or appended together."""
-    blank_lines: Count | msgspec.UnsetType = msgspec.UNSET
-    """Number of blank lines of the JSON Lines and CSV sources, which are no rows. Unset if there are none."""
-    schema: str | msgspec.UnsetType = msgspec.UNSET
-    """Arrow schema of the columns that have one type in all files: Arrow's IPC form as base64. It is unset unless all
-    files are parquet."""
-    renamed: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """Names that the sources' own columns ``_row`` and ``_id`` have in the rows. Unset if no source has them."""
-    generation: Positive | msgspec.UnsetType = msgspec.UNSET
+    """Number of rows with an `_id` that an earlier row has, among the first ten million that were split or appended
+    together."""
+    generation: Count = 0
     """Number of times that data were appended."""
-    first_sha256: str | msgspec.UnsetType = msgspec.UNSET
+    first_sha256: str = ""
     """sha256 of job.json before data were appended. It stands for the job in the fingerprints of runs."""
-    appends: list[Append] | msgspec.UnsetType = msgspec.UNSET
-    """Where the appended data begin, one entry for each time."""
 
     @property
-    def source_names(self) -> dict[str, str]:
-        """Names in the sources of the columns that `split` renamed, by their names in the rows."""
-        if isinstance(self.renamed, msgspec.UnsetType):
-            return {}
-        return {name: source_name for source_name, name in self.renamed.items()}
+    def files(self) -> list[SourceFile]:
+        """The files of all sources, in the order of their rows."""
+        return [file for source in self.sources for file in source.files]
 
 
 # --------------------------------------------------------------------------- a row's way to the engine and back

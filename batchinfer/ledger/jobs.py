@@ -7,7 +7,6 @@ in it need the user's permission. A manifest in a local folder may name absolute
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +17,14 @@ from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound, near
 from batchinfer.core.records import Chunk, Job
 from batchinfer.core.shell import quote
-from batchinfer.storage import Store
+from batchinfer.storage import Store, split_bucket
 from batchinfer.storage.opening import split_url
 
 logger = logging.getLogger(__name__)
 
 OpenStore = Callable[[str], Store]
 
-_TABLES = ("parquet", "csv")
+_TABLES = ("parquet", "csv", "text")
 """Source formats in which every row has the same columns, so that job.json lists them all."""
 _MAX_SHOWN = 30
 """Most columns that a message names."""
@@ -111,7 +110,7 @@ def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:
     name, hint = f"{url}/{layout.JOB_KEY}", hint or split_again(url)
     job = codec.decode(data, Job, name=name, hint=hint)
     codec.check_version(data, name=name)
-    problem = _contradiction(job) or _wrong_appends(job)
+    problem = _contradiction(job)
     if problem:
         raise InputError(f"{name}: {problem}", hint=hint)
     return job
@@ -132,8 +131,8 @@ def _contradiction(job: Job) -> str:
     for chunk in job.chunks:
         if not layout.is_chunk_name(chunk.name):
             return f"{chunk.name!r} is no name of a chunk"
-        if chunk.nonce and not layout.is_nonce(chunk.nonce):
-            return f"{chunk.nonce!r} is no nonce of a chunk's file"
+        if ".." in chunk_key(job, chunk).split("/"):
+            return f"{chunk.file!r} leaves the job"
         if chunk.name in names:
             return f"it lists the chunk {chunk.name} twice"
         if chunk.first_row != row:
@@ -142,26 +141,10 @@ def _contradiction(job: Job) -> str:
         row += chunk.rows
     if row != job.rows:
         return f"its chunks have {row} rows together, expected the {job.rows} rows of the job"
+    if job.generation and not job.first_sha256:
+        return f"its generation is {job.generation}, but it has no first_sha256"
     if job.num_workers > max(1, len(job.chunks)):
         return f"it has {job.num_workers} workers for {units.many(len(job.chunks), 'chunk')}"
-    return ""
-
-
-def _wrong_appends(job: Job) -> str:
-    """Return what is wrong with the entries of a job.json that say where appended data begin, or ""."""
-    appends = job.appends or []
-    generation = job.generation or 0
-    if len(appends) != generation or bool(appends) != bool(job.first_sha256):
-        return f"its generation is {generation}, but its list of appends has {len(appends)} entries"
-    chunk, source = 0, 0
-    for each in appends:
-        if not chunk < each.first_chunk < len(job.chunks):
-            return f"appended data begin at chunk {each.first_chunk}, expected {chunk + 1} to {len(job.chunks) - 1}"
-        if not source <= each.first_source < len(job.sources):
-            return f"appended data begin at source {each.first_source}, expected {source} to {len(job.sources) - 1}"
-        chunk, source = each.first_chunk, each.first_source
-        if each.first_row != job.chunks[chunk].first_row:
-            return f"appended data begin at row {each.first_row}, expected {job.chunks[chunk].first_row}"
     return ""
 
 
@@ -194,15 +177,9 @@ def check_columns(
         return
     is_certain = all(source.format in _TABLES for source in job.sources)
     known = {*job.columns, "_row", "_id"}
-    names_in_rows = {source_name: name for name, source_name in job.source_names.items()}
     columns = ", ".join(job.columns[:_MAX_SHOWN]) + (", …" if len(job.columns) > _MAX_SHOWN else "")
     for option, names in [*needed.items(), *optional.items()]:
         for name in names:
-            if name in names_in_rows:
-                logger.warning(
-                    "%s %s: is the %s that `split` gave the row; the source's own column is named %s in the rows",
-                    *(option, name, name, names_in_rows[name]),
-                )
             if not name or name == "*" or name in known:
                 continue
             meant = near(name, job.columns)
@@ -223,8 +200,8 @@ def check_columns(
 
 
 def chunk_key(job: Job, chunk: Chunk) -> str:
-    """Key of the file of one of a job's chunks."""
-    return layout.chunk_file(chunk.name, job.compression, chunk.nonce or "")
+    """Key of the file of one of a job's chunks; its path or URL if the job was made by reference."""
+    return chunk.file or layout.chunk_file(chunk.name, job.compression)
 
 
 def _chunk_keys(job: Job) -> set[str]:
@@ -235,36 +212,18 @@ def _chunk_keys(job: Job) -> set[str]:
 def manifest_chunks(job: Job) -> dict[str, list[Chunk]]:
     """Return the chunks of every manifest of a job, by the manifest's key: all.txt and one for each worker. Pure.
 
-    The numbers of chunks of any two workers differ by at most one. Appended chunks come after those that a worker has.
+    The numbers of chunks of any two workers differ by at most one.
     """
-    starts = [each.first_chunk for each in job.appends or []]
-    first = job.chunks[: starts[0]] if starts else job.chunks
-    ends = [len(first) * place // job.num_workers for place in range(job.num_workers + 1)]
-    workers = [first[start:stop] for start, stop in itertools.pairwise(ends)]
-    for start, stop in itertools.pairwise([*starts, len(job.chunks)]):
-        place = start
-        for own, count in zip(workers, _shares([*map(len, workers)], stop - start), strict=True):
-            own.extend(job.chunks[place : place + count])
-            place += count
-    keys = [layout.worker_manifest(index, job.num_workers) for index in range(job.num_workers)]
-    return {layout.ALL_MANIFEST: job.chunks, **dict(zip(keys, workers, strict=True))}
-
-
-def _shares(sizes: list[int], count: int) -> list[int]:
-    """Divide `count` new chunks among workers so that the sums of old and new chunks differ by at most one.
-
-    `sizes` are the numbers of chunks that the workers have, which differ by at most one.
-
-    >>> _shares([3, 2, 2], 3)
-    [1, 1, 1]
-    >>> _shares([3, 2, 2], 1)
-    [0, 1, 0]
-    """
-    least, more = divmod(sum(sizes) + count, len(sizes))
-    wanted = [least] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index])[:more]:
-        wanted[index] += 1
-    return [total - size for total, size in zip(wanted, sizes, strict=True)]
+    ends = [len(job.chunks) * place // job.num_workers for place in range(job.num_workers + 1)]
+    return {
+        layout.ALL_MANIFEST: job.chunks,
+        **{
+            layout.worker_manifest(index, job.num_workers): job.chunks[
+                ends[index] : ends[index + 1]
+            ]
+            for index in range(job.num_workers)
+        },
+    }
 
 
 def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:
@@ -274,10 +233,12 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
         if limit is not None and chunk.first_row >= limit:
             break
         cut = None if limit is None else min(chunk.rows, limit - chunk.first_row)
+        key = chunk_key(job, chunk)
+        root, key = split_name(key) if is_absolute(key) else (url, key)
         chunks[chunk.name] = ChunkRef(
             name=chunk.name,
-            root=url,
-            key=chunk_key(job, chunk),
+            root=root,
+            key=key,
             first_row=chunk.first_row,
             rows=chunk.rows,
             bytes=chunk.bytes,
@@ -356,6 +317,8 @@ def read_assignment(
         if "://" not in base:  # the URL is recorded in run.json, which is read from other folders
             base = open_store(base).url
         refs = _resolve_in_job(lines, job, base, limit)
+        if not allow_absolute and split_url(base)[0] != "file":
+            _refuse_references(job, base)
     else:
         job, sha256 = None, ""
         if limit is not None:
@@ -365,6 +328,11 @@ def read_assignment(
             )
         refs = _require_present(_resolve_elsewhere(lines, allow_absolute, open_store), open_store)
     return Assignment(refs, job, base if job is not None and base else "", sha256)
+
+
+def is_absolute(path: str) -> bool:
+    """Whether a manifest's line or a chunk's key is an absolute path or a URL."""
+    return path.startswith("/") or "://" in path
 
 
 def split_name(path: str) -> tuple[str, str]:
@@ -428,10 +396,9 @@ def _with_appended(
 
     `split --append` replaces job.json first and the manifests after it, so it may have been killed in between.
     """
-    if not job.appends:
+    if not job.generation:
         return lines
     named = {line for _, line in lines}
-    appended = {chunk_key(job, chunk) for chunk in job.chunks[job.appends[0].first_chunk :]}
     own = manifest_chunks(job)
     result = []
     for manifest in manifests:
@@ -439,17 +406,27 @@ def _with_appended(
         key, above = layout.MANIFESTS + split_name(manifest)[1], _job_of(manifest)
         if key in own and above is not None and open_store(above).url == job_url:
             keys = [chunk_key(job, chunk) for chunk in own[key]]
-            result += [(manifest, each) for each in keys if each in appended and each not in named]
+            result += [(manifest, each) for each in keys if each not in named]
     return result
+
+
+def _refuse_references(job: Job, base: str) -> None:
+    """Refuse a job in a bucket whose chunks are elsewhere: who wrote it may not have the right to read them."""
+    own = base.partition("://")[0], split_bucket(base)[0]
+    for chunk in job.chunks:
+        file = chunk.file or ""
+        if is_absolute(file) and (file.partition("://")[0], split_bucket(file)[0]) != own:
+            raise InputError(
+                f"{base}/{layout.JOB_KEY}: names {file}, which is not in the job's bucket",
+                hint="if you trust who made the job, pass --allow-absolute",
+            )
 
 
 def _resolve_in_job(
     lines: list[tuple[str, str]], job: Job, base: str, limit: int | None
 ) -> list[ChunkRef]:
-    everything = {ref.key: ref for ref in job_chunks(job, base).values()}
-    wanted = everything
-    if limit is not None:
-        wanted = {ref.key: ref for ref in job_chunks(job, base, limit).values()}
+    refs = job_chunks(job, base, limit)
+    everything = {chunk_key(job, chunk): chunk.name for chunk in job.chunks}
     _refuse_repeats(lines)
     for manifest, line in lines:
         if line not in everything:
@@ -457,7 +434,7 @@ def _resolve_in_job(
                 f"{manifest}: names {line!r}, which is no chunk of the job {base}",
                 hint="use a manifest of this job (JOB/manifests/), or pass the --job it belongs to",
             )
-    return [wanted[line] for _, line in lines if line in wanted]
+    return [refs[everything[line]] for _, line in lines if everything[line] in refs]
 
 
 def _resolve_elsewhere(
@@ -470,12 +447,11 @@ def _resolve_elsewhere(
     for manifest, line in lines:
         folder, _ = split_name(manifest)
         is_remote = split_url(manifest)[0] != "file"
-        is_absolute = line.startswith("/") or "://" in line
         if ".." in line.split("/"):
             raise InputError(
                 f"{manifest}: {line!r} leaves its folder", hint="write paths without '..'"
             )
-        if is_absolute and is_remote and not allow_absolute:
+        if is_absolute(line) and is_remote and not allow_absolute:
             raise InputError(
                 f"{manifest}: {line!r} is absolute, and the manifest is not local",
                 hint="if you trust who wrote it, copy it to this machine",
@@ -485,7 +461,7 @@ def _resolve_elsewhere(
                 f"{manifest}: its job has no job.json, so its split did not finish",
                 hint="run the same `batchinfer split` command again; it goes on where it stopped",
             )
-        root, key = split_name(line) if is_absolute else (folder, posixpath.normpath(line))
+        root, key = split_name(line) if is_absolute(line) else (folder, posixpath.normpath(line))
         if root not in roots:
             roots[root] = root if "://" in root else open_store(root).url
         refs.append(ChunkRef(name=layout.stem(line), root=roots[root], key=key))

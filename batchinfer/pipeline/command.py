@@ -83,7 +83,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
-    from batchinfer.pipeline.sources import as_tables, copy_to
+    from batchinfer.pipeline.sources import copy_to, with_stdin_in_a_file
     from batchinfer.storage.scratch import Scratch
 
     asked = PipelineConfig(**values_of(PipelineConfig, options) | {"sources": list(sources)})
@@ -100,7 +100,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
         answers = scratch / "answers.jsonl"
         config = msgspec.structs.replace(
             asked,
-            sources=as_tables(sources, scratch / "sources"),
+            sources=with_stdin_in_a_file(sources, scratch / "sources"),
             dest=without_slash(str(answers) if dest == STDOUT else dest),
             work=without_slash(asked.work or _default_work(dest, scratch)),
         )

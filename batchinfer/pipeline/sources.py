@@ -1,27 +1,21 @@
-"""Prepares the sources of `run`: finds the column with the prompt, and turns text into JSON Lines."""
+"""Prepares the sources of `run`: finds the column with the prompt, and writes standard input to a file."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchinfer.core import codec
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
-from batchinfer.split.finding import find_text_files
-from batchinfer.split.source_files import open_stream
 from batchinfer.storage.scratch import scratch_errors
 
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
-TEXT_COLUMN = "prompt"
-"""Name of the column of a text's rows."""
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _COLUMNS = {
     **dict.fromkeys(("messages", "conversation", "conversations"), "messages_column"),
@@ -59,67 +53,38 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
     return {option: value}
 
 
-def as_tables(sources: Sequence[str], folder: Path) -> list[str]:
-    """Return the sources, with standard input and .txt files replaced by files of JSON Lines in `folder`.
+def with_stdin_in_a_file(sources: Sequence[str], folder: Path) -> list[str]:
+    """Return the sources, with standard input replaced by a file in `folder`, since it is read more than once.
 
-    Every line of a text that is not blank becomes a row with the column `prompt`. Standard input is read as JSON Lines
-    if its first character besides white space is a brace.
+    It is JSON Lines if its first character besides white space is a brace or a bracket, else a text.
 
     Raises:
-        InputError: Standard input is a terminal, or a text is empty, missing or not UTF-8.
+        InputError: Standard input is a terminal, or empty.
     """
-    tables = []
-    for source in sources:
-        if source == STDIN:
-            if sys.stdin is None or sys.stdin.isatty():
-                raise InputError(
-                    "SOURCE -: standard input is a terminal, expected rows from a pipe or a file",
-                    hint="batchinfer run - -o DEST < rows.jsonl",
-                )
-            tables.append(_write("stdin", sys.stdin.buffer, folder))
-            continue
-        texts = find_text_files(source)
-        for text in texts:
-            with open_stream(text) as stream:
-                name = text.url.rsplit("/", 1)[-1]
-                tables.append(_write(name, stream, folder, is_text=True))
-        tables += [] if texts else [source]
-    return tables
+    return [_write_stdin(folder) if source == STDIN else source for source in sources]
 
 
-def _write(name: str, lines: Iterable[bytes], folder: Path, *, is_text: bool = False) -> str:
-    """Write the rows of a text or of JSON Lines to a file whose name has their digest, and return the file's path."""
-    left = (line for line in lines if line.strip())
-    first = next(left, b"").removeprefix(b"\xef\xbb\xbf")
-    if not first:
-        raise InputError(f"SOURCE {name}: is empty", hint="give at least one row")
-    is_rows = not is_text and first.lstrip().startswith(b"{")
-    if not is_text and first.lstrip().startswith(b"[{"):
+def _write_stdin(folder: Path) -> str:
+    if sys.stdin is None or sys.stdin.isatty():
         raise InputError(
-            f"SOURCE {name}: is a JSON array, expected one JSON object a line",
-            hint="convert it: jq -c '.[]' FILE > rows.jsonl",
+            "SOURCE -: standard input is a terminal, expected rows from a pipe or a file",
+            hint="batchinfer run - -o DEST < rows.jsonl",
         )
+    digest, start = hashlib.sha256(), b""
     with scratch_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        growing, digest = folder / f"{name}.part", hashlib.sha256()
+        growing = folder / "stdin.part"
         with growing.open("wb") as file:
-            for line in itertools.chain([first], left):
-                row = line.rstrip(b"\n") + b"\n" if is_rows else _row(line, name)
-                digest.update(row)
-                file.write(row)
-        path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+            while block := sys.stdin.buffer.read(1 << 20):
+                start = start or block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+                digest.update(block)
+                file.write(block)
+        if not start:
+            raise InputError("SOURCE -: standard input is empty", hint="give at least one row")
+        kind = "jsonl" if start in b"{[" else "txt"
+        path = folder / f"stdin-{digest.hexdigest()[:16]}.{kind}"
         growing.replace(path)
     return str(path)
-
-
-def _row(line: bytes, name: str) -> bytes:
-    try:
-        return codec.encode({TEXT_COLUMN: line.decode().rstrip("\r\n")}) + b"\n"
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"SOURCE {name}: is not UTF-8 ({error.reason})",
-            hint="other formats are named, not piped; other encodings: iconv -f LATIN1 -t UTF-8 FILE > NEW",
-        ) from error
 
 
 def copy_to(path: Path, stream: BinaryIO) -> None:

@@ -36,7 +36,7 @@ from batchinfer.pipeline.command import PipelineConfig
 from batchinfer.pipeline.sources import recognise
 from batchinfer.pipeline.splitting import split_or_append
 from batchinfer.split.command import SplitConfig
-from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources
+from batchinfer.split.sources import Sources, count_sources
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config
 
@@ -81,7 +81,7 @@ class WorkFolder:
 
     # -- split
 
-    def look(self, options: dict[str, Any]) -> tuple[CountedSources, dict[str, Any]]:
+    def look(self, options: dict[str, Any]) -> tuple[Sources, dict[str, Any]]:
         """Count the rows of the sources, and choose options by the data. If there is no job yet, check everything.
 
         Returns:
@@ -92,12 +92,7 @@ class WorkFolder:
             InputError: the sources cannot be read.
         """
         config = self.config
-        counted = count_sources(
-            config.sources,
-            choice=ColumnChoice(),
-            delimiter=config.delimiter,
-            with_checksums=True,
-        )
+        counted = count_sources(config.sources, delimiter=config.delimiter)
         counted.check_apart(config.dest)
         options = options | recognise(counted.columns, options)
         try:
@@ -152,10 +147,10 @@ class WorkFolder:
                 hint="nothing was written",
             )
 
-    def split(self, counted: CountedSources) -> None:
+    def split(self, counted: Sources) -> None:
         """Make the job if there is none. If the sources still have all of its files, append those that it lacks.
 
-        With --limit, the first chunk of a new job ends at the limit, so that its rows can be answered alone.
+        With --limit, a chunk of a new job ends at the limit, so that these rows can be answered alone.
 
         Raises:
             InputError: the sources are not those of the job that is there.
@@ -165,7 +160,7 @@ class WorkFolder:
             sources=config.sources,
             output=self.job_url,
             delimiter=config.delimiter,
-            first_rows=limit if limit is not None and limit < counted.rows else None,
+            border=limit if limit is not None and limit < counted.rows else 0,
         )
         try:
             split_or_append(split, counted, self._open_store)
@@ -316,7 +311,7 @@ class WorkFolder:
     def _options(self) -> dict[str, Any]:
         names = ("limit", "format", "with_source")
         job = self._job()
-        generation = job.generation or 0 if job else 0
+        generation = job.generation if job else 0
         return {name: getattr(self.config, name) for name in names} | {"generation": generation}
 
     def _record(self) -> CollectingRecord | None:

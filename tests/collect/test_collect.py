@@ -170,15 +170,6 @@ def test_an_empty_answer_is_not_a_missing_one_in_csv(job: Path, tmp_path: Path) 
     assert second.split(",")[3] == ""
 
 
-def test_datasets_reads_a_collected_folder(run: Path, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    collect(run, tmp_path / "out", shard_rows=10)
-    found = datasets.load_dataset(
-        str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "c")
-    )
-    assert found["_row"][:] == list(range(ROWS))
-
-
 # --------------------------------------------------------------------------- vectors
 
 
@@ -359,13 +350,6 @@ def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) 
     assert len(fitting) == 4
     assert not any(row % 2 for row in fitting)
     assert table_of(run, tmp_path, sample=100).num_rows == ROWS
-
-
-def test_every_row_has_the_same_chance(run: Path, tmp_path: Path) -> None:
-    drawn = [table_of(run, tmp_path, sample=5, seed=seed)["_row"].to_pylist() for seed in range(40)]
-    counts = [sum(row in one for one in drawn) for row in range(ROWS)]
-    assert sum(counts) == 200
-    assert all(1 <= count <= 20 for count in counts)  # 8 on average
 
 
 # --------------------------------------------------------------------------- lines

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.collect.compare import render, run_compare
+from batchinfer.collect.compare import CompareConfig, render, run_compare
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure
@@ -44,7 +44,8 @@ def runs(tmp_path: Path) -> tuple[str, str]:
 
 
 def compare(*runs: str, **options: Any) -> dict[str, Any]:
-    return run_compare(runs, open_store=open_store, clock=SystemClock(), **options)
+    config = CompareConfig(runs=(runs[0], runs[1]), **options)
+    return run_compare(config, open_store=open_store, clock=SystemClock())
 
 
 def test_every_row_has_one_outcome(runs: tuple[str, str]) -> None:
@@ -62,7 +63,7 @@ def test_every_row_has_one_outcome(runs: tuple[str, str]) -> None:
 
 
 def test_the_rows_that_differ_most_come_first(runs: tuple[str, str]) -> None:
-    found = compare(*runs, num_rows=20)["differing"]
+    found = compare(*runs, rows=20)["differing"]
     assert found[0] == {
         "row": 3,
         "id": "id-3",

@@ -35,7 +35,7 @@ def write_source(folder: Path, table: pa.Table, *, files: int = 2) -> list[Path]
 
 
 def split(source: Path, job: Path, **options: Any) -> None:
-    config = SplitConfig(sources=[str(source)], output=str(job), chunk_rows=10, **options)
+    config = SplitConfig(sources=[str(source)], output=str(job), num_chunks=3, **options)
     run_split(config, store=open_store(str(job)))
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import datetime
-import decimal
 import hashlib
 import io
 import json
@@ -52,35 +50,6 @@ def write_lines(path: str, rows: list[object]) -> None:
     """JSON Lines; text rows go as they are."""
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def make_table() -> None:
-    """A parquet file with a column of every type that docs/format.md names."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    zone = datetime.timezone(datetime.timedelta(hours=2))
-    moment = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=datetime.UTC)
-    columns = {
-        "text": pa.array(["one", "two\u2028lines\n", None]),
-        "whole": pa.array([1, -(2**63), 2**63 - 1]),
-        "huge": pa.array([0, 2**64 - 1, None], pa.uint64()),
-        "real": pa.array([1.5, float("nan"), float("inf")]),
-        "flag": pa.array([True, None, False]),
-        "money": pa.array([decimal.Decimal("1.10"), None, decimal.Decimal("-0.01")]),
-        "bytes": pa.array([b"\x00\xff", b"", None]),
-        "day": pa.array([datetime.date(2026, 1, 2), None, datetime.date(1969, 12, 31)]),
-        "time": pa.array([datetime.time(1, 2, 3), None, datetime.time(0)]),
-        "micros": pa.array([moment, None, moment.astimezone(zone)], pa.timestamp("us", tz="UTC")),
-        "nanos": pa.array([1, None, 1_767_323_045_678_901_234], pa.timestamp("ns")),
-        "zoned": pa.array([1_767_323_045_678, None, 0], pa.timestamp("ms", tz="Europe/Berlin")),
-        "span": pa.array([datetime.timedelta(seconds=90), None, datetime.timedelta(0)]),
-        "list": pa.array([[1, 2], [], None]),
-        "nested": pa.array([{"a": [{"b": 1}]}, {"a": None}, None]),
-        "map": pa.array([[("x", 1), ("y", None)], [], None], pa.map_(pa.string(), pa.int32())),
-        "word": pa.array(["red", "blue", "red"]).dictionary_encode(),
-    }
-    pq.write_table(pa.table(columns), "t.parquet", row_group_size=2)
 
 
 def make_csv() -> None:
@@ -126,14 +95,11 @@ SAMPLED = ["--temperature", "0.7", "--n", "2", "--seed", "11", "--max-tokens", "
 SAMPLED += ["--sampling", "top_k=5"]
 
 SCENES: dict[str, Scene] = {
-    "split-types": Scene(
-        make_table, [["split", "t.parquet", "--output", "job", "--num-chunks", "2"]]
-    ),
     "split-zstd": Scene(
         make_prompts,
         [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
     ),
-    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--chunk-rows", "2"]]),
+    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--num-chunks", "2"]]),
     "native": Scene(make_prompts, [SPLIT, [*WORKER, *PROMPT]]),
     "settings": Scene(
         make_template,

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import FORMAT_VERSION, Append, Chunk, Job, Source, SourceFile
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFile
 from batchinfer.ledger import jobs
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -23,8 +23,8 @@ from batchinfer.ledger.jobs import (
     read_assignment,
 )
 from batchinfer.prompts import PromptConfig
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore
 from making import make_job
 
 
@@ -203,17 +203,6 @@ def test_a_limit_without_a_job_is_refused(tmp_path: Path) -> None:
         read(str(tmp_path / "list.txt"), limit=3)
 
 
-def test_a_column_that_split_renamed_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    job = job_of("parquet")
-    check_columns(job, {"--prompt-column": ["_id"]}, {})
-    assert caplog.text == ""
-    job = msgspec.structs.replace(job, renamed={"_id": "_source_id"})
-    check_columns(job, {"--prompt-column": ["_id"]}, {"--blank-columns": ["_row", "prompt"]})
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("--prompt-column _id: is the _id that `split` gave the row")
-    assert message.endswith("named _source_id in the rows")
-
-
 @pytest.mark.parametrize("source_format", ["parquet", "csv"])
 def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
     job = job_of(source_format)
@@ -315,7 +304,7 @@ def _full_job() -> dict[str, Any]:
     chunks = [
         Chunk(name=f"part-0000{i}", first_row=i, rows=1, bytes=3, sha256="") for i in range(3)
     ]
-    file = SourceFile(url="a.csv", bytes=9, rows=3)
+    file = SourceFile(url="a.csv", bytes=9, rows=3, digest="")
     found: dict[str, Any] = msgspec.to_builtins(
         Job(
             format_version=FORMAT_VERSION,
@@ -325,11 +314,8 @@ def _full_job() -> dict[str, Any]:
             chunks=chunks,
             num_workers=2,
             limit=3,
-            blank_lines=1,
-            shape={"num_chunks": 3},
             generation=1,
             first_sha256="0" * 64,
-            appends=[Append(first_source=1, first_chunk=2, first_row=2)],
         )
     )
     return found
@@ -346,8 +332,8 @@ def _load(content: dict[str, Any]) -> Job:
 
 def test_every_number_of_a_job_is_tried_below() -> None:
     """A field that is added to job.json later must be among the numbers of the next test."""
-    fields = {name for kind in (Job, Chunk, SourceFile, Append) for name in _number_fields(kind)}
-    assert fields == {str(path[-1]) for path in _numbers(_full_job())} - {"num_chunks"} | {"shape"}
+    fields = {name for kind in (Job, Chunk, SourceFile) for name in _number_fields(kind)}
+    assert fields == {str(path[-1]) for path in _numbers(_full_job())}
 
 
 def _number_fields(kind: type[msgspec.Struct]) -> list[str]:
@@ -382,12 +368,7 @@ def test_a_wrong_number_in_a_job_is_refused_with_its_place(
         ({"num_workers": 4}, "4 workers for 3 chunks"),
         ({"num_workers": 0}, "num_workers"),
         ({"limit": 0}, "limit"),
-        ({"shape": {"num_chunks": 0}}, "shape"),
-        ({"generation": 2}, "its generation is 2, but its list of appends has 1 entries"),
-        ({"first_sha256": ""}, "its generation is 1"),
-        ({"appends": [{"first_source": 1, "first_chunk": 3, "first_row": 3}]}, "begin at chunk 3"),
-        ({"appends": [{"first_source": 1, "first_chunk": 2, "first_row": 1}]}, "begin at row 1"),
-        ({"appends": [{"first_source": 2, "first_chunk": 2, "first_row": 2}]}, "begin at source 2"),
+        ({"first_sha256": ""}, "its generation is 1, but it has no first_sha256"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], what: str) -> None:
@@ -404,7 +385,7 @@ def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], 
         (1, {"rows": 0}, "part-00002 begins at row 2, expected 1"),
         (2, {"name": "part-00000"}, "lists the chunk part-00000 twice"),
         (2, {"name": "../evil"}, "'../evil' is no name of a chunk"),
-        (2, {"nonce": "../evil"}, "'../evil' is no nonce"),
+        (2, {"file": "chunks/../../evil"}, "'chunks/../../evil' leaves the job"),
     ],
 )
 def test_chunks_that_do_not_hold_each_row_once_are_refused(

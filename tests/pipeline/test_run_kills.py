@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow.parquet
 from batchinfer.cli.main import main
 import batchinfer.collect.collecting, batchinfer.pipeline.command, batchinfer.pipeline.steps, batchinfer.split.append
-import batchinfer.split.json_lines, batchinfer.worker.command, batchinfer.worker.start
+import batchinfer.split.sources, batchinfer.split.writer, batchinfer.worker.command, batchinfer.worker.start
 
 folder, sources = Path(sys.argv[1]), sys.argv[2].split()
 tempfile.tempdir = str(folder / "tmp")

@@ -20,10 +20,9 @@ from batchinfer.ledger.inventory import RunReader
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import Status, StatusConfig, render, run_status, watch
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore
 from big_run import Shape, make_run, make_workers, write_big_run, write_local
 from counting_store import CountingStore
-from fakes import FakeClock, put_worker
+from fakes import FakeClock, MemoryStore, put_worker
 from making import overwrite, put_raw
 
 NOW = 1_790_000_000.0
@@ -136,11 +135,15 @@ def test_what_is_strange_is_noted_and_left_out(root: str) -> None:
         store.create(key, b"x")
     put_raw(store, "outputs/part-00019.succeed", b"")
     store.create("workers/broken.json", b'{"id": 3}')
+    key = "workers/sky-2026-002.stats.json"
+    odd = store.get(key).data.replace(b'"prompt_tokens":', b'"prompt_tokens":1' + b"0" * 400)
+    overwrite(store, key, odd)
     seen = look(run)
     assert (len(seen.workers), seen.chunks.done) == (3, 12)
     notes = "\n".join(seen.notes)
     assert "4 foreign files, left alone" in notes
     assert "broken.json" in notes
+    assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
 
 
 def test_a_job_json_that_cannot_be_read_is_noted_until_it_can(root: str) -> None:

@@ -33,7 +33,7 @@ def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, A
     from batchinfer.worker.command import command as worker
 
     job, run_url = str(folder / "job"), str(folder / "run")
-    split.main([str(source), "--output", job, "--chunk-rows", "60"], standalone_mode=False)
+    split.main([str(source), "--output", job, "--num-chunks", "2"], standalone_mode=False)
     engine = ["--engine", "openai", "--base-url", url, "--model", str(DEMO_MODEL)]
     worker.main(["--job", job, "--output", run_url, *engine, *options], standalone_mode=False)
     store, found = open_store(run_url), []

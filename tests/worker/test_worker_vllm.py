@@ -75,8 +75,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def split(source: Path, job: str, *options: str) -> None:
-    rows = ("--chunk-rows", str(CHUNK_ROWS))
-    done = run_process(["split", str(source), "--output", job, *rows, *options])
+    chunks = () if options else ("--num-chunks", str(NUM_ROWS // CHUNK_ROWS))
+    done = run_process(["split", str(source), "--output", job, *chunks, *options])
     assert done.status == 0, done.stderr
 
 
@@ -219,7 +219,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     """
     num_rows = 100
     job, run, whole = (str(tmp_path / name) for name in ("job", "run", "whole"))
-    split(source, job, "--limit", str(num_rows), "--chunk-rows", str(num_rows))
+    split(source, job, "--limit", str(num_rows), "--num-chunks", "1")
     sampled = ("--temperature", "1", "--n", "2", "--seed", "7")
     options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics", "0")
     process = start_process(worker(job, run, *options))

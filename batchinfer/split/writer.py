@@ -1,0 +1,251 @@
+"""Writes a job to a store: chunks, then manifests, then job.json. Without job.json, the place holds no job.
+
+What an earlier command left that was killed, or had other options, is replaced until job.json is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import polars as pl
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
+from batchinfer.core.records import Chunk, Job
+from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
+from batchinfer.split.rows import Block, lines_block
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch, scratch_errors
+
+if TYPE_CHECKING:
+    from batchinfer.split.sources import Sources
+
+_THREADS = 4
+_ZSTD_LEVEL = 3
+_USUAL_ROWS, _USUAL_BYTES = 2000, 4 << 20
+"""Most rows of a chunk, and about its most bytes of the sources, if no option says its size. A worker on one GPU does
+some ten to fifty rows in a second, fewer if they are long."""
+_CHUNKS_PER_WORKER, _FEWEST_PER_WORKER, _FEW_ROWS = 50, 4, 20
+_MOST_CHUNKS = 100_000
+_MOST_IDS = 10_000_000
+
+
+def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
+    """Return the number of chunks if no option says it: a chunk is about a minute of one worker's time.
+
+    There are at least 50 for each worker, so that workers end together, unless a chunk would have fewer than 20 rows:
+    then at least 4. There are at most 100,000 in all.
+
+    >>> (
+    ...     usual_num_chunks(1_000_000, 0, 4),
+    ...     usual_num_chunks(1000, 0, 4),
+    ...     usual_num_chunks(10**10, 0, 4),
+    ... )
+    (500, 50, 100000)
+    """
+    enough = max(-(-rows // _USUAL_ROWS), -(-num_bytes // _USUAL_BYTES))
+    enough = max(enough, min(_CHUNKS_PER_WORKER * num_workers, rows // _FEW_ROWS))
+    return min(rows, max(min(enough, _MOST_CHUNKS), _FEWEST_PER_WORKER * num_workers))
+
+
+def even_bounds(rows: int, num_chunks: int) -> list[int]:
+    """Return the first row of each chunk, then the number of all rows.
+
+    Raises:
+        ConfigError: There would be more chunks than rows.
+
+    >>> even_bounds(10, 3)
+    [0, 3, 6, 10]
+    """
+    if num_chunks > rows:
+        raise ConfigError(
+            f"--num-chunks {num_chunks}: more than the {rows} rows, expected at least one row a chunk",
+            hint=f"use --num-chunks {rows} or fewer",
+        )
+    return [index * rows // num_chunks for index in range(num_chunks + 1)]
+
+
+class _Rows:
+    """Cuts the rows of sources into chunks, and notes what is odd about them."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._blocks = sources.blocks()
+        self._block, self._used = lines_block([]), 0
+        self._ids: list[Any] = []
+        self._num_ids = 0
+        self.num_broken = 0
+
+    def take(self, count: int) -> Iterator[bytes]:
+        """Yield the lines of the next rows, some at a time."""
+        while count:
+            if self._used == self._block.num_rows:
+                self._block, self._used = next(self._blocks), 0
+                self._note(self._block)
+            stop = min(self._used + count, self._block.num_rows)
+            yield self._block.encode(self._used, stop)
+            count, self._used = count - (stop - self._used), stop
+
+    def finish(self) -> None:
+        """Read what is left, which is an error of the last source if it has more rows than were counted."""
+        next(self._blocks, None)
+
+    def _note(self, block: Block) -> None:
+        self.num_broken += block.num_broken
+        if len(block.ids) and self._num_ids < _MOST_IDS:
+            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
+            self._num_ids += len(block.ids)
+
+    def num_repeated(self) -> int:
+        """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""
+        return self._num_ids - pl.concat(self._ids).n_unique() if self._ids else 0
+
+
+def write_chunks(
+    job: Job,
+    sources: Sources,
+    bounds: Sequence[int],
+    publish: Callable[[Chunk, Path], Chunk],
+    advance: Callable[[int], object],
+) -> Job:
+    """Build chunks one after the other in a scratch folder, publish several at a time, and add them to a job.
+
+    Args:
+        job: The job, whose chunks and sources come before.
+        sources: The rows.
+        bounds: The first row of each chunk, counted from the first of the sources, then the number of all rows.
+        publish: Publishes the file of a chunk; returns the chunk as job.json is to have it.
+        advance: Called with the number of rows of each chunk that is published.
+
+    Returns:
+        The job with the new chunks, and with what is odd about their rows.
+
+    Raises:
+        InputError: See `Sources.blocks`, `Sources.check_unchanged`.
+        ScratchFull: The scratch folder is full.
+    """
+    rows, before = _Rows(sources), len(job.chunks)
+    total = before + len(bounds) - 1
+    waiting, chunks = deque[Future[Chunk]](), list[Chunk]()
+
+    def take() -> None:
+        chunks.append(waiting.popleft().result())
+        advance(chunks[-1].rows)
+
+    with (
+        contextlib.closing(Scratch()) as scratch,
+        scratch_errors(scratch.folder),
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
+        for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
+            name = layout.chunk_name(index, total)
+            path = scratch.new_path(name)
+            size, sha256 = _write_file(path, rows.take(stop - first), job.compression)
+            chunk = Chunk(
+                name=name,
+                first_row=sources.first_row + first,
+                rows=stop - first,
+                bytes=size,
+                sha256=sha256,
+            )
+            waiting.append(pool.submit(publish, chunk, path))
+            while len(waiting) > _THREADS:
+                take()
+        while waiting:
+            take()
+    if sources.is_whole:
+        rows.finish()
+    sources.check_unchanged()
+    return msgspec.structs.replace(
+        job,
+        chunks=[*job.chunks, *chunks],
+        broken_lines=job.broken_lines + rows.num_broken,
+        duplicate_ids=job.duplicate_ids + rows.num_repeated(),
+    )
+
+
+def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> tuple[int, str]:
+    """Write a chunk's file. Returns its size and sha256."""
+    with contextlib.ExitStack() as stack:
+        file: Any = stack.enter_context(path.open("wb"))
+        if compression == "zstd":
+            import zstandard
+
+            file = stack.enter_context(zstandard.ZstdCompressor(_ZSTD_LEVEL).stream_writer(file))
+        for piece in pieces:
+            file.write(piece)
+    with path.open("rb") as written:
+        return path.stat().st_size, codec.sha256_file(written)
+
+
+def publish_chunk(store: Store, compression: str, chunk: Chunk, path: Path) -> Chunk:
+    """Put a chunk from its scratch file, over what a command left that did not come to its end.
+
+    Raises:
+        InputError: Another split has completed a job meanwhile.
+    """
+    with contextlib.suppress(ObjectNotFound):
+        store.stat(layout.JOB_KEY)
+        raise _another(store)
+    store.put_file(layout.chunk_file(chunk.name, compression), path)
+    path.unlink()
+    return chunk
+
+
+def _another(store: Store) -> InputError:
+    return InputError(
+        f"{store.url}: another split wrote here at the same time, expected to be alone",
+        hint="run the same command again: it tells whether the job there is the one you want",
+    )
+
+
+def complete_job(store: Store, job: Job) -> None:
+    """Remove what is not of the job, check that its chunks are there, write the manifests and, last, job.json.
+
+    Raises:
+        InputError: Another split wrote to the same place meanwhile.
+    """
+    there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
+    own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
+    wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}
+    store.delete([key for key in there if key not in wanted])
+    if any(there.get(key) != size for key, size in wanted.items()):
+        raise _another(store)
+    write_manifests(store, job)
+    try:
+        store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    except AlreadyExists as error:
+        raise _another(store) from error
+
+
+def write_manifests(store: Store, job: Job) -> None:
+    """Write the manifests of a job, and remove others."""
+    manifests = manifest_chunks(job)
+    stale = [item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests]
+    store.delete(stale)
+    for key, chunks in manifests.items():
+        _set(store, key, "".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks).encode())
+
+
+def _set(store: Store, key: str, data: bytes) -> None:
+    """Create or replace an object, whoever else does so meanwhile."""
+    while True:
+        try:
+            store.create(key, data)
+            return
+        except AlreadyExists:
+            with contextlib.suppress(PreconditionFailed, ObjectNotFound):
+                store.replace(key, data, store.stat(key).etag)
+                return

@@ -1,0 +1,135 @@
+"""Kills a command before every change that it makes to files, runs it again, and compares what is there then.
+
+For a store in a local folder every request that changes it is one change to files or more. So the command dies before
+and after each of these requests, too. Between two changes it does not matter when it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_CHANGES = {f"os.{name}" for name in ("link", "mkdir", "remove", "rename", "rmdir", "truncate")}
+"""Python's audit events for changes to files, besides an opening for writing."""
+_WRITES = os.O_WRONLY | os.O_RDWR
+
+
+def crash_everywhere(
+    command: Sequence[str], wanted: Sequence[str], start: Path, *, modules: Sequence[str] = ()
+) -> list[str]:
+    """Kill `batchinfer COMMAND` before every change to files, run it again, and check that the same bytes are there.
+
+    Changes in the folder for temporary files do not count: what a killed command left there is nobody's.
+
+    Args:
+        command: The words after `batchinfer`. Relative paths are below the folder in which it runs.
+        wanted: Patterns of the files whose bytes must be those that an undisturbed command leaves.
+        start: The folder in which the command runs, as it is before; it is copied for each kill.
+        modules: Names of modules that the command needs, to import them once.
+
+    Returns:
+        The changes before which the command was killed.
+    """
+    program = [sys.executable, __file__]
+    words = json.dumps([list(command), list(wanted), str(start), list(modules)])
+    done = subprocess.run([*program, words], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert not found["wrong"], found["wrong"]
+    assert found["killed"], "the command did nothing with files"
+    return list(found["killed"])
+
+
+def _run_in_fork(command: list[str], folder: Path, point: int | None) -> tuple[int, str]:
+    """Run a command in a fork of this process, killed before its change `point`. Returns its status and its log."""
+    log = folder.with_suffix(".log")
+    pid = os.fork()
+    if pid == 0:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        signal.alarm(60)
+        os.chdir(folder)
+        status = 70
+        try:
+            if point is not None:
+                _die_at(point, str(folder))
+            from batchinfer.cli.main import main
+
+            status = main(command)
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, log.read_text(errors="replace")
+
+
+def _die_at(point: int, folder: str) -> None:
+    lock, count = threading.Lock(), 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in _CHANGES and not (event == "open" and arguments[2] & _WRITES):
+            return
+        # A relative path is one in a folder for temporary files that is being removed.
+        places = [
+            each for each in arguments[:2] if isinstance(each, str) and each.startswith(folder)
+        ]
+        if not places or places[-1].startswith(f"{folder}/tmp/"):
+            return
+        with lock:
+            count += 1
+            if count == point:
+                os.write(2, f"\nkilled at {event} {places[-1].removeprefix(folder)}".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def _main(command: list[str], wanted: list[str], start: str, modules: list[str]) -> None:
+    for module in ("batchinfer.cli.main", *modules):
+        __import__(module)
+    # Every run is in the same place, since records may hold absolute paths.
+    folder = Path(f"{start}-crashes") / "here"
+    folder.parent.mkdir()
+    os.environ["TMPDIR"] = str(folder / "tmp")
+
+    def begin() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder, symlinks=True)
+        (folder / "tmp").mkdir()
+
+    def found() -> dict[str, bytes]:
+        places = [path for pattern in wanted for path in folder.glob(pattern) if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in places}
+
+    begin()
+    status, said = _run_in_fork(command, folder, None)
+    assert status == 0, said
+    expected, killed, wrong = found(), list[str](), list[str]()
+    assert expected, f"no file matches {wanted}"
+    for point in range(1, 10_000):
+        begin()
+        status, said = _run_in_fork(command, folder, point)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, said
+        killed.append(said.rpartition("killed at ")[2])
+        status, said = _run_in_fork(command, folder, None)
+        there = found()
+        different = {each for each in {*there, *expected} if there.get(each) != expected.get(each)}
+        if status or different:
+            wrong.append(f"{point} {killed[-1]}: status {status}, {sorted(different)}\n{said}")
+    shutil.rmtree(folder.parent)
+    print(json.dumps({"killed": killed, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    _main(*json.loads(sys.argv[1]))

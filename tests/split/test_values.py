@@ -1,0 +1,209 @@
+"""Values of the sources are those of the rows, whatever their types and spellings."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import decimal
+import json
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_examples import EVERY_TYPE
+from batchinfer.core.errors import InputError
+from batchinfer.prompts.json_lines import decode_object
+from batchinfer.prompts.types import RowProblem
+from batchinfer.split.sources import count_sources
+from batchinfer.split.tables import _plain
+
+
+def lines_of(*sources: Any, **options: Any) -> list[bytes]:
+    """The lines of the rows of some sources."""
+    blocks = count_sources([str(source) for source in sources], **options).blocks()
+    return b"".join(block.encode(0, block.num_rows) for block in blocks).split(b"\n")[:-1]
+
+
+def value_of(text: Any, like: Any) -> Any:
+    """What a value in a row means, if the source's value is of the type of `like`; see docs/format.md."""
+    match like:
+        case float() if not math.isfinite(like):
+            return like if text is None else text
+        case decimal.Decimal():
+            return decimal.Decimal(text)
+        case bytes():
+            return base64.b64decode(text, validate=True)
+        case uuid.UUID():
+            return uuid.UUID(text)
+        case dt.datetime():
+            return dt.datetime.fromisoformat(text)
+        case dt.date():
+            return dt.date.fromisoformat(text)
+        case dt.time():
+            return dt.time.fromisoformat(text)
+        case dt.timedelta():
+            return duration_of(text)
+        case dict():
+            return {name: value_of(text[name], like[name]) for name in like} if text else text
+        case tuple():
+            return value_of(text["key"], like[0]), value_of(text["value"], like[1])
+        case list():
+            return [value_of(*pair) for pair in zip(text, like, strict=True)]
+    return text
+
+
+def duration_of(text: str) -> dt.timedelta:
+    """Read ISO 8601, as in -P1DT2H3M4.5S."""
+    days, _, rest = text.lstrip("-").removeprefix("P").partition("T")
+    seconds, number = 86400 * float(days.removesuffix("D") or 0), ""
+    for character in rest:
+        if character in "HMS":
+            seconds += float(number) * {"H": 3600, "M": 60, "S": 1}[character]
+            number = ""
+        else:
+            number += character
+    return dt.timedelta(seconds=-seconds if text.startswith("-") else seconds)
+
+
+@pytest.mark.parametrize(
+    "array", [pytest.param(each, id=f"{i}: {each.type}") for i, each in enumerate(EVERY_TYPE)]
+)
+def test_every_type_keeps_its_values(tmp_path: Path, array: pa.Array) -> None:
+    path = tmp_path / "column.parquet"
+    pq.write_table(pa.table({"c": array}), path, row_group_size=2)
+    expected = pq.read_table(path).column("c").to_pylist()
+    rows = [json.loads(line) for line in lines_of(path)]
+    assert [row["_row"] for row in rows] == list(range(len(expected)))
+    found = [value_of(row["c"], like) for row, like in zip(rows, expected, strict=True)]
+    assert repr(found) == repr(expected) if "nan" in repr(expected) else found == expected
+
+
+@given(st.lists(st.none() | st.text(max_size=30) | st.just("\\u2028"), min_size=1))
+@settings(max_examples=60)
+def test_any_text_keeps_its_characters(tmp_path_factory: Any, values: list[str | None]) -> None:
+    path = tmp_path_factory.mktemp("texts") / "x.parquet"
+    pq.write_table(pa.table({"c": pa.array(values, pa.string())}), path, row_group_size=3)
+    assert [json.loads(line)["c"] for line in lines_of(path)] == values
+
+
+def test_a_type_without_a_form_is_refused_with_its_column() -> None:
+    for kind in (pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())])):
+        with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
+            _plain(pa.struct([("in", pa.list_(kind))]), "a.parquet", "odd")
+        assert "--columns" in caught.value.hint
+
+
+def test_columns_are_taken_by_name_even_with_dots_and_quotes(tmp_path: Path) -> None:
+    columns = {"a": [{"b": 1}], "a.b": [2], 'c "d"': [[]], "": ["e"], "*": [3], "^a$": [4]}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    assert lines_of(tmp_path) == [
+        b'{"a":{"b":1},"a.b":2,"c \\"d\\"":[],"":"e","*":3,"^a$":4,"_row":0,"_id":"0"}'
+    ]
+    assert lines_of(tmp_path, columns=["", "a.b"]) == [b'{"":"e","a.b":2,"_row":0,"_id":"0"}']
+
+
+ODD = [
+    ('{"a": 1.50, "b": "\\u00e9"}', {"a": 1.5, "b": "é"}),
+    ('{"a":"\u2028\x85"}', {"a": "\u2028\x85"}),
+    ("{ }", {}),
+    ('{"a":123456789012345678901234567890}\r', {"a": 123456789012345678901234567890}),
+    ('{"a":1e999}', {"a": "1e999"}),
+    ('{"a":' + "[" * 3000 + "]" * 3000 + "}", {"a": "[" * 3000 + "]" * 3000}),
+    ('{"a":1,"a":2}', {"a": 2}),
+    ('{"a":NaN,"b":-Infinity}', None),
+    ('{"a":"\\ud800"}', None),
+    ("", None),
+    ("  ", None),
+    ("{", None),
+    ("[1]", None),
+    ('"text"', None),
+    ('{"a":1} x', None),
+]
+
+
+def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join(line.encode() for line, _ in ODD) + b'\n{"a":"\xff"}\n\xff')
+    lines = lines_of(path)
+    assert len(lines) == len(ODD) + 2
+    for row, (line, (text, expected)) in enumerate(zip(lines, ODD, strict=False)):
+        if expected is None:
+            assert line == text.encode()
+            continue
+        body = text.strip("\r")[:-1].encode()
+        assert line.startswith(body)
+        assert line.removeprefix(body).lstrip(b",") == b'"_row":%d,"_id":"%d"}' % (row, row)
+        assert decode_object(line) == expected | {"_row": row, "_id": str(row)}
+    for line in (
+        *lines[-2:],
+        *(line for line, (_, value) in zip(lines, ODD, strict=False) if value is None),
+    ):
+        with pytest.raises(RowProblem):
+            decode_object(line)
+
+
+def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> None:
+    deep = "[" * 3000 + "]" * 3000
+    lines = ['{"a": 1.50, "b": 2, "_id": 3}', f'{{"b": 1e999, "a": {deep}}}', '{"b":1}', "{"]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert lines_of(tmp_path, columns=["a", "b"]) == [
+        b'{"a":1.50,"b":2,"_row":0,"_id":"0"}',
+        b'{"a":%b,"b":1e999,"_row":1,"_id":"1"}' % deep.encode(),
+        b'{"b":1,"_row":2,"_id":"2"}',
+        b"{",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
+    rows = [{"id": "a\u2028", "n": 7}, {"id": "😀", "n": 8}]
+    if kind == "jsonl":
+        lines = [json.dumps(row) for row in rows] + ['{"id": null}', '{"id": {"x": 1.50}}']
+        (tmp_path / "x.jsonl").write_text("\n".join(lines))
+        more = ["2", '{"x": 1.50}']
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([*rows, {"n": 9}]), tmp_path / "x.parquet")
+        more = ["2"]
+    else:
+        (tmp_path / "x.csv").write_text("id,n\na\u2028,7\n😀,8\n")
+        more = []
+    assert [json.loads(line)["_id"] for line in lines_of(tmp_path)] == ["a\u2028", "😀", *more]
+    named = [json.loads(line)["_id"] for line in lines_of(tmp_path, id_column="n")]
+    assert named[:2] == ["7", "8"]
+    assert json.loads(lines_of(tmp_path, id_column="_row")[1])["_id"] == "1"
+    kept = [json.loads(line) for line in lines_of(tmp_path, columns=["n"])]
+    assert set(kept[0]) == {"n", "_row", "_id"}
+    assert kept[1]["_id"] == "😀"
+
+
+def test_the_custom_id_names_a_batch_request(tmp_path: Path) -> None:
+    request = {"custom_id": "r1", "method": "POST", "url": "/v1/completions", "body": {}, "id": 5}
+    (tmp_path / "x.jsonl").write_text(json.dumps(request))
+    assert json.loads(lines_of(tmp_path)[0])["_id"] == "r1"
+
+
+def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path: Path) -> None:
+    text = '\ufeffa,"b ""c"""\n007,"x,\ny"\n\n,"\u2028"\n'
+    (tmp_path / "x.csv").write_text(text)
+    expected = [{"a": "007", 'b "c"': "x,\ny"}, {"a": "", 'b "c"': "\u2028"}]
+    own = [{"_row": row, "_id": str(row)} for row in range(2)]
+    assert [json.loads(line) for line in lines_of(tmp_path)] == [
+        a | b for a, b in zip(expected, own, strict=True)
+    ]
+    (tmp_path / "x.csv").rename(tmp_path / "y.tsv")
+    (tmp_path / "y.tsv").write_text("a\tb\n1,2\t3\n")
+    assert json.loads(lines_of(tmp_path)[0])["a"] == "1,2"
+    (tmp_path / "y.tsv").write_text("a|b\n1,2|3\n")
+    assert json.loads(lines_of(tmp_path, delimiter="|")[0])["b"] == "3"
+
+
+def test_each_line_of_a_text_is_a_row_also_a_blank_one(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes("\ufeffé\u2028\r\n\n last".encode())
+    assert [json.loads(line)["prompt"] for line in lines_of(tmp_path)] == ["é\u2028", "", " last"]
