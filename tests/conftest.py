@@ -69,7 +69,7 @@ LONGEST = (
     "test_worker",
     "test_servers",
     "test_report_browser",
-    "test_storage_s3_faults",
+    "test_faults",
     "test_hub_destination",
 )
 

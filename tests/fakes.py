@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Marker, Worker, WorkerLease
-from batchinfer.storage import Store
+from batchinfer.storage import ObjectInfo, Store, clouds
+from batchinfer.storage.bucket import BucketStore
 
 
 class FakeClock:
@@ -97,3 +99,33 @@ class Done:
         if self._error is not None:
             raise self._error
         return self._value
+
+
+_written: dict[tuple[str, str, str], float] = {}
+"""When objects were written by stores with a clock: by bucket, path and etag."""
+
+
+class MemoryStore(BucketStore):
+    """As `open_store(url)` for a memory:// URL. `clock` gives the times, in Unix seconds, of what it writes."""
+
+    def __init__(self, url: str, *, clock: Callable[[], float] | None = None) -> None:
+        opened = clouds.open_memory(url)
+        super().__init__(url, opened._client, opened._cloud)
+        self._clock = clock
+
+    def _put(self, key: str, file: bytes | Path, mode: Any) -> str:
+        etag = super()._put(key, file, mode)
+        if self._clock is not None:
+            _written[self.bucket, self._path(key), etag] = self._clock()
+        return etag
+
+    def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
+        info = super()._info(key, item)
+        written = _written.get((self.bucket, self._path(key), info.etag), info.modified)
+        return info._replace(modified=written)
+
+
+def forget(url: str) -> None:
+    """Free every object below a memory:// URL."""
+    store = MemoryStore(url)
+    store.delete([info.key for info in store.list()])

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,17 +127,17 @@ def start_process(
 _KILLS_ITSELF = """
 import os, signal, sys
 from batchinfer.cli.main import main
-from batchinfer.storage.s3 import S3Store
+from batchinfer.storage.bucket import BucketStore
 left = [int(sys.argv[1])]
 def wrap(name):
-    write = getattr(S3Store, name)
+    write = getattr(BucketStore, name)
     def written(*arguments, **options):
         result = write(*arguments, **options)
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
-    setattr(S3Store, name, written)
+    setattr(BucketStore, name, written)
 wrap("create"), wrap("put_file")
 sys.exit(main(sys.argv[2:]))
 """
@@ -224,27 +225,11 @@ def overwrite(store: Store, key: str, data: bytes) -> None:
 
 
 def put_raw(store: Store, key: str, data: bytes) -> None:
-    """Put an object of any bytes, also none."""
-    if data:
-        store.create(key, data)
-        return
-    if store.url.startswith("s3://"):
-        bucket, _, root = store.url.removeprefix("s3://").partition("/")
-        import boto3
-
-        client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
-        client.put_object(Bucket=bucket, Key=f"{root}/{key}".lstrip("/"), Body=b"")
-        client.close()
-        return
-    if store.url.startswith("memory://"):
-        from batchinfer.storage.memory import MemoryStore
-
-        assert isinstance(store, MemoryStore)
-        store._put(store._path(key), b"")
-        return
-    path = Path(store.url) / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"")
+    """Put an object of any bytes, also none, over any that is there."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        store.put_file(key, Path(file.name))
 
 
 def free_ports() -> int:

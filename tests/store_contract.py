@@ -170,7 +170,11 @@ class StoreContract:
         assert [found.key for found in store.list("b/c")] == ["b/c-d", "b/c.d", "b/c/d"]
         assert list(store.list("nothing/")) == []
         for found in store.list():
-            assert (found.bytes, found.etag) == store.stat(found.key)[1:3]
+            there = store.stat(found.key)  # a listing of GCS shows no generations
+            assert (found.bytes, found.etag) in [
+                there[1:3],
+                (there.bytes, there.etag.split(";")[0]),
+            ]
 
     def test_fresh_root_lists_nothing(self, store: Store) -> None:
         assert list(store.list()) == []

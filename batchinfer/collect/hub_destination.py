@@ -18,7 +18,6 @@ from batchinfer.core import codec
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.retrying import RetryPolicy, retried
-from batchinfer.storage.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ class HubDestination:
             disable_progress_bars()  # a log would get a line for every step of every file
 
         def attempt() -> T:
-            with hub_errors(self.url), waiting(self.url):
+            with hub_errors(self.url):
                 return action(HfApi())
 
         return retried(self._retries, attempt)

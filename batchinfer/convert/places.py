@@ -6,6 +6,7 @@ files appear one after the other, and last the one without which no program take
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import secrets
 from collections.abc import Iterator
@@ -109,11 +110,26 @@ def _check_bucket(store: Store) -> None:
 def _upload(store: Store, folder: Path) -> None:
     """Upload the folder's files. Equal ones may be there, from the same conversion before it was killed."""
     names = {path.name for path in folder.iterdir()}
-    if any(info.key not in names for info in store.list("")):
+    there = {info.key for info in store.list("")}
+    if not there <= names:
         raise _taken(store.url)
     for name in sorted(names, key=lambda name: (name in _UPLOADED_LAST, name)):
+        if name in there and not _is_equal(store, name, folder):
+            raise _taken(store.url)
         logger.info("uploading %s", name)
         store.put_file(name, folder / name)
+
+
+def _is_equal(store: Store, name: str, folder: Path) -> bool:
+    """Whether the store's file has the bytes of the folder's."""
+    if store.stat(name).bytes != (folder / name).stat().st_size:
+        return False
+    copy = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
+    try:
+        store.download(name, copy)
+        return filecmp.cmp(copy, folder / name, shallow=False)
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _taken(dest: str) -> InputError:

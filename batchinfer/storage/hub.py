@@ -22,7 +22,6 @@ from batchinfer.core.errors import (
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
-from batchinfer.storage.waits import waiting
 
 T = TypeVar("T")
 
@@ -243,7 +242,7 @@ class ReadOnlyStore:
         url = f"{self.url}/{key}".rstrip("/")
 
         def attempt() -> T:
-            with hub_errors(url), waiting(url):
+            with hub_errors(url):
                 return action()
 
         return retried(self._retries, attempt)

@@ -9,8 +9,8 @@ An object becomes visible as a whole, in three steps:
 
 A process that is killed meanwhile may leave one hidden file ``.<name>.<nonce>.tmp``. `list` does not show it,
 and `sweep_temps` removes it. A folder's lock is a flock(2) on the folder itself, which the kernel releases when the
-process that holds it dies. On a filesystem that cannot lock a folder, a hidden ``.lock`` file in the folder is locked
-instead. On a filesystem without hard links, a create takes the lock too.
+process that holds it dies. On NFS, which cannot lock a folder, a hidden ``.lock`` file in it is locked instead. A
+filesystem without hard links is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
+    ConfigError,
     InputError,
     ObjectNotFound,
     PreconditionFailed,
@@ -44,14 +45,12 @@ LOCK_NAME = ".lock"
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
 LOCK_SECONDS = 60.0
 """Seconds that a process waits for a folder's lock before it fails. Normally the lock is held for an instant."""
 
 _COPY_BYTES = 1 << 17  # small enough to stay in the processor's cache
-_COARSEST_MTIME_NS = 2_000_000_000
-"""Nanoseconds of the coarsest known step of file times, which FAT has."""
 
 
 class LocalStore:
@@ -113,11 +112,15 @@ class LocalStore:
                 _write(temp, data)
                 etag = _touch(temp)
                 try:
-                    _link(temp, path)
+                    os.link(temp, path)
                 except FileExistsError:
                     if path.is_file() and path.read_bytes() == data:
                         return _etag(path.stat())
                     raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
+                except OSError as error:
+                    if error.errno in _NO_LINKS:
+                        raise self._no_links() from error
+                    raise
             _fsync_folder(path.parent)
         return etag
 
@@ -170,33 +173,20 @@ class LocalStore:
                     pass
 
     def temps(self, older_than_seconds: float) -> Iterator[Path]:
-        """Yield the temporary files that killed processes left.
-
-        Args:
-            older_than_seconds: Younger files are left out, because a live process may still write to them.
-        """
+        """Yield the temporary files that killed processes left. Younger ones may be a live process's."""
         limit = time.time() - older_than_seconds
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                if not (name.startswith(".") and name.endswith(TEMP_SUFFIX)):
-                    continue
-                path = Path(folder, name)
-                with contextlib.suppress(ObjectNotFound), self._errors(name):
-                    if path.stat().st_mtime < limit:
-                        yield path
+        for path in self.root.rglob(f".*{TEMP_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < limit:
+                    yield path
 
     def sweep_temps(self, older_than_seconds: float) -> int:
-        """Remove temporary files that killed processes left. Return the number of files removed.
-
-        Args:
-            older_than_seconds: As for `temps`.
-        """
-        count = 0
-        for path in self.temps(older_than_seconds):
-            with contextlib.suppress(ObjectNotFound), self._errors(path.name):
-                path.unlink()
-                count += 1
-        return count
+        """Remove the files that `temps` yields, and return their number."""
+        found = list(self.temps(older_than_seconds))
+        for path in found:
+            with self._errors(path.name):
+                path.unlink(missing_ok=True)
+        return len(found)
 
     def _path(self, key: str, *, writes: bool = False) -> Path:
         check_key(key)
@@ -206,6 +196,12 @@ class LocalStore:
                 hint="use a name without a dot at its start",
             )
         return self.root / key
+
+    def _no_links(self) -> ConfigError:
+        return ConfigError(
+            f"{self.root}: its filesystem has no hard links, expected one that has",
+            hint="use another folder: FAT and most mounts of a bucket have none; give a bucket's URL instead",
+        )
 
     def _make_folder(self, folder: Path) -> None:
         try:
@@ -291,18 +287,12 @@ def _sort_name(entry: os.DirEntry[str]) -> str:
 def _touch(temp: Path, *, after_ns: int = 0) -> str:
     """Set a temporary file's times, so that its etag differs from those of earlier versions. Return the etag.
 
-    An etag consists of a file's time, size and inode number. The kernel's own file times advance in steps of some
-    milliseconds, and an inode number may be used again within one step. The time set here has a finer step, and is
-    later than `after_ns`, the time of the previous version.
+    The kernel's own file times advance in steps of some milliseconds, and an inode number may be used again within one
+    step. The time set here has a finer step, and is later than `after_ns`, the time of the previous version.
     """
-    now = max(time.time_ns(), after_ns + 1)
+    now = max(time.time_ns(), after_ns + 1000)
     os.utime(temp, ns=(now, now))
-    found = temp.stat()
-    if found.st_mtime_ns <= after_ns:
-        later = after_ns + _COARSEST_MTIME_NS
-        os.utime(temp, ns=(later, later))
-        found = temp.stat()
-    return _etag(found)
+    return _etag(temp.stat())
 
 
 @contextmanager
@@ -325,42 +315,16 @@ def _write(temp: Path, data: bytes) -> None:
 
 def _link_or_copy(source: Path, temp: Path) -> None:
     """Make `temp` hold the bytes of `source`, durably."""
-    try:
-        file = source.open("rb")
-    except OSError as error:
-        raise StorageError(f"{source}: {error.strerror}, expected a readable file") from error
-    with file:
-        if _has_linked(source, temp):
+    with source.open("rb") as file:
+        try:
+            os.link(source, temp)
+        except OSError:  # another filesystem
+            with temp.open("xb") as target:
+                shutil.copyfileobj(file, target, _COPY_BYTES)
+                target.flush()
+                os.fsync(target.fileno())
+        else:
             os.fsync(file.fileno())
-            return
-        with temp.open("xb") as target:
-            shutil.copyfileobj(file, target, _COPY_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
-
-
-def _has_linked(source: Path, temp: Path) -> bool:
-    try:
-        os.link(source, temp)
-    except OSError:  # another filesystem, or one without hard links
-        return False
-    return True
-
-
-def _link(temp: Path, path: Path) -> None:
-    """Give the file `temp` the name `path`. Raises FileExistsError if that name is taken."""
-    try:
-        os.link(temp, path)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # This filesystem has no hard links (FAT, some FUSE filesystems), so every create takes the folder's lock.
-        with _locked(path.parent):
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, "File exists", str(path)) from None
-            os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
 
 
 @contextmanager

@@ -6,7 +6,6 @@ The adapters, and the packages that they import, load only when their scheme is 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import re
 import secrets
@@ -25,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 S3_SCHEMES = ("s3", "s3a", "r2")
 GCS_SCHEMES = ("gs", "gcs")
+AZURE_SCHEMES = ("az",)
 READ_ONLY_SCHEMES = ("hf", "http", "https")
-SCHEMES = ("file", *S3_SCHEMES, *GCS_SCHEMES, *READ_ONLY_SCHEMES, "memory")
+SCHEMES = ("file", *S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, *READ_ONLY_SCHEMES, "memory")
 
 _LACKS_A_SLASH = re.compile(rf"(?i)({'|'.join(SCHEMES)}):/?(?!/)")
 _UNDERSTOOD = (
-    "a plain path, file://, s3:// (also r2:// and other S3 stores by AWS_ENDPOINT_URL), gs://, memory://, "
+    "a plain path, file://, s3:// (also r2:// and other S3 stores by AWS_ENDPOINT_URL), gs://, az://, memory://, "
     "and for reading hf:// and https://"
 )
 
@@ -77,7 +77,7 @@ def check_url(url: str) -> None:
             has too few slashes to be one.
     """
     scheme = url.partition(":")[0].lower()
-    if scheme in (*S3_SCHEMES, *GCS_SCHEMES, "hf") and has_user(url):
+    if scheme in (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "hf") and has_user(url):
         raise ConfigError(
             f"{url}: has a user or a secret before the name, expected {scheme}://name/path",
             hint="leave out all before the @; docs/object-storage.md says where credentials belong",
@@ -128,15 +128,16 @@ def is_inside(url: str, folder: str) -> bool:
 def fsspec_options(scheme: str) -> dict[str, Any]:
     """Return the options of fsspec's filesystem for `scheme`, for code that reads with fsspec instead of a `Store`.
 
-    hf:// and memory:// get no options. The others take no listing from a cache, and gs:// gets time-outs. For gs:// the
-    call imports gcsfs.
+    hf:// and memory:// get no options. The others take no listing from a cache, and gs:// gets time-outs, without
+    which gcsfs would wait for ever.
     """
     if scheme in {"hf", "memory"}:
         return {}  # hf:// paths name a commit here, and the content of a commit never changes
     if scheme in GCS_SCHEMES:
-        from batchinfer.storage.gcs import patience
+        import aiohttp
 
-        return {"use_listings_cache": False, "requests_timeout": patience()}
+        patience = aiohttp.ClientTimeout(sock_connect=10.0, sock_read=60.0)
+        return {"use_listings_cache": False, "requests_timeout": patience}
     return {"use_listings_cache": False}
 
 
@@ -148,7 +149,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
         retries: How each request to remote storage is repeated; by default as `RetryPolicy` says.
 
     Raises:
-        ConfigError: The scheme is unknown, its package is not installed, or the URL names no bucket or no endpoint.
+        ConfigError: The scheme is unknown, the URL names nothing, or its cloud's configuration cannot be used.
     """
     scheme, rest = split_url(url)
     if scheme not in SCHEMES:
@@ -162,21 +163,16 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
         from batchinfer.storage.local import LocalStore
 
         return LocalStore(local_path(url))
-    if scheme == "memory":
-        from batchinfer.storage.memory import MemoryStore
+    if scheme not in READ_ONLY_SCHEMES:
+        from batchinfer.storage import clouds
 
-        return MemoryStore(url)
-    if scheme in S3_SCHEMES:
-        return _open_s3(url, scheme, rest, retries)
-    if scheme in GCS_SCHEMES:
-        _require("gcsfs", url, "pip install 'gcsfs>=2025.7'")
-        from batchinfer.storage.gcs import GcsStore
-
-        return GcsStore(url, retries=retries)
-    if scheme == "hf":
-        _require("huggingface_hub", url, "pip install huggingface_hub")
-    else:
-        _require("aiohttp", url, "pip install aiohttp")
+        if scheme == "memory":
+            return clouds.open_memory(url)
+        if scheme in S3_SCHEMES:
+            return clouds.open_s3(url, retries)
+        if scheme in GCS_SCHEMES:
+            return clouds.open_gcs(url, retries)
+        return clouds.open_azure(url, retries)
     from batchinfer.storage.hub import ReadOnlyStore
 
     return ReadOnlyStore(url, retries=retries)
@@ -192,27 +188,8 @@ def check_writable(url: str, *, option: str) -> None:
     if scheme in READ_ONLY_SCHEMES:
         raise ConfigError(
             f"{option} {url}: {scheme}:// can only be read, expected a place to write to",
-            hint="use a plain path, s3:// or gs://",
+            hint="use a plain path, s3://, gs:// or az://",
         )
-
-
-def _open_s3(url: str, scheme: str, rest: str, retries: RetryPolicy | None) -> Store:
-    _require("botocore", url, "pip install 'botocore>=1.36'")
-    from batchinfer.storage.s3 import S3Store
-
-    store = S3Store(f"s3://{rest}", retries=retries)
-    if scheme == "r2" and store.is_on_aws():
-        raise ConfigError(
-            f"{url!r}: no endpoint is configured, so requests would go to AWS",
-            hint="export AWS_ENDPOINT_URL=https://ACCOUNT_ID.r2.cloudflarestorage.com, "
-            "or put endpoint_url into the profile that AWS_PROFILE names",
-        )
-    return store
-
-
-def _require(package: str, url: str, command: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{url!r}: needs the package {package}, which is missing", hint=command)
 
 
 def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:

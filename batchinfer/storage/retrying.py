@@ -28,16 +28,6 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
     """Seconds from the start of the first attempt, after which a failed attempt is the last one."""
     first_pause_seconds: float = 1.0
     longest_pause_seconds: float = 30.0
-    silence_seconds: float = 15.0
-    """Seconds without a byte after which an attempt is given up. `silence_limit` says for which attempts it is more."""
-
-    def silence_limit(self, attempt: int, *, is_heavy: bool = False) -> float:
-        """Return the seconds without a byte after which attempt number `attempt` (from 1) is given up.
-
-        From the third attempt on the limit is four times as long, because the store may only be slow. With `is_heavy`
-        it is twice as long: the request gives the store much to do.
-        """
-        return self.silence_seconds * (2 if is_heavy else 1) * (1 if attempt <= 2 else 4)
 
 
 class TransientError(StorageError):

@@ -23,6 +23,7 @@ from batchinfer.ledger.jobs import OpenStore
 from batchinfer.prompts import MediaRef, RowProblem, internal_failure
 from batchinfer.storage import Store, check_key, split_bucket, web
 from batchinfer.storage.opening import (
+    AZURE_SCHEMES,
     GCS_SCHEMES,
     READ_ONLY_SCHEMES,
     S3_SCHEMES,
@@ -43,7 +44,7 @@ UNAVAILABLE_SECONDS = 60.0
 have passed."""
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
-_BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, "hf", "memory")
+_BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "hf", "memory")
 
 
 class MediaFetcher:

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.convert.places import fetch_file, result_at
 from batchinfer.core.errors import AccessDenied, InputError, StorageError
-from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.opening import open_store
 
 NAMES = ["config.json", *(f"model-{index}.safetensors" for index in range(6))]
@@ -25,7 +25,7 @@ def keys(url: str) -> set[str]:
 
 
 def test_after_kills_the_same_command_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    create, url = MemoryStore.put_file, "memory://kills/hf"
+    create, url = BucketStore.put_file, "memory://kills/hf"
     for after in (1, 4, len(NAMES) - 1):
         left = iter(range(after))
 
@@ -34,7 +34,7 @@ def test_after_kills_the_same_command_finishes(monkeypatch: pytest.MonkeyPatch) 
                 raise KeyboardInterrupt
             return create(self, *words)
 
-        monkeypatch.setattr(MemoryStore, "put_file", create_or_die)
+        monkeypatch.setattr(BucketStore, "put_file", create_or_die)
         with pytest.raises(KeyboardInterrupt):
             convert(url)
         assert len(keys(url)) == after
@@ -57,7 +57,7 @@ def test_what_is_there_of_others_is_never_replaced(there: str) -> None:
 
 
 def test_a_bucket_that_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "create", Mock(side_effect=AccessDenied("no")))
+    monkeypatch.setattr(BucketStore, "create", Mock(side_effect=AccessDenied("no")))
     with pytest.raises(AccessDenied), result_at("memory://denied/hf"):
         pytest.fail("the conversion began")
 

@@ -20,7 +20,7 @@ from batchinfer.ledger.checkpoints import (
     write_segment,
 )
 from batchinfer.storage import ObjectInfo
-from batchinfer.storage.memory import MemoryStore
+from fakes import MemoryStore
 from making import overwrite
 
 CHUNK = "part-00000"

@@ -13,8 +13,8 @@ from batchinfer.core import codec
 from batchinfer.core.errors import InputError
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.scratch import Scratch
+from fakes import MemoryStore
 
 TEXT = b'{"a": 1}\n{"a": 2}'
 WHOLE = TEXT + b"\n"

@@ -12,8 +12,7 @@ from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
-from batchinfer.storage.memory import MemoryStore
-from fakes import FakeClock, worker_record
+from fakes import FakeClock, MemoryStore, worker_record
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from batchinfer.core.records import Claim
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, Built, Publisher, build_output
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
-from fakes import marker_record
+from fakes import MemoryStore, marker_record
 from making import make_job, output_key, overwrite, put_raw, read_marker, run_worker_here
 
 CHUNK = "part-00001"

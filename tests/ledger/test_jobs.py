@@ -23,8 +23,8 @@ from batchinfer.ledger.jobs import (
     read_assignment,
 )
 from batchinfer.prompts import PromptConfig
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore
 from making import make_job
 
 

@@ -11,8 +11,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, StorageError, Superseded
 from batchinfer.core.records import Marker
 from batchinfer.ledger.publishing import Built, Publisher, build_output
-from batchinfer.storage.memory import MemoryStore
-from fakes import marker_record
+from fakes import MemoryStore, marker_record
 
 CHUNK = "part-00000"
 LINES = [b'{"a":1}', b'{"a":2}']

@@ -14,8 +14,7 @@ from batchinfer.core.errors import InputError, StorageError
 from batchinfer.core.records import Claim
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Publisher, build_output, check_belongs_to
-from batchinfer.storage.memory import MemoryStore
-from fakes import marker_record, worker_record
+from fakes import MemoryStore, marker_record, worker_record
 from simulation.scenario import JOB, good_row
 from simulation.stage import Stage
 

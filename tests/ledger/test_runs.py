@@ -12,7 +12,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, RunMismatch
 from batchinfer.core.records import FORMAT_VERSION
 from batchinfer.ledger.runs import UNKNOWN, check_same, differing_keys, edit_of, join_run, read_run
-from batchinfer.storage.memory import MemoryStore
+from fakes import MemoryStore
 
 CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
 

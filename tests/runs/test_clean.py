@@ -20,8 +20,9 @@ from batchinfer.runs import clean as clean_module
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore, forget
+from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore, forget
 from making import (
     change_marker,
     finish_process,
@@ -79,7 +80,7 @@ def keys(store: Store) -> set[str]:
 def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> dict[str, Any]:
     """Clean after some time has passed on the store's clock and on our own, which counts only in a dry run."""
     clock = LaterClock(after_seconds)
-    if isinstance(store, MemoryStore):
+    if store.url.startswith("memory://"):
         store = MemoryStore(store.url, clock=clock.now)
     config = CleanConfig(run=store.url, **{"yes": True, **options})
     return run_clean(config, store=store, clock=clock)
@@ -242,12 +243,12 @@ def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
 
 def test_what_changes_while_it_looks_stays(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inventory of a large run takes minutes: records are mended, and claims change hands."""
-    real, original = clean_module.take_inventory, MemoryStore.get
+    real, original = clean_module.take_inventory, BucketStore.get
 
     def take(*args: Any, **values: Any) -> Any:
         found = real(*args, **values)
         overwrite(run, RECORD, original(run, layout.worker_key("w0")).data)
-        monkeypatch.setattr(MemoryStore, "get", get)
+        monkeypatch.setattr(BucketStore, "get", get)
         return found
 
     def get(self: MemoryStore, key: str) -> Any:

@@ -19,10 +19,9 @@ from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Marker, Minute
 from batchinfer.runs.report import ReportConfig, run_report
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run, write_local
-from fakes import FakeClock
+from fakes import FakeClock, MemoryStore
 from making import output_key, overwrite, read_marker
 
 NOW = 1_790_000_000.0

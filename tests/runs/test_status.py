@@ -20,10 +20,9 @@ from batchinfer.ledger.inventory import RunReader
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import Status, StatusConfig, render, run_status, watch
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore
 from big_run import Shape, make_run, make_workers, write_big_run, write_local
 from counting_store import CountingStore
-from fakes import FakeClock, put_worker
+from fakes import FakeClock, MemoryStore, put_worker
 from making import overwrite, put_raw
 
 NOW = 1_790_000_000.0

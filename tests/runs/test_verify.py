@@ -23,9 +23,9 @@ from batchinfer.runs.clean import command as clean
 from batchinfer.runs.stop import command as stop
 from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.memory import MemoryStore, forget
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.command import command as worker
+from fakes import MemoryStore, forget
 from making import (
     change_marker,
     make_job,

@@ -4,7 +4,7 @@
     python -m simulation --seed 42 -v            replays one seed and prints all that happened
 
 * `scheduler`: virtual time, and processes whose greenlets stand in for threads; kill, freeze.
-* `storage`: an S3 server in memory under `batchinfer.storage.s3.S3Store`'s own verbs, with faults.
+* `storage`: a bucket's server in memory under `batchinfer.storage.bucket.BucketStore`'s own verbs, with faults.
 * `machine`: what `worker.start.run_worker` gets as its Environment: clock, background, engine, store.
 * `oracle`: what must hold after every write, and at the end.
 * `scenario`: what a seed stands for (job, workers, mishaps), run from its start to a finished run.

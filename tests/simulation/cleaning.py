@@ -19,12 +19,12 @@ from batchinfer.core.errors import BatchinferError, InputError, StorageError
 from batchinfer.ledger import inventory
 from batchinfer.runs import clean
 from batchinfer.runs.clean import CleanConfig, run_clean
-from batchinfer.storage import opening, s3
+from batchinfer.storage import opening
 
 from .machine import SimClock
 from .oracle import CLEANER, RUN, Oracle
 from .scheduler import Process, Scheduler
-from .storage import EPOCH, CleanStore, Network, OneAfterTheOther
+from .storage import Network, SimStore
 
 CALM_SECONDS = 400.0
 """Virtual time that the workers have to come to an end, once nothing bad happens any more."""
@@ -111,7 +111,7 @@ class Cleanings:
             scheduler.after(moment, lambda: self._befall(process, mishap), chance)
 
     def _clean(self, process: Process, skew_seconds: float) -> None:
-        store = CleanStore("s3://sim/run", self._network, process)
+        store = SimStore("s3://sim/run", self._network, process)
         config = CleanConfig(run=store.url, yes=True, older_than_seconds=self.older_than_seconds)
         has_run = RUN + layout.RUN_KEY in self._network.server.objects
         try:
@@ -151,15 +151,10 @@ class Cleanings:
 def in_virtual_time(seed: int, scheduler: Scheduler) -> AbstractContextManager[object]:
     """Let clean read one record after the other, in its own process, and name its probes from the seed.
 
-    Parts of files go up one after the other, too, and the age of unfinished uploads is counted in virtual time.
-
     Its names and the workers' are drawn apart: what it looks at must not change what they are called.
     """
     stack = ExitStack()
     stack.enter_context(mock.patch.object(inventory, "in_parallel", map))
-    stack.enter_context(mock.patch.object(s3, "ThreadPoolExecutor", OneAfterTheOther))
-    wall = SimpleNamespace(time=lambda: EPOCH + scheduler.now, monotonic=lambda: scheduler.now)
-    stack.enter_context(mock.patch.object(s3, "time", wall))
     for module, what in ((clean, "probes of clean"), (opening, "probes")):
         draw = random.Random(f"{what} {seed}").getrandbits
         names = SimpleNamespace(token_hex=lambda _, draw=draw: f"{draw(64):x}")

@@ -40,7 +40,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
-from batchinfer.storage.s3 import S3Store
+from batchinfer.storage.bucket import BucketStore
 from batchinfer.worker import joining, marker_looks, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
@@ -121,7 +121,7 @@ class LargeServer(Server):
         if is_output:
             assert data.count(b"\n") == self._steps, f"{key}: lacks lines"
         self._version += 1
-        etag = str(self._version)
+        etag = f'"{self._version}"'
         if key not in self.objects:
             if self._order and key > self._order[-1]:
                 self._order.append(key)
@@ -207,16 +207,16 @@ class PlainStore(SimStore):
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         token: dict[str, str] = {}
+        ask = partial(self._network.request_of, self._process, "list_objects_v2")
         while True:
-            arguments = {"Prefix": self._root + prefix, **token}
-            page = self._retry(partial(self._call, "list_objects_v2", **arguments))
+            page = self._retry(partial(ask, Prefix=self._root + prefix, **token))
             yield from page["Infos"]
             if not page["Token"]:
                 return
             token = {"ContinuationToken": page["Token"]}
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        return S3Store.replace(self, key, data, etag)
+        return BucketStore.replace(self, key, data, etag)
 
 
 @cache

@@ -60,7 +60,7 @@ from .machine import (
 )
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
-from .storage import ALL_WHOLE, Network, Server, StillStore, Weather
+from .storage import Network, Server, StillStore, Weather
 
 BUCKET = "s3://sim/"
 AUDITED = 20
@@ -597,9 +597,7 @@ class Scenario:
         outcome = start.outcome or "killed"
         self.num_kills += outcome == "killed"
         if outcome == "killed":
-            # A complete chunk is published, not checkpointed: requests for its parts may take longer than an interval.
-            num_requests = 10 if self.network.multipart_bytes == ALL_WHOLE else 150
-            seconds = 1.0 + num_requests * self.plot.weather.latency_seconds
+            seconds = 1.0 + 10 * self.plot.weather.latency_seconds
             self.oracle.check_killed(start.process, self.plot.checkpoint_seconds + seconds)
         self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")
         comes_back = outcome not in ("SUCCESS", "Superseded", "StopRequested")

@@ -11,8 +11,7 @@ from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
-from batchinfer.storage.memory import MemoryStore
-from fakes import FakeClock, worker_record
+from fakes import FakeClock, MemoryStore, worker_record
 
 from .oracle import RUN
 from .scheduler import Process

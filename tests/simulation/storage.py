@@ -1,7 +1,7 @@
-"""An S3 server in memory, and the real S3 adapter talking to it over a bad line.
+"""A bucket's server in memory, and the real adapter of buckets talking to it over a bad line.
 
-`SimStore` is `batchinfer.storage.s3.S3Store` with its requests sent here: how a create, a replace or a delete is made
-of requests, and what a lost reply means, is the adapter's own code.
+`SimStore` is `batchinfer.storage.bucket.BucketStore` with `SimClient` in obstore's place: how a create, a replace or a
+delete is made of requests, and what a lost reply means, is the adapter's own code. Requests have S3's names.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import greenlet
 import msgspec
+import obstore
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, ObjectNotFound, PreconditionFailed, StorageError
 from batchinfer.storage import Object
+from batchinfer.storage.bucket import BucketStore
+from batchinfer.storage.cloud_errors import Cloud
 from batchinfer.storage.retrying import TransientError
-from batchinfer.storage.s3 import S3Store
 
 from .scheduler import Process, Scheduler
 
@@ -30,9 +33,8 @@ T = TypeVar("T")
 EPOCH = 1_700_000_000.0
 """Unix time at which every simulation begins."""
 LONGEST_LAG_SECONDS = 100.0
-ALL_WHOLE = 1 << 40
-"""As Network.multipart_bytes: no file goes up in parts."""
-WRITES = ("put_object", "delete_objects", "upload_part", "complete_multipart_upload")
+WRITES = ("put_object", "delete_objects")
+CLOUD = Cloud("the simulation")
 
 
 class _Moment(float):
@@ -57,14 +59,6 @@ class Held(NamedTuple):
     data: bytes
     etag: str
     modified: _Moment
-
-
-class Unfinished(NamedTuple):
-    """An upload in parts that has not been completed. Nobody sees it in a listing of objects."""
-
-    key: str
-    started: _Moment
-    parts: dict[int, bytes]
 
 
 class Watcher(Protocol):
@@ -95,7 +89,6 @@ class Server:
 
     def __init__(self, *, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
-        self.uploads: dict[str, Unfinished] = {}
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
         self.lag_seconds = 0.0
@@ -112,9 +105,9 @@ class Server:
     def put(self, key: str, data: bytes, process: Process | None = None) -> str:
         """Store an object, over any that exists."""
         self._version += 1
-        etag = str(self._version)
+        etag = f'"{self._version}"'
         if self._has_content_etags:
-            etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
         before = self.objects.get(key)
         self._note_change(key, before)
         self.objects[key] = Held(data, etag, _Moment(EPOCH + self.clock()))
@@ -189,54 +182,6 @@ class Server:
         if len(page) < len(keys):
             answer |= {"IsTruncated": True, "NextContinuationToken": page[-1]}
         return answer
-
-    def _create_multipart_upload(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
-        self._version += 1
-        upload = f"upload-{self._version}"
-        self.uploads[upload] = Unfinished(Key, _Moment(EPOCH + self.clock()), {})
-        return {"UploadId": upload}
-
-    def _upload_part(
-        self,
-        _process: Process,
-        Key: str,  # noqa: N803
-        UploadId: str,  # noqa: N803
-        PartNumber: int,  # noqa: N803
-        Body: bytes,  # noqa: N803
-    ) -> dict[str, Any]:
-        self._require_upload(Key, UploadId).parts[PartNumber] = bytes(Body)
-        return {"ETag": hashlib.md5(Body, usedforsecurity=False).hexdigest()}
-
-    def _complete_multipart_upload(
-        self,
-        process: Process,
-        Key: str,  # noqa: N803
-        UploadId: str,  # noqa: N803
-        MultipartUpload: dict[str, Any],  # noqa: N803
-    ) -> dict[str, Any]:
-        parts = self._require_upload(Key, UploadId).parts
-        body = b"".join(parts[part["PartNumber"]] for part in MultipartUpload["Parts"])
-        del self.uploads[UploadId]
-        return {"ETag": self.put(Key, body, process)}
-
-    def _abort_multipart_upload(self, _process: Process, Key: str, UploadId: str) -> dict[str, Any]:  # noqa: N803
-        self._require_upload(Key, UploadId)
-        del self.uploads[UploadId]
-        return {}
-
-    def _list_multipart_uploads(self, _process: Process, Prefix: str) -> dict[str, Any]:  # noqa: N803
-        return {
-            "Uploads": [
-                {"Key": upload.key, "UploadId": name, "Initiated": upload.started}
-                for name, upload in sorted(self.uploads.items(), key=lambda item: item[1].key)
-                if upload.key.startswith(Prefix)
-            ]
-        }
-
-    def _require_upload(self, key: str, upload_id: str) -> Unfinished:
-        if upload_id not in self.uploads:
-            raise ObjectNotFound(f"{key}: no such upload")
-        return self.uploads[upload_id]
 
     def _delete_objects(self, process: Process, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
         for item in Delete["Objects"]:
@@ -321,10 +266,12 @@ class Network:
         self.refuse: Callable[[str, str], BatchinferError | None] = lambda _method, _key: None
         """Returns the error with which a request is answered before it has any effect."""
         self.num_requests = 0
-        self.multipart_bytes = ALL_WHOLE
-        self.part_bytes = ALL_WHOLE
         self.attempts = 3
         self.pause_seconds = 0.3
+
+    def request_of(self, process: Process, method: str, **arguments: Any) -> Any:
+        """As `request`."""
+        return self.request(process, method, arguments)
 
     def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
         """Send one request and wait for its reply."""
@@ -449,27 +396,91 @@ def subject_of(arguments: dict[str, Any]) -> str:
     return str(arguments.get("Key") or arguments.get("Prefix") or "")
 
 
-class OneAfterTheOther:
-    """Takes the place of the threads that upload parts."""
+class _Line(Protocol):
+    """Sends a request and returns the server's answer, or raises what the server or the line makes of it."""
 
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        pass
-
-    def map(self, work: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
-        return map(work, items)
-
-    def shutdown(self, **_options: Any) -> None:
-        pass
+    def __call__(self, method: str, **arguments: Any) -> Any: ...
 
 
-class SimStore(S3Store):
-    """S3Store over a simulated line. Nothing but the sending of requests is replaced; some verbs tell the watcher."""
+class SimResult:
+    """As obstore's GetResult."""
+
+    def __init__(self, held: Held) -> None:
+        self._data = held.data
+        self.meta = {"e_tag": held.etag, "version": None}
+
+    def bytes(self) -> bytes:
+        return self._data
+
+    def stream(self, *, min_chunk_size: int) -> Iterator[bytes]:
+        for start in range(0, len(self._data), min_chunk_size):
+            yield self._data[start : start + min_chunk_size]
+
+
+class SimClient:
+    """In obstore's place (see `batchinfer.storage.bucket.Client`): the same functions, results and errors."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+
+    def get(self, path: str) -> SimResult:
+        return SimResult(self._ask("get_object", Key=path))
+
+    def head(self, path: str) -> dict[str, Any]:
+        return _meta(path, self._ask("head_object", Key=path), "ContentLength")
+
+    def list(self, folder: str, after: str | None) -> Iterator[list[dict[str, Any]]]:
+        prefix = f"{folder}/" if folder else ""
+        while True:
+            token = {"ContinuationToken": after} if after else {}
+            page = self._ask("list_objects_v2", Prefix=prefix, **token)
+            yield [_meta(item["Key"], item, "Size") for item in page["Contents"]]
+            if not page.get("IsTruncated"):
+                return
+            after = page["NextContinuationToken"]
+
+    def put(self, path: str, file: bytes | Path, mode: Any = None) -> dict[str, Any]:
+        conditions: dict[str, str] = {}
+        if mode == "create":
+            conditions = {"IfNoneMatch": "*"}
+        elif mode is not None:
+            conditions = {"IfMatch": mode["e_tag"]}
+        body = file if isinstance(file, bytes) else file.read_bytes()
+        try:
+            answer = self._ask("put_object", Key=path, Body=body, **conditions)
+        except PreconditionFailed as error:
+            if mode == "create":
+                raise obstore.exceptions.AlreadyExistsError(str(error)) from error
+            raise obstore.exceptions.PreconditionError(str(error)) from error
+        return {"e_tag": answer["ETag"], "version": None}
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._ask("delete_objects", Delete={"Objects": [{"Key": path} for path in paths]})
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        try:
+            return self._line(method, **arguments)
+        except ObjectNotFound as error:
+            raise FileNotFoundError(str(error)) from error
+        except TransientError as error:
+            raise obstore.exceptions.GenericError(str(error)) from error
+
+
+def _meta(path: str, answer: dict[str, Any], size: str) -> dict[str, Any]:
+    return {
+        "path": path,
+        "size": answer[size],
+        "e_tag": answer["ETag"],
+        "version": None,
+        "last_modified": answer["LastModified"],
+    }
+
+
+class SimStore(BucketStore):
+    """BucketStore over a simulated line. Only obstore's functions are replaced; some verbs tell the watcher."""
 
     def __init__(self, url: str, network: Network, process: Process) -> None:
-        self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
-        self.url = f"s3://{self.bucket}/{root}"
-        self._root = f"{root}/"
-        self._is_bucket_seen = True
+        super().__init__(url, SimClient(partial(network.request_of, process)), CLOUD)
         self._network = network
         self._process = process
         self._refused: Any = None
@@ -501,68 +512,34 @@ class SimStore(S3Store):
         return super().create(key, data)
 
     def put_file(self, key: str, path: Path) -> None:
-        self._multipart_bytes = self._network.multipart_bytes
-        self._part_bytes = self._network.part_bytes
         if self._network.server.watcher is not None:
             self._network.server.watcher.creating(key, self._process)
         super().put_file(key, path)
 
-    def _call(self, method: str, **arguments: Any) -> Any:
-        return self._network.request(self._process, method, arguments)
-
-    def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
-        held: Held = self._network.request(self._process, "get_object", {"Key": path})
-        write(held.data)
-        return held.etag
-
-    def _retry(self, action: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T]) -> T:
         """As `retrying.retried`, in virtual time."""
         network = self._network
-        for attempt in range(1, network.attempts + 1):
+        for number in range(1, network.attempts + 1):
             try:
-                return action()
+                return attempt()
             except TransientError as error:
-                if attempt == network.attempts:
+                if number == network.attempts:
                     self._process.num_faults += 1
                     network.scheduler.log(self._process.name, f"    {error.message}: given up")
-                    raise StorageError(f"{error.message} (after {attempt} attempts)") from error
-                pause = network.pause_seconds * attempt * (0.5 + self._process.chance.random())
+                    raise StorageError(f"{error.message} (after {number} attempts)") from error
+                pause = network.pause_seconds * number * (0.5 + self._process.chance.random())
                 self._process.sleep(pause)
         raise AssertionError("unreachable")
 
 
-class CleanStore(SimStore):
-    """The store of `batchinfer clean`. It looks for unfinished uploads only where files go up in parts."""
-
-    def list_multipart_uploads(self) -> Iterator[Any]:
-        has_parts = self._network.multipart_bytes != ALL_WHOLE
-        return super().list_multipart_uploads() if has_parts else iter(())
-
-
-class StillStore(S3Store):
+class StillStore(BucketStore):
     """The same bucket while time stands still: for commands that look at a run afterwards, in threads or not."""
 
     def __init__(self, url: str, server: Server, process: Process) -> None:
-        self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
-        self.url = f"s3://{self.bucket}/{root}"
-        self._root = f"{root}/"
-        self._is_bucket_seen = True
-        self._server = server
-        self._process = process
+        def ask(method: str, **arguments: Any) -> Any:
+            return server.handle(method, arguments, process)
 
-    def list_multipart_uploads(self) -> Iterator[Any]:
-        return iter(())
+        super().__init__(url, SimClient(ask), CLOUD)
 
-    def abort_multipart_uploads(self, older_than_seconds: float) -> int:
-        return 0
-
-    def _call(self, method: str, **arguments: Any) -> Any:
-        return self._server.handle(method, arguments, self._process)
-
-    def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
-        held: Held = self._server.handle("get_object", {"Key": path}, self._process)
-        write(held.data)
-        return held.etag
-
-    def _retry(self, action: Callable[[], T]) -> T:
-        return action()
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        return attempt()

@@ -18,9 +18,9 @@ from batchinfer.core.errors import (
 from batchinfer.storage import opening
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.memory import MemoryStore, forget
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from fakes import MemoryStore, forget
 from fixtures_s3 import _SERVE, _announced
 from making import make_job, run_process, run_worker_here, worker_arguments
 

@@ -17,12 +17,11 @@ from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
-from batchinfer.storage.memory import MemoryStore
 from batchinfer.worker import ring
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.ring import Candidate, Ring
 from counting_store import CountingStore
-from fakes import Done, FakeClock, lease_record, marker_record
+from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
 
 LEASE_SECONDS = 120.0
 

@@ -17,7 +17,6 @@ from .clocks import SteppingClocks
 from .disks import FullDisks
 from .hanging import Hangs
 from .listings import LaggingListings
-from .parts import UploadsInParts
 from .records import WorkerRecords
 from .refusals import Denials, FullOutput
 from .runs import LostRuns
@@ -31,7 +30,6 @@ KINDS: dict[str, type[Injection]] = {
         LostRuns,
         Denials,
         FullOutput,
-        UploadsInParts,
         LaggingListings,
         FullDisks,
         SteppingClocks,

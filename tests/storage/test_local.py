@@ -17,6 +17,7 @@ import pytest
 from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
+    ConfigError,
     InputError,
     ScratchFull,
     StorageError,
@@ -27,22 +28,13 @@ from batchinfer.storage.opening import check_preconditions
 from store_contract import StoreContract
 
 
-class TestLocalStore(StoreContract):
+class TestWithoutFolderLocks(StoreContract):
+    """NFS."""
+
     @pytest.fixture
     def reopen(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: LocalStore(tmp_path / "root" / "deeper")
 
-
-class TestLocalStoreWithoutHardLinks(TestLocalStore):
-    @pytest.fixture(autouse=True)
-    def refuse_links(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def link(source: object, target: object) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
-
-
-class TestLocalStoreWithoutFolderLocks(TestLocalStore):
     @pytest.fixture(autouse=True)
     def refuse_folder_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         flock = fcntl.flock
@@ -53,6 +45,17 @@ class TestLocalStoreWithoutFolderLocks(TestLocalStore):
             flock(handle, operation)
 
         monkeypatch.setattr(fcntl, "flock", files_only)
+
+
+def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypatch):
+    def link(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConfigError, match="no hard links") as caught:
+        check_preconditions(store)
+    assert caught.value.exit_status == 2
+    assert list(store.list()) == []
 
 
 @pytest.fixture
@@ -229,20 +232,6 @@ def test_etag_is_new_even_where_inode_and_tick_come_back(store: LocalStore):
     assert len(etags) == 200
 
 
-def test_etag_changes_where_times_are_coarse(store: LocalStore, monkeypatch):
-    set_times = os.utime
-
-    def coarsely(path: object, *, ns: tuple[int, int]) -> None:
-        set_times(path, ns=(ns[0] // 2_000_000_000 * 2_000_000_000,) * 2)
-
-    monkeypatch.setattr(os, "utime", coarsely)
-    etags = [store.create("k", b"000")]
-    for index in range(1, 20):
-        etags.append(store.replace("k", b"%03d" % index, etags[-1]))
-    times = [etag.split("-")[0] for etag in etags]
-    assert len(set(times)) == 20
-
-
 def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
     etag = store.create("a/b", b"1")
 
@@ -357,6 +346,10 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
 
     monkeypatch.setattr(os, "fsync", fsync)
     if not is_linked:
-        monkeypatch.setattr(local, "_has_linked", lambda source, temp: False)
+        monkeypatch.setattr(os, "link", _other_filesystem)
     store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]
+
+
+def _other_filesystem(source: object, target: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")

@@ -1,0 +1,301 @@
+"""A store in a bucket (S3, GCS, Azure) or in memory, over obstore.
+
+obstore sends each request once. Which failures are worth another try, and what a lost reply means, is decided here: a
+conditional write that was refused may have been done by an earlier try whose reply was lost, so the object is read back
+and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from batchinfer.core import layout
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    BatchinferError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
+from batchinfer.storage.cloud_errors import Cloud, bad_answer, translate
+from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable, retried
+from batchinfer.storage.scratch import scratch_errors
+
+T = TypeVar("T")
+
+PIECE_BYTES = 1 << 20
+
+
+class Client(Protocol):
+    """obstore's functions of these names, for one bucket. Each call is one request, or few, and raises as they do."""
+
+    def get(self, path: str) -> Any:
+        """Return obstore's GetResult."""
+        ...
+
+    def head(self, path: str) -> Mapping[str, Any]:
+        """Return obstore's ObjectMeta."""
+        ...
+
+    def list(self, folder: str, after: str | None) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield pages of ObjectMeta in key order. `folder` is a whole component; keys up to `after` are left out."""
+        ...
+
+    def put(self, path: str, file: bytes | Path, mode: Any = None) -> Mapping[str, Any]:
+        """Return obstore's PutResult. `mode` is None, "create" or an UpdateVersion."""
+        ...
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Some stores raise FileNotFoundError for an object that is absent."""
+        ...
+
+
+class BucketStore:
+    """Objects below one URL. Safe for threads.
+
+    Args:
+        url: For example ``s3://bucket/prefix``.
+        client: Sends the requests.
+        cloud: Whose bucket it is, for messages and hints.
+        retries: How each request is repeated.
+    """
+
+    def __init__(
+        self, url: str, client: Client, cloud: Cloud, *, retries: RetryPolicy | None = None
+    ) -> None:
+        self.bucket, self._root = split_bucket(url)
+        self.url = f"{url.partition('://')[0]}://{self.bucket}/{self._root}".rstrip("/")
+        self._client = client
+        self._cloud = cloud
+        self._retries = retries or RetryPolicy()
+        self._has_answered = False
+        """Whether anything has ever answered at the store's address."""
+        self._is_known = False
+        """Whether the bucket was seen to be one."""
+
+    def get(self, key: str) -> Object:
+        """See `Store.get`. One request."""
+        return self._read(key)
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store.download`. One request."""
+
+        def fetch() -> None:
+            found = self._client.get(self._path(key))
+            self._etag(key, found.meta)
+            with scratch_errors(path.parent), path.open("wb") as target:
+                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                    target.write(piece)
+
+        self._ask(key, fetch)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `Store.stat`. One request."""
+        try:
+            return self._ask(key, lambda: self._info(key, self._client.head(self._path(key))))
+        except ObjectNotFound:
+            self._require_bucket()  # the answer to a HEAD has no body, so it does not say what is missing
+            raise
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
+        return self._list(check_prefix(prefix))
+
+    def create(self, key: str, data: bytes) -> str:
+        """See `Store.create`. One request, two if the key is taken."""
+        if not data:
+            raise ValueError(f"{key}: an object that is created must not be empty")
+        try:
+            return self._put(key, data, "create")
+        except AlreadyExists as error:
+            return self._settle(key, data, error)
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See `Store.put_file`. A process that is killed half way may leave an unfinished upload, which nobody sees."""
+        with scratch_errors(path.parent):
+            is_empty = not path.stat().st_size
+        self._put(key, b"" if is_empty else path, None)
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """See `Store.replace`. One request, two if the object has changed."""
+        try:
+            return self._put(key, data, self._version_of(key, etag))
+        except (PreconditionFailed, ObjectNotFound) as error:
+            return self._settle(key, data, PreconditionFailed(error.message))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`. One request for every 1000 keys on S3, 256 on Azure, one on GCS."""
+        paths = [self._path(key) for key in keys]
+        try:
+            if paths:
+                self._ask("", partial(self._client.delete, paths))
+        except ObjectNotFound:
+            for path in paths:  # nobody knows which of them are gone
+                with contextlib.suppress(ObjectNotFound):
+                    self._ask("", partial(self._client.delete, [path]))
+
+    # ------------------------------------------------------------------ helpers of the verbs
+
+    def _read(self, key: str) -> Object:
+        def read() -> Object:
+            found = self._client.get(self._path(key))
+            return Object(bytes(found.bytes()), self._etag(key, found.meta))
+
+        return self._ask(key, read)
+
+    def _put(self, key: str, file: bytes | Path, mode: Any) -> str:
+        path = self._path(key)
+        return self._ask(key, lambda: self._etag(key, self._client.put(path, file, mode)))
+
+    def _version_of(self, key: str, etag: str) -> dict[str, str]:
+        """Return obstore's UpdateVersion for an etag. On GCS one more request is sent for an etag of a listing."""
+        content, _, version = etag.partition(";")
+        if not self._cloud.has_versions:
+            return {"e_tag": content}
+        if not version:
+            now, _, version = self.stat(key).etag.partition(";")
+            if now != content:
+                raise PreconditionFailed(f"{self.url}/{key}: is not the version that was listed")
+        return {"e_tag": content, "version": version}
+
+    def _settle(self, key: str, data: bytes, error: BatchinferError) -> str:
+        """Return the etag if the object holds `data`: an earlier try succeeded, and its reply was lost. Else raise."""
+        with contextlib.suppress(ObjectNotFound):
+            held = self._read(key)
+            if held.data == data:
+                return held.etag
+        raise error
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        # obstore lists whole folders, so the rest of the prefix is compared here. All keys that begin with it come
+        # after the text whose last character is one less.
+        folder, _, rest = prefix.rpartition("/")
+        place = self._root + folder
+        after = f"{self._root}{prefix[:-1]}{chr(ord(prefix[-1]) - 1)}~" if rest > "!" else None
+        pages: Iterator[Sequence[Mapping[str, Any]]] | None = None
+
+        def next_page() -> Sequence[Mapping[str, Any]]:
+            nonlocal pages
+            try:
+                pages = pages or self._client.list(place.rstrip("/"), after)
+                return next(pages, ())
+            except BaseException:
+                pages = None  # the next try goes on behind the last key
+                raise
+
+        while page := self._ask(prefix, next_page):
+            for item in page:
+                after = item["path"]
+                key = after[len(self._root) :]
+                if not after.startswith(self._root + prefix):
+                    if key > prefix:
+                        return
+                elif item["size"] or not self._is_folder(after):
+                    yield self._info(key, item)
+        self._require_bucket()
+
+    def _is_folder(self, path: str) -> bool:
+        """Whether an empty object's key ends with a slash, which listings of obstore do not show.
+
+        Web consoles make such objects to show a folder.
+        """
+        try:
+            self._ask("", lambda: self._client.head(path))
+        except ObjectNotFound:
+            return True
+        return False
+
+    def _require_bucket(self) -> None:
+        """Refuse a missing bucket, and a server that is no store. Sends requests only if nothing was ever found there.
+
+        obstore takes any XML or HTML for an empty listing.
+        """
+        if self._is_known:
+            return
+        with contextlib.suppress(ObjectNotFound, AccessDenied):
+            path = f"{self._root}{layout.PROBES}absent"
+            self._ask("", lambda: self._etag("", self._client.get(path).meta))
+        self._is_known = True
+
+    def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
+        return ObjectInfo(
+            key, item["size"], self._etag(key, item), item["last_modified"].timestamp()
+        )
+
+    def _etag(self, key: str, item: Mapping[str, Any]) -> str:
+        etag = item["e_tag"]
+        if not etag:
+            raise bad_answer(f"{self.url}/{key}", "it has no ETag")
+        self._is_known = True
+        etag = (
+            etag if etag.startswith('"') else f'"{etag}"'
+        )  # listings of Azure leave the quotes out
+        # GCS compares generations, which a listing does not show.
+        return f"{etag};{item['version']}" if self._cloud.has_versions and item["version"] else etag
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    # ------------------------------------------------------------------ requests
+
+    def _ask(self, key: str, request: Callable[[], T]) -> T:
+        """Do `request`, again if it fails in a way that may pass."""
+
+        def attempt() -> T:
+            try:
+                with self._errors(key):
+                    found = request()
+            except TransientError as error:
+                if isinstance(error, Unreachable) and self._has_answered:
+                    raise TransientError(error.message, hint=error.hint) from error.__cause__
+                self._has_answered |= not isinstance(error, Unreachable)
+                raise
+            self._has_answered = True
+            return found
+
+        return self._retry(attempt)
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        if not self._cloud.is_remote:
+            return attempt()
+        return retried(self._retries, lambda: interruptible(attempt))
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except BatchinferError:
+            raise
+        except BaseException as error:  # obstore's panics are no Exceptions
+            translated = translate(error, f"{self.url}/{key}".rstrip("/"), self._cloud, self.bucket)
+            if translated is None:
+                raise
+            raise translated from error
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Do `work` so that signals are heard meanwhile. obstore does not return to Python while it waits for an answer.
+
+    Only the main thread hears signals. There `work` runs on a thread of its own, which is left behind if a signal
+    raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - passed on to the main thread
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="storage", daemon=True).start()
+    return done.result()

@@ -1,0 +1,306 @@
+"""What a person is told when a bucket cannot be used: one message, what to do, and the exit status; and how soon.
+
+Answers are scripted, so these tests hold what is made of an answer. That servers give such answers is documented by
+them; moto and Azurite are asked where they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    ConfigError,
+    InputError,
+    StorageError,
+)
+from batchinfer.storage import Store
+from batchinfer.storage.opening import check_preconditions, open_store
+from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable
+from fake_gcs import serving_gcs
+
+QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+FINE = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
+ANSWER = (
+    b"HTTP/1.1 %d X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n"
+    b"Connection: close\r\n\r\n%s"
+)
+
+
+class Scripted:
+    """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up."""
+
+    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.answers = list(answers)
+        self.num_requests = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                request = b""
+                while b"\r\n\r\n" not in request:
+                    request += connection.recv(1 << 16)
+                if b"100-continue" in request:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    connection.recv(1 << 16)
+                self.num_requests += 1
+                if not self.answers:
+                    connection.sendall(FINE)
+                    continue
+                status, code, *more = self.answers.pop(0)
+                message = more[0] if more else "no"
+                body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+                if request.startswith(b"HEAD "):
+                    body = b""
+                connection.sendall(ANSWER % (status, len(body), body))
+
+
+@pytest.fixture
+def scripted(
+    s3_environment: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Scripted]]:
+    made: list[Scripted] = []
+
+    def make(*answers: tuple[int, str]) -> Scripted:
+        made.append(Scripted(*answers))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made[-1].url)
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (409, "ConditionalRequestConflict"),
+        (500, "InternalError"),
+        (503, "SlowDown"),
+        (403, "RequestTimeTooSkewed"),
+        (429, "TooManyRequests"),
+        (400, "RequestTimeout"),
+        (502, "BadGateway"),
+    ],
+)
+def test_passing_trouble_is_tried_again(scripted, status: int, code: str):
+    server = scripted((status, code), (status, code))
+    assert open_store("s3://bucket/job", retries=QUICK).create("k", b"1") == '"e"'
+    assert server.num_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "hint"),
+    [
+        (403, "AccessDenied", AccessDenied, "s3:ListBucket"),
+        (403, "SignatureDoesNotMatch", AccessDenied, "AWS_PROFILE"),
+        (400, "ExpiredToken", AccessDenied, "AWS_ACCESS_KEY_ID"),
+        (401, "Unauthorized", AccessDenied, "AWS_ACCESS_KEY_ID"),
+        (400, "AuthorizationHeaderMalformed", ConfigError, "AWS_DEFAULT_REGION"),
+        (301, "PermanentRedirect", ConfigError, "AWS_DEFAULT_REGION"),
+        (404, "NoSuchBucket", InputError, "aws s3 mb s3://bucket"),
+        (501, "NotImplemented", StorageError, ""),
+        (400, "InvalidRequest", StorageError, ""),
+    ],
+)
+def test_lasting_trouble_is_said_at_once(
+    scripted, status: int, code: str, expected: type, hint: str
+):
+    server = scripted(*[(status, code)] * 9)
+    with pytest.raises(expected, match="bucket") as caught:
+        open_store("s3://bucket/job", retries=QUICK).create("k", b"1")
+    assert not isinstance(caught.value, TransientError)
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.message
+    assert server.num_requests == 1
+
+
+def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:
+    return {
+        "list": lambda: list(store.list()),
+        "get": lambda: store.get("k"),
+        "stat": lambda: store.stat("k"),
+        "download": lambda: store.download("k", file.with_name("copy")),
+        "create": lambda: store.create("k", b"1"),
+        "put_file": lambda: store.put_file("k", file),
+        "replace": lambda: store.replace("k", b"1", '"e"'),
+        "trial": lambda: check_preconditions(store),
+    }
+
+
+@pytest.mark.parametrize("cloud", ["s3", "az", "gs"])
+def test_a_missing_bucket_is_named_by_every_verb(
+    cloud: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "file").write_bytes(b"x")
+    if cloud == "gs":
+        monkeypatch.setenv("GOOGLE_BASE_URL", request.getfixturevalue("gcs_endpoint"))
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "testing")
+    else:
+        request.getfixturevalue({"s3": "s3_environment", "az": "azure_url"}[cloud])
+    for name in every_verb(open_store("memory://none"), tmp_path / "file"):
+        store = open_store(f"{cloud}://nowhere/job", retries=QUICK)
+        with pytest.raises(InputError, match="'nowhere'") as caught:
+            every_verb(store, tmp_path / "file")[name]()
+        assert "nowhere" in caught.value.hint, name
+
+
+@pytest.fixture
+def gcs_endpoint() -> Iterator[str]:
+    with serving_gcs() as url:
+        yield url
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/job", "az://bucket/job", "gs://bucket/job"])
+def test_an_address_where_nothing_answers_is_said_after_five_seconds_of_tries(
+    s3_environment: str, monkeypatch: pytest.MonkeyPatch, url: str
+):
+    """With ten seconds for a connection that nobody refuses, that is 15 at most."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9/account")
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "testing")
+    monkeypatch.setattr("batchinfer.storage.retrying.UNREACHABLE_SECONDS", 0.0)
+    with pytest.raises(StorageError, match="nothing answers") as caught:
+        open_store(url).get("job.json")
+    assert isinstance(caught.value.__cause__, Unreachable)
+    assert caught.value.hint
+    assert caught.value.exit_status == 34
+
+
+def test_a_store_that_has_answered_before_is_given_its_two_minutes(scripted, monkeypatch):
+    monkeypatch.setattr("batchinfer.storage.retrying.UNREACHABLE_SECONDS", 0.0)
+    server = scripted((503, "SlowDown"))
+    store = open_store("s3://bucket/job", retries=QUICK)
+    store.create("k", b"1")
+    server.close()
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        store.create("k", b"1")
+
+
+def test_missing_credentials_are_access_denied(s3_environment, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(AccessDenied, match="no usable credentials") as caught:
+        open_store("s3://bucket/job", retries=QUICK).get("k")
+    assert "AWS_PROFILE" in caught.value.hint
+
+
+def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, tmp_path: Path):
+    url = s3_url("job")
+    endpoint = open_store(url).create("k", b"1") and _getenv("AWS_ENDPOINT_URL")
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nendpoint_url = {endpoint}\nregion = us-east-1\n"
+    )
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
+    )
+    for name in (
+        "AWS_ENDPOINT_URL",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_DEFAULT_REGION",
+    ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert open_store(url).get("k").data == b"1"
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match="nobody"):
+        open_store(url)
+
+
+def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
+    s3_url, monkeypatch, tmp_path: Path
+):
+    """A program gives them, as a metadata server does, and fails the first time."""
+    url = s3_url("job")
+    script = tmp_path / "give.sh"
+    script.write_text(
+        f"#!/bin/sh\nif [ ! -e {tmp_path}/asked ]; then touch {tmp_path}/asked; exit 1; fi\n"
+        """echo '{"Version": 1, "AccessKeyId": "testing", "SecretAccessKey": "testing"}'\n"""
+    )
+    script.chmod(0o755)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {script}\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    assert open_store(url, retries=QUICK).create("k", b"1")
+    assert (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "value", "said"),
+    [
+        ("r2://bucket/job", "AWS_ENDPOINT_URL", "", "no endpoint"),
+        ("s3://bucket/job", "AWS_ENDPOINT_URL", "localhost:9000", "is no URL"),
+        ("az://bucket/job", "AZURE_STORAGE_ACCOUNT_NAME", "", "Azure"),
+        ("gs://bucket/job", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "GCS"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_before_a_request(
+    s3_environment, monkeypatch, url: str, variable: str, value: str, said: str
+):
+    monkeypatch.delenv(variable, raising=False)
+    if value:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_store(url)
+    assert caught.value.exit_status == 2
+    assert caught.value.hint
+
+
+def test_an_object_of_a_name_that_no_listing_gets_past_is_named(s3_url, s3_environment):
+    """`a//b` is a key for S3, and no path."""
+    from fixtures_s3 import s3_client
+
+    url = s3_url("job")
+    bucket = url.split("/")[2]
+    s3_client(s3_environment).put_object(Bucket=bucket, Key="job/a//b", Body=b"1")
+    with pytest.raises(InputError, match="a//b"):
+        list(open_store(url).list())
+
+
+def test_the_objects_by_which_web_consoles_show_folders_are_none(s3_url, s3_environment):
+    from fixtures_s3 import s3_client
+
+    url = s3_url("job")
+    for key in ("job/", "job/outputs/", "job/outputs/a"):
+        s3_client(s3_environment).put_object(
+            Bucket=url.split("/")[2], Key=key, Body=b"1" * key.endswith("a")
+        )
+    assert [info.key for info in open_store(url).list()] == ["outputs/a"]
+
+
+def test_every_error_says_where(scripted):
+    scripted(*[(403, "AccessDenied")] * 9)
+    with pytest.raises(BatchinferError, match="s3://bucket/job/outputs/k"):
+        open_store("s3://bucket/job", retries=QUICK).get("outputs/k")
+
+
+def _getenv(name: str) -> str:
+    import os
+
+    return os.environ[name]
