@@ -70,7 +70,7 @@ def interface() -> str:
     import batchinfer
 
     parts = ["# Python interface\n"]
-    for name in ("run", "split", "open_run", "RunHandle"):
+    for name in ("run", "make_job", "open_run", "RunHandle"):
         found = getattr(batchinfer, name)
         parts += [f"## {name}\n", _described(found, name)]
         if inspect.isclass(found):

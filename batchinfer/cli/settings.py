@@ -214,7 +214,8 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
     """
     options = _options(command)
-    left_out = getattr(command.callback, LEFT_OUT, None)
+    left_out = getattr(command.callback, LEFT_OUT, ())
+    has_sections = any(getattr(each, "section", "") in SECTIONS for each in options.values())
     values: dict[str, Any] = {}
     for key, value in _load(path).items():
         name = str(key).replace("-", "_")
@@ -222,12 +223,12 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         if name == SERVER_SECTION or (isinstance(value, dict) and is_others):
             continue  # for SERVER_SECTION see `server_settings`
         is_section = isinstance(value, dict) and name in SECTIONS
-        if is_section and left_out is None:
-            continue
+        if is_section and not has_sections:
+            continue  # the section of a run, and this command makes none
         inside = is_section or (isinstance(value, dict) and name == command.name)
         for inner, each in value.items() if inside else [(key, value)]:
             shown = f"{key}.{inner}" if inside else str(key)
-            if is_section and str(inner).replace("-", "_") in (left_out or ()):
+            if is_section and str(inner).replace("-", "_") in left_out:
                 continue
             option = _named(options, str(inner), shown, path)
             if each is not None:  # else as if the file did not have the key

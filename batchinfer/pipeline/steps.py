@@ -126,10 +126,14 @@ class WorkFolder:
             "job": None,
             "manifests": (),
             "limit": None,
-            "delimiter": self.config.delimiter,
             "output": self.run_url if self.folder is None else "",
         }
-        asked = CheckConfig(options=given, sources=self.config.sources, counts_tokens=False)
+        asked = CheckConfig(
+            options=given,
+            sources=self.config.sources,
+            delimiter=self.config.delimiter,
+            counts_tokens=False,
+        )
         errors = []
         for problem in run_check(asked)["problems"]:
             hint = f" ({problem['hint']})" if problem["hint"] else ""

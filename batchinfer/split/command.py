@@ -12,15 +12,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import click
 import msgspec
 
 from batchinfer.cli.help import SectionCommand
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
+from batchinfer.core.options import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import load_job
 from batchinfer.storage import Store
@@ -37,19 +40,33 @@ _ANEW = "run the same command with --overwrite to make the job anew"
 class SplitConfig(Record, frozen=True, kw_only=True):
     """Options of `split`."""
 
-    sources: list[str]
-    output: str
-    num_chunks: int | None = None
-    num_workers: int = 1
-    columns: list[str] | None = None
-    id_column: str = ""
-    limit: int | None = None
-    delimiter: str = ""
-    compression: str = "none"
+    SECTION: ClassVar[str] = "options"
+
+    sources: Annotated[list[str], NO_OPTION]
+    output: Annotated[str, Opt(metavar="JOB", is_first=True)]
+    """Folder or URL of the job; made if it is not there."""
+    num_chunks: Annotated[Count | None, FIRST] = None
+    """Make so many chunks. Default: chunks of about a minute, at least 50 for each worker."""
+    num_workers: Annotated[Count, FIRST] = 1
+    """Write a manifest for each of so many workers."""
+    columns: Annotated[list[str] | None, Opt(form="names", metavar="A,B")] = None
+    """Keep only these columns. Default: all."""
+    id_column: Annotated[str, Opt(metavar="COLUMN")] = ""
+    """Column whose value names a row (_id); _row: its number. Default: id, of OpenAI batch requests custom_id, else
+    _row."""
+    limit: Annotated[Count | None, FIRST] = None
+    """Take only the first N rows."""
+    delimiter: Annotated[str, Opt(form="delimiter", metavar="CHARACTER")] = ""
+    """Character between the values of CSV, or `tab`. Default: a comma, in .tsv files a tab."""
+    compression: Literal["none", "zstd"] = "none"
+    """How chunks are stored."""
     append: bool = False
-    by_reference: str = ""
+    """Add the sources to the job that is there: new chunks after the old ones. Files it has already are left out."""
+    by_reference: Annotated[str, Opt(metavar="LIST")] = ""
+    """Make a job of the JSON Lines files that LIST names, a path or URL a line, without copying: each is a chunk."""
     overwrite: bool = False
-    border: int = 0
+    """Replace the job that is there, unless a run is below it."""
+    border: Annotated[int, NO_OPTION] = 0
     """A row at which a chunk begins, besides the others. `batchinfer run` sets it; `split` has no such option."""
 
 
@@ -282,91 +299,9 @@ def _progress(rows: int) -> Iterator[Callable[[int], object]]:
 # --------------------------------------------------------------------------- command line
 
 
-def _parse_columns(
-    _context: click.Context, _parameter: click.Parameter, value: str | None
-) -> list[str] | None:
-    if value is None:
-        return None
-    names = list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
-    if not names:
-        raise click.BadParameter("names no column; leave it out to keep all")
-    return names
-
-
-def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
-    """Return the delimiter that a text of --delimiter means, "" if the option is not given."""
-    if value in ("tab", "\\t"):
-        return "\t"
-    if value and (len(value) > 1 or value in '"\r\n'):
-        raise click.BadParameter(
-            f"{value!r} is not one character (or 'tab') that may divide values"
-        )
-    return value or ""
-
-
 @click.command("split", cls=SectionCommand)
 @click.argument("sources", metavar="SOURCE...", nargs=-1)
-@click.option(
-    "--output",
-    metavar="JOB",
-    required=True,
-    help="Folder or URL of the job; made if it is not there.",
-)
-@click.option(
-    "--num-chunks",
-    type=click.IntRange(min=1),
-    help="Make so many chunks. Default: chunks of about a minute, at least 50 for each worker.",
-)
-@click.option(
-    "--num-workers",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Write a manifest for each of so many workers.",
-)
-@click.option(
-    "--columns",
-    callback=_parse_columns,
-    metavar="A,B",
-    help="Keep only these columns. Default: all.",
-)
-@click.option(
-    "--id-column",
-    default="",
-    metavar="COLUMN",
-    help="Column whose value names a row (_id); _row: its number. Default: id, of OpenAI batch "
-    "requests custom_id, else _row.",
-)
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Take only the first N rows."
-)
-@click.option(
-    "--delimiter",
-    callback=parse_delimiter,
-    metavar="CHARACTER",
-    help="Character between the values of CSV, or `tab`. Default: a comma, in .tsv files a tab.",
-)
-@click.option(
-    "--compression",
-    type=click.Choice(["none", "zstd"]),
-    default="none",
-    show_default=True,
-    help="How chunks are stored.",
-)
-@click.option(
-    "--append",
-    is_flag=True,
-    help="Add the sources to the job that is there: new chunks after the old ones. Files it has already are left out.",
-)
-@click.option(
-    "--by-reference",
-    default="",
-    metavar="LIST",
-    help="Make a job of the JSON Lines files that LIST names, a path or URL a line, without copying: each is a chunk.",
-)
-@click.option(
-    "--overwrite", is_flag=True, help="Replace the job that is there, unless a run is below it."
-)
+@options_from(SplitConfig)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Split data sets into JSONL chunks and per-worker manifests.
@@ -379,6 +314,9 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import check_writable, open_store
 
-    config = SplitConfig(**{**options, "sources": list(options["sources"])})
+    if not options["output"]:
+        raise ConfigError("--output: missing, expected the job's folder or URL")
+    sources = {"sources": list(options["sources"])}
+    config = SplitConfig(**values_of(SplitConfig, options) | sources)
     check_writable(config.output, option="--output")
     return run_split(config, store=open_store(config.output))

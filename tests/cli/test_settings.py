@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from batchinfer.cli.help import SectionOption
 from batchinfer.cli.logs import JsonFormatter
 from batchinfer.cli.options import LEFT_OUT
 from batchinfer.cli.settings import common_options
@@ -19,7 +20,7 @@ from batchinfer.core.errors import ConfigError
 
 @click.command("worker", context_settings={"auto_envvar_prefix": "BATCHINFER_WORKER"})
 @click.option("--model", default="the default")
-@click.option("--top-k", type=int, default=0)
+@click.option("--top-k", cls=SectionOption, section="sampling", type=int, default=0)
 @click.option("--strip", is_flag=True)
 @click.option("--stop", multiple=True)
 @click.option("--keep", default="")

@@ -187,7 +187,7 @@ def test_a_delimiter_is_taken_by_run_and_check(
     assert main([*common, "--delimiter", "#"]) == 0
     assert main(common) == 2
     assert run(source, "-o", tmp_path / "b.jsonl", "--delimiter", "##") == 2
-    assert "is not one character" in capsys.readouterr().err
+    assert "expected one character" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- sources that come later
@@ -215,7 +215,7 @@ class TestSourcesThatComeLater:
             "work": f"{dest}.batchinfer",
         }
         assert run(more, "-o", dest) == 2
-        assert "differs in the source's files" in capsys.readouterr().err
+        assert "differs in the sources' files" in capsys.readouterr().err
 
     def test_a_folder_that_has_grown_is_done_to_its_end(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -136,7 +136,7 @@ def test_a_full_disk_under_stdout_is_an_error_with_a_sentence(options) -> None:
 def test_a_settings_file_of_a_run_can_be_used(capfd, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "input: {job: s3://bucket/job}\nengine: {engine: echo, replicas: 4}\n"
-        "sampling: {max-tokens: 2, logprobs: 1}\nbehaviour: {lease-seconds: 60}\n"
+        "sampling: {max-tokens: 2, n: 1}\nbehaviour: {lease-seconds: 60}\n"
     )
     ran = Ran(capfd, "-p", "a b c", "--config", str(tmp_path / "run.yaml"))
     assert ran.out == "a b\n"

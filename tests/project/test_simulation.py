@@ -248,13 +248,10 @@ class TestInjections:
 
     @pytest.mark.parametrize("name", KINDS)
     def test_nothing_changes_before_the_first_strike(self, name: str) -> None:
-        for seed in range(20):
-            plain = simulate(seed, keeps_trace=True, injected=[])
-            struck = simulate(seed, keeps_trace=True, injected=[name])
-            strikes = [at for at, line in enumerate(struck.trace) if "  outside " in line]
-            if strikes:
-                break
-        first = strikes[0]
+        seed = next(seed for seed in range(20) if simulate(seed, injected=[name]).strikes)
+        plain = simulate(seed, keeps_trace=True, injected=[])
+        struck = simulate(seed, keeps_trace=True, injected=[name])
+        [first, *_] = [at for at, line in enumerate(struck.trace) if "  outside " in line]
         assert first > 20
         assert struck.trace[:first] == plain.trace[:first]
 

@@ -116,7 +116,7 @@ def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
     assert call(*worker(job, endpoint))[0] == 0
     run = job / "runs/a"
     assert read_marker(open_store(str(run)), "part-00000").reasoning_tokens == 20
-    assert call("status", str(run), "--json")[1]["reasoning_tokens"] == 80
+    assert call("status", str(run), "--json")[1]["totals"]["reasoning_tokens"] == 80
     assert "80 tokens, " in call("status", str(run))[2]
     page = tmp_path / "page.html"
     assert call("report", str(run), "-o", str(page))[0] == 0
