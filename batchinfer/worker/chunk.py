@@ -238,6 +238,10 @@ class OpenChunk:
         if holds_every_row:
             self.checkpointed_bytes = self.spool.size_bytes
 
+    def note_checkpointed(self, end: int) -> None:
+        """Note that segments hold the spool's rows up to this byte."""
+        self.checkpointed_bytes = max(self.checkpointed_bytes, end)
+
     @property
     def has_unsaved_rows(self) -> bool:
         """Whether finished rows are on the local disk only, in no segment on storage."""

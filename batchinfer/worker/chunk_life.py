@@ -114,7 +114,7 @@ class Life:
 
 
 class Hall:
-    """What the lives of a worker share. The worker's loop sets `is_closing`, `is_ending` and `deadline`.
+    """What the lives of a worker share.
 
     Args:
         run: Access to the run, which the worker has joined.
@@ -154,6 +154,15 @@ class Hall:
         """Returns the monotonic seconds until which rows are saved at the end."""
         self._unlogged = 0
         self._logged_at = float("-inf")
+
+    def close(self) -> None:
+        """Let no chunk be opened any more."""
+        self.is_closing = True
+
+    def end(self, deadline: Callable[[], float]) -> None:
+        """Let all chunks be saved and given back, until the monotonic seconds that `deadline` returns."""
+        self.deadline = deadline
+        self.is_closing = self.is_ending = True
 
     def note_saved(self, num_rows: int = 0) -> None:
         """Log how many rows are safe, at most once a minute. Without rows: log what was not logged yet."""
@@ -297,7 +306,7 @@ def save(life: Life, hall: Hall) -> bool:
                 data = chunk.spool.read(start, end)
                 number = chunk.next_segment_number()
                 _write(chunk, hall, data, number=number, num_rows=data.count(b"\n"))
-            chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, end)
+            chunk.note_checkpointed(end)
     except ScratchFull:
         raise
     except LeaseLapsed:

@@ -161,7 +161,7 @@ class OpenChunks:
 
     def close(self) -> None:
         """Open no more chunks and hand out no more rows, for good. Idempotent."""
-        self._hall.is_closing = True
+        self._hall.close()
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
         """Note which rows were in the engine when it died, also in segments for later starts and other workers."""
@@ -182,8 +182,7 @@ class OpenChunks:
             on_turn: Called again and again while this waits.
         """
         hall, environment = self._hall, self._environment
-        hall.deadline = deadline
-        hall.is_closing = hall.is_ending = True
+        hall.end(deadline)
         for life, _ in self._lives.values():
             if life.is_publishing and life.chunk is not None and life.chunk.has_unsaved_rows:
                 environment.background.submit(partial(save_beside, life, hall))
