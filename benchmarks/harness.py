@@ -268,18 +268,17 @@ def write_job(
     store = open_store(url)
     num_chunks = -(-rows // per_chunk)
     chunks = []
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.TemporaryDirectory() as folder:
         for index in range(num_chunks):
             numbers = range(index * per_chunk, min(rows, (index + 1) * per_chunk))
-            file.seek(0)
-            file.writelines(map(make_line, numbers))
-            size = (
-                file.truncate()
-            )  # not before the lines: ext4 writes a file to disk that was empty in between
-            file.seek(0)
-            digest = codec.sha256_file(file)
             name = layout.chunk_name(index, num_chunks)
-            store.put_file(layout.chunk_file(name, "none"), Path(file.name))
+            path = Path(folder, name)  # a file of its own: a local store may keep it as it is
+            with path.open("w+b") as file:
+                file.writelines(map(make_line, numbers))
+                size = file.tell()
+                file.seek(0)
+                digest = codec.sha256_file(file)
+            store.put_file(layout.chunk_file(name, "none"), path)
             chunks.append(
                 Chunk(
                     name=name, first_row=numbers.start, rows=len(numbers), bytes=size, sha256=digest

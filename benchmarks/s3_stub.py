@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
-from xml.sax.saxutils import unescape
+from xml.sax.saxutils import escape, unescape
 
 import harness
 import msgspec
@@ -264,7 +264,8 @@ class Handler(BaseHTTPRequestHandler):
         count("DELETE", doomed[0] if doomed else "")
         for key in doomed:
             self._remove(key)
-        self._send(200, b"<DeleteResult></DeleteResult>")
+        deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in doomed)
+        self._send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def do_DELETE(self) -> None:
         """Delete one object."""

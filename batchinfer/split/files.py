@@ -63,9 +63,11 @@ class FoundFile(Record, frozen=True, kw_only=True):
 def ending(url: str) -> str:
     """Return the end of a file's name that tells its format.
 
-    >>> ending("s3://b/Rows.JSONL.gz"), ending("rows")
-    ('.jsonl', '')
+    >>> ending("s3://b/Rows.JSONL.gz"), ending("https://host/a.csv?token=b"), ending("rows")
+    ('.jsonl', '.csv', '')
     """
+    if url.startswith(("http://", "https://")):
+        url = url.partition("?")[0]
     return posixpath.splitext(url.lower().removesuffix(".gz").removesuffix(".zst"))[1]
 
 

@@ -31,7 +31,7 @@ def count_lines(found: FoundFile, _delimiter: str) -> Counted:
         while lines := file.readlines(_BLOCK_BYTES):
             if not rows and found.format == "jsonl":
                 columns = sample_columns(lines, found.url)
-            rows += len(lines)
+            rows += len(_rows_of(lines, found))
             for line in lines:
                 digest.update(line)
     return Counted(rows=rows, columns=columns, digest=digest.hexdigest())
@@ -71,8 +71,14 @@ def read_lines(part: Part) -> Iterator[Block]:
         while lines := file.readlines(_BLOCK_BYTES):
             if row == part.first_row:
                 lines[0] = lines[0].removeprefix(_BOM)
+            lines = _rows_of(lines, part.found)
             yield convert(part, lines, row)
             row += len(lines)
+
+
+def _rows_of(lines: list[bytes], found: FoundFile) -> list[bytes]:
+    """Return the lines that are rows. A blank line of text is none; in JSON Lines it is a broken row."""
+    return [line for line in lines if line.strip()] if found.format == "text" else lines
 
 
 def _text_block(part: Part, lines: list[bytes], first_row: int) -> Block:
@@ -81,7 +87,7 @@ def _text_block(part: Part, lines: list[bytes], first_row: int) -> Block:
         try:
             text = line.decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
-            place = f"line {row - part.first_row + 1} is not UTF-8: {error.reason}"
+            place = f"row {row - part.first_row} is not UTF-8: {error.reason}"
             raise damaged(part.found.url, place) from error
         done.append(msgspec.json.encode({TEXT_COLUMN: text, "_row": row, "_id": str(row)}) + b"\n")
     return lines_block(done)

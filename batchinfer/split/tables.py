@@ -136,7 +136,9 @@ def _plain(kind: pa.DataType, url: str, name: str) -> pa.DataType:
         return pa.struct([(field.name, _plain(field.type, url, name)) for field in kind])
     if pa.types.is_floating(kind):  # polars would shorten those of 32 bits
         return pa.float64()
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(kind) or pa.types.is_null(
+        kind
+    ):  # pyarrow cannot cast nulls within a part of a struct
         return pa.string()
     if pa.types.is_timestamp(kind):  # polars knows no time zones that are offsets
         return pa.timestamp(kind.unit, "UTC" if kind.tz else None)

@@ -198,8 +198,8 @@ class TestPipes:
         ("given", "said"),
         [
             (b'[{"text": "a"}]', "is a JSON array"),
-            (gzip.compress(b"one", mtime=0), "is not UTF-8"),
-            (b"\xff\xfe\x00binary", "is not UTF-8"),
+            (gzip.compress(b"one", mtime=0), "not UTF-8"),
+            (b"\xff\xfe\x00binary", "not UTF-8"),
         ],
     )
     def test_what_is_neither_rows_nor_text_is_not_sent_as_a_prompt(
@@ -208,7 +208,9 @@ class TestPipes:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         assert run("-", "-o", tmp_path / "a.jsonl") == 2
-        assert f"SOURCE stdin: {said}" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "stdin" in told
+        assert said in told
         assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +294,7 @@ class TestAgain:
         capsys.readouterr()
         assert run(rows, "-o", tmp_path / "a.jsonl") == 2
         error = capsys.readouterr().err
-        assert "differs in the source's files" in error
+        assert "differs in the sources' files" in error
         assert "name another DEST" in error
         assert "--overwrite" not in error
 
@@ -386,7 +388,7 @@ class TestWhatIsRefused:
             (["-o", "w.jsonl", "--work", "w.jsonl"], "is not apart from the work"),
             (["-o", "w/run/answers", "--work", "w"], "is not apart from the work"),
             (["-o", "out", "--work", "out/w"], "is not apart from the work"),
-            (["-o", "rows/a.jsonl", "--work", "w"], "lies inside the source rows"),
+            (["-o", "rows/a.jsonl", "--work", "w"], "is not apart from the source rows"),
             (["-o", "-", "--format", "csv"], "takes JSON Lines"),
         ],
     )
@@ -410,7 +412,9 @@ class TestWhatIsRefused:
         pattern = tmp_path / "*.jsonl"
         assert run(pattern, "-o", tmp_path / "answers.jsonl", "--limit", 3) == 0
         assert run(pattern, "-o", tmp_path / "answers.jsonl") == 2
-        assert "answers.jsonl: this source lies inside the output" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "answers.jsonl" in error
+        assert "'_row', which is a name of split's own columns" in error
 
     def test_a_whole_bucket_needs_a_folder_in_it(
         self, rows: Path, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,7 +177,7 @@ class SmallEngine:
         for word in ("answer ", f"{len(self.asked)}"):
             yield json.dumps({"choices": [{"delta": {"content": word}}]}).encode()
             if messages[-1] == "stop":
-                signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt
         yield b'{"choices":[],"usage":{"total_tokens":3}}'
 
 

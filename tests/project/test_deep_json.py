@@ -44,19 +44,19 @@ def test_deep_rows_are_answered_and_read_by_every_command(
     job, run = tmp_path / "job", tmp_path / "run"
     if place == "list":
         (tmp_path / "list.txt").write_text("a.jsonl\n")
-        ends = ["--manifest", str(tmp_path / "list.txt")]
+        split = command("split", "--by-reference", tmp_path / "list.txt", "--output", job)
+        assert split.status == 0
     else:
         columns = [] if place == "job" else ["--columns", "x,prompt"]
         split = command("split", source, "--output", job, "--num-chunks", "1", *columns)
         assert (split.status, split.result["broken_lines"]) == (0, 0)
-        ends = ["--job", str(job)]
+    ends = ["--job", str(job)]
     echo = ["--engine", "echo", "--prompt-column", "prompt"]
     worker = command("worker", *ends, "--output", run, *echo)
     assert (worker.status, worker.result["error_count"]) == (0, 0)
     assert worker.result["response_count"] == len(DEPTHS)
-    job_option = [] if place == "list" else ends
     page = tmp_path / "report.html"
-    assert command("report", run, "--output", page, *job_option).status == 0
+    assert command("report", run, "--output", page, *ends).status == 0
     assert "row 50" in page.read_text()
     assert command("verify", run, "--deep", *ends).status == 0
     assert command("collect", run, tmp_path / "table.jsonl", *ends, "--with-source").status == 0

@@ -299,9 +299,9 @@ def test_the_kill_waits_for_a_done_and_a_begun_chunk_or_for_half(
 def test_checkpoints_of_published_chunks_and_of_other_workers_do_not_count(demo, finished):
     _, run, _ = finished
     for name, segment in [
-        ("part-00000", "000001-w0.3f2a-000001.jsonl"),
-        ("part-00007", "000001-w1.3f2a-000001.jsonl"),
-        ("part-00008", "000001-w0.3f2a-000002.jsonl"),
+        ("part-00000", "w0.3f2a-000001.1.jsonl"),
+        ("part-00007", "w1.3f2a-000001.1.jsonl"),
+        ("part-00008", "w0.3f2a-000002.1.jsonl"),
         ("part-00009", "something-else"),
     ]:
         folder = run / "checkpoints" / name

@@ -564,7 +564,7 @@ def test_seed_form_by_local_manifest_finishes_its_own_share(tmp_path, skypilot):
     assert machine.start().wait(timeout=240) == 0, machine.log()
     mine = (job / "manifests" / "worker-00001.txt").read_text().split()
     done = {marker.name.removesuffix(".succeed") for marker in run.glob("outputs/*.succeed")}
-    assert done == {Path(chunk).name for chunk in mine}
+    assert done == {Path(chunk).stem for chunk in mine}
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ BAD: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ),
     ("a.csv", {"a.csv": "n,n\n1,2\n"}, "column 'n' is there twice", "rename"),
     ("a.csv", {"a.csv": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
-    ("a.txt", {"a.txt": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
+    ("a.txt", {"a.txt": b"n\n\xe9\n"}, "row 1 is not UTF-8", "write the file again"),
     ("a.parquet", {"a.parquet": "PAR1 and no more"}, "a.parquet: corrupt or truncated", "again"),
     ("a.jsonl.gz", {"a.jsonl.gz": gzip.compress(b'{"n":1}\n' * 99)[:-9]}, "truncated", "again"),
     ("a.jsonl.gz", {"a.jsonl.gz": '{"n":1}'}, "corrupt or truncated", "again"),

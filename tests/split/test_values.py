@@ -204,6 +204,6 @@ def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path:
     assert json.loads(lines_of(tmp_path, delimiter="|")[0])["b"] == "3"
 
 
-def test_each_line_of_a_text_is_a_row_also_a_blank_one(tmp_path: Path) -> None:
+def test_each_line_of_a_text_is_a_row_but_for_blank_ones(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("\ufeffé\u2028\r\n\n last".encode())
-    assert [json.loads(line)["prompt"] for line in lines_of(tmp_path)] == ["é\u2028", "", " last"]
+    assert [json.loads(line)["prompt"] for line in lines_of(tmp_path)] == ["é\u2028", " last"]

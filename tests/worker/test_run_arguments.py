@@ -123,7 +123,6 @@ def test_a_scratch_folder_that_cannot_be_one_is_a_mistake_not_a_crash(
     for arguments in (
         ["verify", str(run), "--deep"],
         ["collect", str(run), str(job.parent / "out")],
-        ["split", str(job / "chunks"), "--output", f"{job}-2", "--num-chunks", "1"],
         ["worker", "--job", str(job), "--engine", "echo", "--prompt-column", "prompt"],
     ):
         for folder in (file, file / "below"):
