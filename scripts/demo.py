@@ -238,7 +238,7 @@ def finished_by(run: Path, worker_id: str) -> tuple[set[str], set[str]]:
         for path in (run / layout.CHECKPOINTS).glob("*/*")
     )
     writer = f"{worker_id}."  # a nonce follows
-    begun = {each.name for each in segments if each and each.writer.startswith(writer)}
+    begun = {each.chunk for each in segments if each and each.writer.startswith(writer)}
     return published, begun - set(markers)
 
 

@@ -178,7 +178,7 @@ def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
 ) -> None:
     run = job / "runs/a"
     call(*launching_of(job, "--workers", "2", *SLOW))
-    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+    wait_for(lambda: len(list(run.glob("workers/*.stats.json"))) == 2)
     stopped = call("stop", str(run), "--cancel")
     assert (stopped.status, stopped.result["left"]) == (0, [])
     wait_for(lambda: not alive())
@@ -576,7 +576,7 @@ def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
     assert bool(states()) == is_there
     if is_there:
         assert f"if workers are there: batchinfer status {run}" in done.err
-        wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+        wait_for(lambda: len(list(run.glob("workers/*.stats.json"))) == 2)
         assert call("stop", str(run), "--cancel").result["left"] == []
         wait_for(lambda: not alive())
 

@@ -288,15 +288,15 @@ def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
 
 def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endpoint, job, call):
     def rule(_text: str, body: dict[str, Any]) -> Any:
-        return refusal(400, "top_p must be below 2", param="top_p") if body["top_p"] > 1 else None
+        return refusal(400, "top_k must be below 99", param="top_k") if body["top_k"] > 99 else None
 
     endpoint.rule = rule
-    status, result, log = call(*worker(job, endpoint, "--top-p", "7"))
-    assert (status, result) == (2, {})
-    assert "the server refuses the run's options: top_p must be below 2" in log
+    status, result, log = call(*worker(job, endpoint, "--sampling", "top_k=700"))
+    assert (status, result["request_count"]) == (2, 0)
+    assert "the server refuses the run's options: top_k must be below 99" in log
     assert len(endpoint.bodies) == 1
     assert not (job / "runs/a/run.json").exists(), "better options may still have this run"
-    assert call(*worker(job, endpoint, "--top-p", "0.9"))[0] == 0
+    assert call(*worker(job, endpoint, "--sampling", "top_k=9"))[0] == 0
 
 
 def test_another_model_is_another_run(endpoint, job, call):
