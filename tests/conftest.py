@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         if name.startswith(AMBIENT_PREFIXES) or name in AMBIENT_NAMES:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Give each test the log as it is at import: a command called before it may have changed level and handlers."""
+    logger = logging.getLogger("batchinfer")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 # Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.

@@ -66,5 +66,6 @@ def refuse_own_fields(names: Iterable[str], where: str) -> None:
         if name in names:
             raise InputError(
                 f"{where}: has a column {name!r}, which is a name of split's own columns",
-                hint="rename it in the source, or leave it out: --columns A,B,…",
+                hint="answers of an earlier run? narrow the source; else rename it in the source, or leave it out: "
+                "--columns A,B,…",
             )

@@ -112,6 +112,32 @@ class Life:
         self.is_asked = True
         self.wake()
 
+    # -- called by the thread
+
+    def begin(self, chunk: OpenChunk) -> None:
+        """Note that the chunk is open."""
+        self.chunk = chunk
+
+    def answer(self) -> None:
+        """Note that the rows which were finished at `ask` are being saved."""
+        self.is_asked = False
+
+    def note_saved(self, moment: float) -> None:
+        """Note that all rows that were finished at this moment, in monotonic seconds, are on storage."""
+        self.saved_at = moment
+
+    def set_publishing(self, *, is_publishing: bool) -> None:
+        """Note whether the chunk is being published."""
+        self.is_publishing = is_publishing
+
+    def note_tidied(self, num_segments: int) -> None:
+        """Note how many of the chunk's segments its publishing removes."""
+        self.num_tidied = num_segments
+
+    def note_published(self) -> None:
+        """Note that the chunk's marker is there."""
+        self.is_published = True
+
 
 class Hall:
     """What the lives of a worker share.
@@ -184,7 +210,8 @@ def live(life: Life, hall: Hall) -> Ending:
     opened = _open(life, hall)
     if not isinstance(opened, OpenChunk):
         return opened
-    chunk = life.chunk = opened
+    chunk = opened
+    life.begin(chunk)
     ending: Ending = Released()
     try:
         due = hall.clock.monotonic() + hall.checkpoint_seconds
@@ -235,7 +262,7 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
             save(life, hall)
             hall.publishing.enter(wait=True)
         try:
-            life.is_publishing = True
+            life.set_publishing(is_publishing=True)
             return _publish_once(life, chunk, hall.run, hall.clock)
         except ScratchFull:
             raise
@@ -247,7 +274,7 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
                 return _give_up(life, error, "not published")
             _say_again(life, error, "not published", hall.limits, attempts)
         finally:
-            life.is_publishing = False
+            life.set_publishing(is_publishing=False)
             hall.publishing.leave()
         save(life, hall)
         _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
@@ -263,7 +290,7 @@ def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) ->
         end=iso_utc(max(chunk.started, clock.now())),
     )
     leftovers = list(chunk.segment_keys)
-    life.num_tidied = len(leftovers)
+    life.note_tidied(len(leftovers))
     if run.claims is not None:
         leftovers.append(layout.claim_key(chunk.name))
     path = run.scratch.new_path(chunk.name)
@@ -285,7 +312,8 @@ def save(life: Life, hall: Hall) -> bool:
     """
     chunk = life.chunk
     assert chunk is not None
-    life.is_asked, began = False, hall.clock.monotonic()
+    life.answer()
+    began = hall.clock.monotonic()
     until = chunk.spool.size_bytes
     try:
         while life.notes:
@@ -316,7 +344,7 @@ def save(life: Life, hall: Hall) -> bool:
             "%s: checkpoint not written (%s); the next one holds its rows", chunk.name, error
         )
         return False
-    life.saved_at = began
+    life.note_saved(began)
     return True
 
 
@@ -348,7 +376,7 @@ def save_beside(life: Life, hall: Hall) -> None:
 def _end(life: Life, chunk: OpenChunk, hall: Hall, ending: Ending) -> None:
     """Save what is not saved, and give the claim back. The worker's loop removes the local files."""
     if isinstance(ending, Published):
-        life.is_published = True
+        life.note_published()
         _remove_late_segments(life, hall.run)
         return
     try:

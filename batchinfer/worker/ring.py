@@ -161,7 +161,7 @@ class Ring:
         watch, blocks = self._watch, self._blocks
         if isinstance(survey, StorageError):
             logger.warning("cannot look at the other workers (%s); trying again", survey)
-            watch.has_undecided = True
+            watch.note_undecided()
             blocks.start_again(at_last=watch.has_block)
             return
         self._found_done |= survey.done
@@ -177,14 +177,16 @@ class Ring:
             num_claims = len(foreign) + sum(name not in self._own_left for name in survey.lapsed)
             watch.pause(num_claims, has_to_wait=bool(lapsed and not free))
         if self._found:
-            self._is_over = watch.has_undecided = False
+            self._is_over = False
+            watch.begin_round()
             blocks.start_again(at_last=watch.has_block)
         elif watch.has_block and blocks.is_at_end:
             self._end_round()
 
     def _end_round(self) -> None:
         """End a round over all blocks in which there was nothing to take. The next one begins after a pause."""
-        self._is_over, self._watch.has_undecided = not self._watch.has_undecided, False
+        self._is_over = not self._watch.has_undecided
+        self._watch.begin_round()
         self._watch.pause(0, has_to_wait=True)
         self._blocks.start_again(at_last=False)
 
@@ -334,6 +336,14 @@ class _Watch:
         for held, owner in claims.values():
             first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.nonce}", owner.beat)
             self.has_undecided |= owner.beat == first
+
+    def note_undecided(self) -> None:
+        """Note that this round could not see a part of the run."""
+        self.has_undecided = True
+
+    def begin_round(self) -> None:
+        """Forget what the last round could not decide."""
+        self.has_undecided = False
 
     def pause(self, num_claims: int, *, has_to_wait: bool) -> None:
         """Decide when to look at a block again.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import logging
 import subprocess
 import sys
 import threading
@@ -31,10 +30,7 @@ RUN_COMMANDS = ("status", "verify", "clean", "stop", "report", "collect")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """`main` sets the log up for the whole process; a server that is not there is asked once."""
-    logger = logging.getLogger("batchinfer")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
-    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    """A server that is not there is asked once."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.chdir(tmp_path)
     stamina.set_testing(True, attempts=1)

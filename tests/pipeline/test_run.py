@@ -414,7 +414,7 @@ class TestWhatIsRefused:
         assert run(pattern, "-o", tmp_path / "answers.jsonl") == 2
         error = capsys.readouterr().err
         assert "answers.jsonl" in error
-        assert "'_row', which is a name of split's own columns" in error
+        assert "answers of an earlier run? narrow the source" in error
 
     def test_a_whole_bucket_needs_a_folder_in_it(
         self, rows: Path, capsys: pytest.CaptureFixture[str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from pathlib import Path
@@ -20,14 +19,6 @@ from making import change_marker, make_job, overwrite, run_worker_here
 EVIL = "\x1b[2Jgone\x9b31m\x00\r\u202eevil\u2066\u200f\x07"
 PATH = EVIL.replace("\x00", "")
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-@pytest.fixture(autouse=True)
-def restored_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets the log up for the whole process."""
-    logger = logging.getLogger("batchinfer")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
-    monkeypatch.setattr(logger, "propagate", logger.propagate)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -30,12 +29,9 @@ KEY = "sk-a1B2c3D4e5F6"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short waits, a key, and the log and the signal handlers put back."""
+    """Short waits, a key, and the signal handlers put back."""
     monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    logger = logging.getLogger("batchinfer")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
-    monkeypatch.setattr(logger, "propagate", logger.propagate)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
