@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchinfer.collect.answers import quoted, rows_of
+from batchinfer.core.json_text import is_deep
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
@@ -39,6 +40,8 @@ class JsonColumns:
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
         shape = _group(sql, relation, self._value)
+        self.is_flat = shape != "JSON" and len(shape) <= MAX_NAMES
+        """Whether the objects have few members, none of them nested deep."""
         shape = shape if isinstance(shape, dict) else {}
         folded = [name.casefold() for name in shape]
         shape = {
@@ -92,7 +95,8 @@ def shape_of(sql: Any, relation: str, value: str) -> Shape:
 
 def _group(sql: Any, relation: str, value: str) -> Shape:
     [[found]] = rows_of(sql, f"SELECT json_group_structure({value}) FROM {relation}")
-    return json.loads(found or '"NULL"')
+    found = found or '"NULL"'
+    return "JSON" if is_deep(found.encode()) else json.loads(found)
 
 
 def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> dict[str, Shape]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
+from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -33,6 +34,8 @@ def read_chunks(
         local = fetch(open_store(ref.root), ref, scratch)
         with scratch_errors(local.path.parent), local.path.open("rb") as file:
             while data := file.read(_BLOCK_BYTES) + file.readline():
+                if is_deep(data):
+                    data = b"\n".join(map(flatten_deep, data.split(b"\n")))
                 lines = data.decode(errors="replace").removesuffix("\n").split("\n")
                 sql.register("some_lines", pa.table({"source": lines}))
                 sql.execute("INSERT INTO lines FROM some_lines")

@@ -9,7 +9,6 @@ from typing import Any
 
 from batchinfer.collect.answers import ASK_VERIFY, Answers, connect, rows_of
 from batchinfer.collect.json_columns import (
-    MAX_NAMES,
     JsonColumns,
     schema_of,
     shape_of,
@@ -111,7 +110,7 @@ class Collection:
         if is_one:
             relation, value = "answers", "TRY_CAST(text_list[1] AS JSON)"
             members = JsonColumns(self._sql, relation, value, types_of(schema))
-            if len(members.kinds) <= MAX_NAMES:
+            if members.is_flat:
                 self._relation = f"(SELECT *, {members.struct} AS members FROM answers)"
                 columns = members.columns("members")
                 found = {f"answer_{name}": column for name, column in columns.items()}

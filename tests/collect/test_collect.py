@@ -284,6 +284,13 @@ def test_json_answers_without_a_schema_have_the_types_that_they_share(
     assert json.loads(lines[1])["answer_b"] == {"x": 1}
 
 
+def test_answers_that_are_nested_deep_are_one_column_of_text(job: Path, tmp_path: Path) -> None:
+    deep = "[" * 3000 + "]" * 3000
+    finish_run(job, job / "runs/a", lambda _row: chat(f'{{"a":{deep}}}'))
+    rows = table_of(job / "runs/a", tmp_path, answer_json=True).to_pylist()
+    assert rows[0]["answer"] == f'{{"a":{deep}}}'
+
+
 def test_answers_with_arbitrary_names_are_one_column(job: Path, tmp_path: Path) -> None:
     finish_run(
         job, job / "runs/a", lambda row: chat(json.dumps({f"{row}.{n}": n for n in range(9)}))
