@@ -21,7 +21,7 @@ from batchinfer.worker.config import WorkerConfig, rules_of
 
 _SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
 _PROMPT = ("system_prompt", "chat_template_kwargs", "tools")
-_NO_USE = ("replicas", "task", "constraint_column", "lora_column")
+_NO_USE = ("replicas", "task")
 """Options of those sections without a use here: one server answers with texts."""
 
 
@@ -60,7 +60,7 @@ class Session:
         if len(config.loras) > 1:
             raise ConfigError(
                 f"--lora: is given {len(config.loras)} times, expected one adapter, which answers everything",
-                hint="batchinfer run takes several, and --lora-column",
+                hint="batchinfer run takes several, and --column lora=NAME",
             )
         self.config = config if is_remote(config) else msgspec.structs.replace(config, replicas=1)
         self.prompt = prompt_config(given)

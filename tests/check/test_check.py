@@ -113,19 +113,19 @@ def test_wrong_column_is_an_error_and_some_bad_rows_are_a_warning(
     assert "1 of 10 sample rows" in messages(result, "warning")[0]
 
 
-@pytest.mark.parametrize("option", ["--constraint-column", "--tools-column"])
+@pytest.mark.parametrize("kind", ["constraint", "tools"])
 def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
-    option: str, check: Checker, tmp_path: Path
+    kind: str, check: Checker, tmp_path: Path
 ) -> None:
     """A row may lack it, so all rows would be answered as if the option had not been given."""
     source, late = tmp_path / "rows.jsonl", tmp_path / "late.jsonl"
     source.write_text('{"prompt": "a"}\n' * 2000)
     late.write_text('{"prompt": "a"}\n' * 2000 + '{"prompt": "a", "mine": null}\n')
-    status, result, _ = check(str(source), *ECHO, "--as-chat", option, "mine")
+    status, result, _ = check(str(source), *ECHO, "--as-chat", "--column", f"{kind}=mine")
     assert status == 2
     [found] = messages(result)
-    assert f"rows.jsonl: has no column 'mine' (from {option})" in found
-    assert check(str(source), str(late), *ECHO, "--as-chat", option, "mine")[0] == 0
+    assert f"rows.jsonl: has no column 'mine' (from --column {kind})" in found
+    assert check(str(source), str(late), *ECHO, "--as-chat", "--column", f"{kind}=mine")[0] == 0
 
 
 def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(

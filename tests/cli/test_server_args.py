@@ -73,7 +73,7 @@ def test_json_is_one_word_and_reaches_the_server_as_it_is(show: Any) -> None:
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("--max-token", "--max-tokens"), ("--prompt-colum", "--prompt-column"), ("--lora-colum", "--lora-column"),
+    [("--max-token", "--max-tokens"), ("--prompt-colum", "--prompt-column"), ("--colum", "--column"),
      ("--temprature=1", "--temperature"), ("--system_prompt", "--system-prompt")],
 )  # fmt: skip
 def test_what_is_nearly_ours_is_refused_with_the_nearest_name(
