@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import pytest
 from click.testing import CliRunner
 
 from batchinfer.cli.help import SectionOption
 from batchinfer.cli.logs import JsonFormatter
 from batchinfer.cli.options import LEFT_OUT
 from batchinfer.cli.settings import common_options
-from batchinfer.core.errors import ConfigError
 
 
 @click.command("worker", context_settings={"auto_envvar_prefix": "BATCHINFER_WORKER"})
@@ -99,29 +97,6 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
         "prompt_column": "p",
         "output": "job/runs/a",
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("modle: x\n", "unknown key 'modle'", "did you mean 'model'"),
-        ("sampling: {topk: 1}\n", r"unknown key 'sampling\.topk'", "top_k"),
-        ("- a\n- b\n", "expected a mapping", ""),
-        ("model: [unclosed\n", "not readable as YAML", ""),
-        ("stop: !!set {a, b}\n", "has a value that is no text", "no tags such as !!set"),
-        ("model: !!binary aGk=\n", "has a value that is no text", "no tags such as !!set"),
-        ("model: 2026-01-02\n", "has a value that is no text", "write dates in quotes"),
-    ],
-)
-def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        run("--config", settings(tmp_path, text))
-    assert hint in caught.value.hint
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        run("--config", str(tmp_path / "gone.yaml"))
 
 
 def test_a_json_log_line_is_one_object_whatever_the_message() -> None:

@@ -45,14 +45,6 @@ def test_show_config_says_where_each_value_comes_from(
     assert "hf_abc" not in captured.out + captured.err
 
 
-def test_show_config_refuses_what_the_worker_would_refuse(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, _, shown = call(capsys, *ECHO, "--chat-template-kwargs", "[", "--show-config")
-    assert status == 2
-    assert "--chat-template-kwargs" in shown
-
-
 def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
     assert without_secrets({"a": [{"api_key": "x"}], "url": "s3://id:key@b/c"}) == {
         "a": [{"api_key": "(secret)"}],

@@ -177,6 +177,8 @@ class TestDocuments:
         used = {name for query in queries for name in re.findall(r"batchinfer_\w+", query)}
         assert len(queries) > 20
         assert used == NAMES, "the dashboard shows every metric, and no other"
+        spent = [query for query in queries if "cost_dollars" in query]
+        assert all(query.startswith("sum(") for query in spent), "`launch` divides --max-cost"
 
     def test_panels_do_not_lie_on_each_other(self) -> None:
         board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
