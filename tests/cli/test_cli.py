@@ -44,18 +44,6 @@ def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("place", ["_open_closed_streams", "configure_logging", "main"])
-def test_an_interrupt_beside_the_command_itself_is_75_and_a_line(place: str) -> None:
-    code = (
-        "from batchinfer.cli import main\n"
-        "def interrupt(*_): raise KeyboardInterrupt\n"
-        f"main.{place} = interrupt\n"
-        "main.run(['split', 'x'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (75, "error: interrupted\n")
-
-
 def test_a_variable_that_sets_no_option_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,21 +62,6 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     assert "ZZZ: sets no option" in said[1]
     assert len(said) == 2
     assert "hush" not in "".join(said)
-
-
-def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
-    code = (
-        "from batchinfer.cli.logs import configure_logging; configure_logging()\n"
-        "from batchinfer.storage.retrying import RetryPolicy, TransientError, retried\n"
-        "tries = iter([TransientError('x: no answer'), None])\n"
-        "def ask():\n"
-        "    if error := next(tries): raise error\n"
-        "retried(RetryPolicy(first_pause_seconds=0.01), ask)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [line.split(" ", 1)[1] for line in done.stderr.splitlines()] == [
-        "WARNING x: no answer (attempt 1 of 7, the next in about 0 s)"
-    ]
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchinfer.cli.terminal import say
 from batchinfer.core.events import EVENTS
 from making import make_job, worker_arguments
 
@@ -116,12 +114,3 @@ def test_the_page_lists_every_event_as_the_code_explains_it() -> None:
     assert re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE) == list(EVENTS)
     for name, explanation in EVENTS.items():
         assert f"| `{name}` | {explanation} |" in page
-
-
-def test_a_line_is_printed_while_another_thread_imports_the_bars(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A module that is being imported stands in sys.modules before it has its names."""
-    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
-    say("one line")
-    assert capsys.readouterr().err == "one line\n"

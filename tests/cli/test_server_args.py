@@ -12,7 +12,6 @@ import pytest
 from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import check_name, divide, merge, without_secrets_in
 from batchinfer.engines.config import parse_args
-from making import make_job
 
 
 def options_of(name: str) -> list[click.Parameter]:
@@ -48,18 +47,15 @@ def show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("--seed -1 --some-number -1", "--seed -1", "--some-number -1"),
         ("--seed 3 -- --sed 4 x", "--seed 3", "--sed 4 x"),
         ("--stop --dtype --dtype half", "--stop --dtype", "--dtype half"),
-        ("--no-claims --steal", "--no-claims --steal", ""),
+        (
+            "a.parquet -o out --dtype half --task embed",
+            "a.parquet -o out --task embed",
+            "--dtype half",
+        ),
     ],
 )
 def test_words_are_divided_as_both_parsers_read_them(words: str, own: str, server: str) -> None:
-    assert divide(words.split(), options_of("worker")) == (own.split(), server.split())
-
-
-def test_arguments_before_an_option_of_the_server_are_ours() -> None:
-    words = ["a.parquet", "b.parquet", "-o", "out", "--dtype", "half", "--task", "embed", "-oelse"]
-    own, server = divide(words, options_of("run"))
-    assert own == ["a.parquet", "b.parquet", "-o", "out", "--task", "embed", "-oelse"]
-    assert server == ["--dtype", "half"]
+    assert divide(words.split(), options_of("run")) == (own.split(), server.split())
 
 
 @pytest.mark.parametrize(
@@ -124,15 +120,6 @@ def test_the_same_option_twice_in_one_place_is_a_list_and_elsewhere_another_valu
     words = merge(["--x", "1", "--y"], ["--x", "2", "--x", "3"], ["--no-y"])
     assert words == ["--x", "2", "--x", "3", "--no-y"]
     assert parse_args(words) == {"x": [2, 3], "y": False}
-
-
-def test_a_rehearsal_takes_all_and_says_that_it_checks_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_job(tmp_path / "job", rows=2, per_chunk=2)
-    words = ["--engine", "echo", "--prompt-column", "prompt", "--quantization", "no-such"]
-    assert main(["worker", "--job", str(tmp_path / "job"), *words]) == 0
-    assert "--engine echo does not check: --quantization no-such" in capsys.readouterr().err
 
 
 def test_secrets_are_neither_shown_nor_kept(show: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,6 @@ MALFORMED: list[tuple[tuple[str, ...], Any, str]] = [
     (("model", "model.extra"), torch.ones(2), "unexpected_keys: extra"),
     (("model", "model.extra"), torch.ones(1).expand(10**9), "extra is no whole tensor"),
     (NORM, torch.ones(3), "mismatched_keys: ('model.norm.weight'"),
-    (NORM, None, "model.norm.weight is no whole tensor (NoneType)"),
     (("model",), {}, "more weights than there are"),
     ((*CONFIG, "model_type"), "novelty", "novelty"),
     ((*CONFIG, "model_type"), "t5", "no causal language model"),
@@ -245,8 +244,6 @@ def every(content: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
 
 def test_a_dest_that_cannot_be_made(state: State, tmp_path: Path, capsys: Capture) -> None:
     source = saved(tmp_path, state)
-    assert convert(source, tmp_path) == 2
-    assert "holds something already" in capsys.readouterr().err
     assert "cannot be made" in refused(capsys, source, source / "hf")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # as on a full disk

@@ -73,7 +73,7 @@ def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
 
 
 def built(row: dict[str, Any], rules: EngineRules = FETCHES, **options: Any) -> Prepared:
-    return prepare(row, rules, columns={"image": ["image"]}, **options)
+    return prepare(row, rules, **{"columns": {"image": ["image"]}} | options)
 
 
 def user(prepared: Prepared) -> Any:
@@ -84,7 +84,7 @@ def user(prepared: Prepared) -> Any:
 def test_media_of_columns_stand_before_the_text() -> None:
     row: dict[str, Any] = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://x/a.wav"}
     options: dict[str, Any] = {"prompt_column": "q", "as_chat": True, "system_prompt": "Be brief."}
-    found = built(row, columns={"audio": ["sound"]}, **options)
+    found = built(row, columns={"image": ["image"], "audio": ["sound"]}, **options)
     assert user(found) == [link(A), INLINE, link(row["sound"], "audio"), text("What?")]
     assert user(built({"q": "What?", "image": None}, **options)) == "What?"
 

@@ -375,7 +375,7 @@ def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: P
     make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=lambda _: rows)
     run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
     run = json.loads((tmp_path / "run/run.json").read_text())
-    assert run["config"]["prompt"]["image_columns"] == ["image"]
+    assert run["config"]["prompt"]["columns"] == {"image": ["image"]}
     assert run["recorded"]["options"]["media_root"] == str(tmp_path)
     command = worker_command(read_run(open_store(str(tmp_path / "run"))), "RUN", "JOB")
     assert """--column 'image=["image"]'""" in command
