@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +193,6 @@ def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
             errors.InputError,
             "has the splits train, expected one",
         ),
-        (
-            {"data": [{"prompt": "a"}, *[{"prompt": None}] * 3], "max_error_rate": 0, "min_errors": 1},
-            errors.PolicyStop,
-            r"(?s)allows 0.*3 x \w+, e\.g\.",
-        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
@@ -219,6 +212,12 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     assert not (quiet and shown)
 
 
+def test_an_error_has_all_lines_that_the_command_says() -> None:
+    rows = [{"prompt": "a"}, *[{"prompt": None}] * 3]
+    with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):
+        run(rows, max_error_rate=0, min_errors=1)
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_bar_is_shown_where_a_person_sees_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_seen: bool
@@ -229,24 +228,6 @@ def test_a_bar_is_shown_where_a_person_sees_it(
     assert ("5/5 rows" in shown) is ("100% |" in shown) is is_seen
     assert "taken from the data: --prompt-column text" in shown
     assert "\x1e" not in shown
-
-
-def answer_in_a_fork(connection: Any) -> None:
-    connection.send(texts(run(quiet=True)))
-
-
-def test_a_forked_process_and_a_thread_may_call_it() -> None:
-    """As a program with threads and loaded libraries does, for example a data loader's workers."""
-    run(quiet=True)
-    with ThreadPoolExecutor(1) as pool:
-        inside = pool.submit(run, quiet=True)
-        ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("fork").Process(target=answer_in_a_fork, args=(theirs,))
-        child.start()
-        assert ours.poll(60)
-        assert ours.recv() == TEXTS
-        child.join()
-        assert texts(inside.result()) == TEXTS
 
 
 def descendants(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
 ENTRIES = [
     "batchinfer",
-    *(f"batchinfer.{name}" for name in ("check", "collect", "split", "worker")),
+    *(f"batchinfer.{name}" for name in ("collect", "split", "worker")),
 ]
 
 

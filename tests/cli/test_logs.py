@@ -81,23 +81,12 @@ def test_a_second_start_says_that_the_first_was_killed(logs: Any) -> None:
     assert named(second, "worker_resumed")[0]["is_kill"] is True
     assert named(second, "worker_started")[0]["start"] == 2
     assert sum(fields["resumed"] for fields in named(second, "chunk_open")) > 0
-
-
-def test_every_chunk_and_the_end_are_told_with_their_sums(logs: Any) -> None:
-    first, second = logs
-    done = named(second, "chunk_done") + named(first, "chunk_done")
+    first, _ = logs
+    done = named(first, "chunk_done") + named(second, "chunk_done")
     assert len(done) == 4
-    ended = named(second, "worker_ended")
-    assert len(ended) == 1
-    assert ended[0]["state"] == "done"
+    assert sum(sum(fields["errors"].values()) for fields in done) == 1
     assert second[-1]["event"] == "worker_ended"
-
-
-def test_a_bad_row_is_told_once_and_counted_at_the_end(logs: Any) -> None:
-    first, second = logs
-    assert named(first + second, "row_error")[0]["code"] == "invalid_column"
-    failed = sum(sum(fields["errors"].values()) for fields in named(first + second, "chunk_done"))
-    assert failed == 1
+    assert second[-1]["fields"]["state"] == "done"
 
 
 def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
@@ -107,10 +96,3 @@ def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
             used |= set(re.findall(r'\bevent\(\s*"([a-z_]+)"', path.read_text()))
     outcomes = {f"chunk_{outcome}" for outcome in ("done", "lost", "released")}  # by f-string
     assert used | outcomes == set(EVENTS)
-
-
-def test_the_page_lists_every_event_as_the_code_explains_it() -> None:
-    page = (ROOT / "docs" / "logs.md").read_text()
-    assert re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE) == list(EVENTS)
-    for name, explanation in EVENTS.items():
-        assert f"| `{name}` | {explanation} |" in page

@@ -82,18 +82,6 @@ def test_a_value_is_spelled_as_it_is_read(field: str, value: Any, tmp_path: Path
     assert option.read(parsed(option, *words)[0]) == value
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
-def test_no_range_of_numbers_holds_one_that_is_none_or_infinite(text: str) -> None:
-    checked = []
-    for option in OPTIONS:
-        kind = option.kind.click.get("type")
-        if isinstance(kind, click.FloatRange):
-            checked.append(option.field)
-            with pytest.raises(click.BadParameter):
-                kind.convert(text, None, None)
-    assert "lease_seconds" in checked
-
-
 def commands(parent: click.Group = group, *before: str) -> dict[tuple[str, ...], click.Command]:
     """Every command, and those below it, by its words."""
     found: dict[tuple[str, ...], click.Command] = {}

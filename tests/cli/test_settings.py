@@ -45,7 +45,6 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     path.write_text(
         "sampling: {max_tokens: 9, n: 3, top_p: 0.1, stop: ['###', END]}\nsplit: {num_chunks: 4}\n"
         "prompt:\n  blank-columns: [a, b]\n  column: {image: photo}\nvllm: {hf_token: hf_abc}\n"
-        "output: {with_source: true}\n"
     )
     monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")

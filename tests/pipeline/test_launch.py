@@ -61,8 +61,11 @@ class Outcome:
         self.err = err
 
 
+Call = Callable[..., Outcome]
+
+
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
     def called(*arguments: str) -> Outcome:
         status = main.main(arguments)
         return Outcome(status, *capfd.readouterr())
@@ -129,7 +132,7 @@ def launching_of(job: Path, *options: str) -> tuple[str, ...]:
     return ("launch", str(job), "--run", str(job / "runs/a"), "--on", "slurm", *ECHO, *options)
 
 
-def launched(call: Callable[..., Outcome], run: Path) -> list[dict[str, Any]]:
+def launched(call: Call, run: Path) -> list[dict[str, Any]]:
     launches: list[dict[str, Any]] = call("status", str(run), "--json").result["launches"]
     return launches
 
@@ -137,7 +140,7 @@ def launched(call: Callable[..., Outcome], run: Path) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- workers that run
 
 
-def test_launched_workers_do_the_job(job: Path, call: Callable[..., Outcome]) -> None:
+def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
     run = job / "runs/a"
     done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 0, done.err
@@ -157,7 +160,7 @@ def test_launched_workers_do_the_job(job: Path, call: Callable[..., Outcome]) ->
 
 
 def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
-    job: Path, call: Callable[..., Outcome]
+    job: Path, call: Call
 ) -> None:
     run = job / "runs/a"
     command = [
@@ -189,9 +192,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
-    job: Path, call: Callable[..., Outcome]
-) -> None:
+def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job: Path, call: Call) -> None:
     run = job / "runs/a"
     call(*launching_of(job, "--workers", "2", *SLOW))
     wait_for(lambda: len(list(run.glob("workers/*.stats.json"))) == 2)
@@ -212,7 +213,7 @@ def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
 
 
 def test_machines_that_never_came_are_named_and_started_again(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose set-up fails leaves no record; only its cluster knows of it."""
     run = job / "runs/a"
@@ -237,19 +238,8 @@ def test_machines_that_never_came_are_named_and_started_again(
     assert "2 launched again" in call("status", str(run)).err
 
 
-def test_a_watch_of_workers_that_never_come_gives_up(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
-    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
-    done = call(*launching_of(job, "--workers", "2", "--no-check", "--watch"))
-    assert done.status == 3
-    assert "were started 5 times again, and no row was finished since" in done.err
-    assert len(states()) == 2 * 6
-
-
 def test_a_watch_cancels_workers_that_would_come_after_the_end(
-    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+    job: Path, tmp_path: Path, call: Call
 ) -> None:
     """They were rented to find that nothing is left to do."""
     name = recorded(job / "runs/a", is_old=False).name
@@ -260,8 +250,8 @@ def test_a_watch_cancels_workers_that_would_come_after_the_end(
     assert states()[0] == "CANCELLED"
 
 
-def test_a_forged_record_makes_a_watch_start_no_more_workers_than_the_job_has_manifests(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_job_has_manifests(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = launching.Launch.watch
 
@@ -272,7 +262,9 @@ def test_a_forged_record_makes_a_watch_start_no_more_workers_than_the_job_has_ma
     monkeypatch.setattr(launching.Launch, "watch", with_record)
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
     monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
-    assert call(*launching_of(job, "--workers", "1", "--watch")).status == 3
+    done = call(*launching_of(job, "--workers", "1", "--watch"))
+    assert done.status == 3
+    assert "were started 5 times again, and no row was finished since" in done.err
     assert {task["index"] for task in fake_slurm.tasks()} == {0, 1}
 
 
@@ -280,7 +272,7 @@ LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
 
 
 def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(
-    job: Path, call: Callable[..., Outcome]
+    job: Path, call: Call
 ) -> None:
     done = call(*launching_of(job, "--workers", "2", *SLOW, *LIMIT, "--watch"))
     assert done.status == 3
@@ -343,7 +335,7 @@ def test_a_worker_that_did_not_come_back_is_told_from_one_that_will(
 
 
 def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the cluster cannot be asked, that is a note, and no worker is lost."""
     run = job / "runs/a"
@@ -365,7 +357,7 @@ def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
 def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
-    cluster: str, tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    cluster: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -381,34 +373,45 @@ def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_printed_script_of_slurm_runs_by_hand(
-    job: Path, tmp_path: Path, call: Callable[..., Outcome]
+def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
+    job: Path, tmp_path: Path, call: Call
 ) -> None:
-    """It named a folder for logs that only `launch` made."""
-    shown = call(
-        *launching_of(
-            job, "--workers", "2", "--system-prompt", 'it\'s "one"', "--as-chat", "--dry-run"
-        )
+    """It named a folder for logs that only `launch` made. Each worker gets its share of the budget."""
+    path, template = tmp_path / "run.yaml", tmp_path / "mine.sh"
+    lines = "{{ options }}\n#SBATCH --array=0-{{ last }}\n#SBATCH --job-name={{ name }}"
+    rank = "export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID"
+    template.write_text(
+        f"#!/bin/bash\n# mine\n{lines}\n{rank}\n{{{{ exports }}}}\n{{{{ command }}}}\n"
     )
+    section = {"run": str(job / "runs/a"), "on": "slurm", "workers": 2, "sbatch_arg": ["--mem=64G"]}
+    content = {"launch": section, "prompt": {"prompt_column": "prompt", "as_chat": True}}
+    path.write_text(yaml.safe_dump(content))
+    options = (
+        "--config",
+        str(path),
+        "--engine",
+        "echo",
+        "--system-prompt",
+        'it\'s "one"',
+        "--spot",
+    )
+    limits = ("--max-cost", "9", "--price-per-hour", "1", "--max-hours", "5")
+    given = ("launch", str(job), *options, *limits, "--template", str(template), "--dry-run")
+    shown = call(*given)
     assert shown.status == 0, shown.err
     assert not (job / "runs").exists()
     script = shown.result["submission"]
-    assert "#SBATCH --output=%x-%a.log" in script
+    for said in (
+        "# mine",
+        '#SBATCH "--mem=64G"',
+        "--max-cost 4.5",
+        "--max-hours 5",
+        "BATCHINFER_SPOT=1",
+    ):
+        assert said in script
     subprocess.run(["sbatch"], input=script, text=True, check=True, capture_output=True)
     wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
     assert call("verify", str(job / "runs/a")).result["rows_ok"] == 60
-
-
-def test_every_worker_gets_its_share_of_the_budget(job: Path, call: Callable[..., Outcome]) -> None:
-    shown = call(
-        *launching_of(
-            job, "--workers", "2", "--max-cost", "9", "--max-hours", "5", "--spot", "--dry-run"
-        )
-    )
-    script = shown.result["submission"]
-    assert "--max-cost 4.5" in script
-    assert "--max-hours 5" in script
-    assert "export BATCHINFER_SPOT=1" in script
 
 
 def seen_at(cost: float, lost: list[str], *workers: tuple[str, float]) -> Any:
@@ -430,7 +433,7 @@ def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
 
 
 def test_the_model_must_fit_each_accelerator_of_the_template(
-    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest, which is the smallest."""
     asked: list[dict[str, Any]] = []
@@ -445,11 +448,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
     call("launch", *places, "--model", "org/m")
     call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
     call("launch", *places, "--model", "org/m", "--gpu", "none")
-    assert [one["gpu"] for one in asked] == [
-        "L4:1",
-        "H100:8",
-        "",
-    ]
+    assert [one["gpu"] for one in asked] == ["L4:1", "H100:8", ""]
 
 
 # --------------------------------------------------------------------------- records, races, lost answers
@@ -462,7 +461,7 @@ def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
     fate: str,
     is_there: bool,
     job: Path,
-    call: Callable[..., Outcome],
+    call: Call,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An empty answer of sbatch counted as a job; a lost answer left workers that nobody could name."""
@@ -482,7 +481,7 @@ def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
 
 
 def test_of_two_launches_at_once_at_most_one_starts_workers(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, plan = open_store(str(job / "runs/a")), other(job / "runs/a")
 
@@ -499,7 +498,7 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
 
 
 def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
-    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`stop --cancel` may look for them before they are there."""
     slurm = find_cluster("slurm")
@@ -517,7 +516,7 @@ def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
 
 
 def test_the_record_says_who_was_launched_where_and_holds_no_secrets(
-    job: Path, call: Callable[..., Outcome], tmp_path: Path
+    job: Path, call: Call, tmp_path: Path
 ) -> None:
     done = call(
         *launching_of(
@@ -533,20 +532,3 @@ def test_the_record_says_who_was_launched_where_and_holds_no_secrets(
     assert "hush" not in path.read_text()
     assert (record["on"], record["workers"], record["gpu"]) == ("slurm", 2, "L4:2")
     assert record["id"] == done.result["launch"]
-
-
-def test_a_settings_file_may_hold_all_options(
-    job: Path, tmp_path: Path, call: Callable[..., Outcome]
-) -> None:
-    path = tmp_path / "run.yaml"
-    section = {"run": str(job / "runs/a"), "on": "slurm", "workers": 2, "sbatch_arg": ["--mem=64G"]}
-    content = {
-        "launch": section,
-        "engine": {"engine": "echo"},
-        "prompt": {"prompt_column": "prompt"},
-    }
-    path.write_text(yaml.safe_dump(content))
-    shown = call("launch", str(job), "--config", str(path), "--dry-run")
-    assert shown.status == 0, shown.err
-    assert '#SBATCH "--mem=64G"' in shown.result["submission"]
-    assert "--engine echo --prompt-column prompt" in shown.result["submission"]

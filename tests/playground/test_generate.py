@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -92,16 +90,6 @@ def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path: Path) -
     first, *rest = [body for body in endpoint.bodies if body["messages"][0]["content"] == "a"]
     assert rest == [first]
     assert {"seed", "max_tokens", "temperature"} <= first.keys()
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_full_disk_under_stdout_is_an_error_with_a_sentence(options) -> None:
-    command = [sys.executable, "-m", "batchinfer", "generate", *ECHO, "-p", "a", *options]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "stdout: cannot take the " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_settings_file_of_a_run_can_be_used(capfd, tmp_path: Path) -> None:

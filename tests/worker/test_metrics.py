@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from batchinfer.cli.main import main
 from batchinfer.core import codec
-from batchinfer.ledger.metrics import METRICS, RUN_METRICS, WorkerSample, families_of
+from batchinfer.ledger.metrics import WorkerSample, families_of
 from batchinfer.storage.opening import open_store
 from fakes import worker_record
 from making import make_job, run_worker_here, start_process, worker_arguments
@@ -192,13 +192,3 @@ class TestDocuments:
         assert len(cells) == len(set(cells))
         assert max(x for x, _ in cells) < 24
         assert len({panel["id"] for panel in board["panels"]}) == len(places)
-
-    def test_the_page_lists_every_metric_as_the_code_explains_it(self) -> None:
-        page = (ROOT / "docs" / "monitoring.md").read_text()
-        listed = dict(re.findall(r"^\| `(batchinfer_\w+)` \| (.*) \|$", page, re.MULTILINE))
-        assert listed.keys() == NAMES
-        for metric in METRICS:
-            label = f" Label `{metric.label}`." if metric.label else ""
-            assert listed[metric.name] == metric.help + label
-        for name, text in RUN_METRICS.items():
-            assert listed[name] == f"{text} Only of `status`."
