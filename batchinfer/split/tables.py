@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.json_text import raw_members
 from batchinfer.split.files import FoundFile, damaged, ending, opened
 from batchinfer.split.rows import Block, Counted, Part
 
@@ -82,9 +83,26 @@ def read_parquet(part: Part) -> Iterator[Block]:
             columns=needed,
         ):
             table = pa.Table.from_batches([batch.select(needed)]).rename_columns(schema.names)
-            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).select(values)
-            yield _frame_block(frame, needed, part, row)
+            table = table.cast(schema)
+            frame = cast("pl.DataFrame", pl.from_arrow(table)).select(values)
+            block = _frame_block(frame, needed, part, row)
+            yield block if _is_text(table) else block._replace(num_broken=_num_broken(block))
             row += frame.height
+
+
+def _is_text(table: pa.Table) -> bool:
+    """Whether all texts are UTF-8, which Arrow does not check when it reads them."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _num_broken(block: Block) -> int:
+    """Return the number of rows that are no UTF-8, of which the worker makes error rows."""
+    lines = block.encode(0, block.num_rows).split(b"\n")[:-1]
+    return sum(raw_members(line) is None for line in lines)
 
 
 def _frame_block(frame: pl.DataFrame, names: list[str], part: Part, first_row: int) -> Block:

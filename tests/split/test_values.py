@@ -93,6 +93,15 @@ def test_any_text_keeps_its_characters(tmp_path_factory: Any, values: list[str |
     assert [json.loads(line)["c"] for line in lines_of(path)] == values
 
 
+def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> None:
+    values = [b"ok", b"\xff bad", "\ufffd".encode(), None]
+    texts = pa.array(values, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"c": texts}), tmp_path / "x.parquet")
+    [block] = count_sources([str(tmp_path)]).blocks()
+    assert block.num_broken == 1
+    assert block.encode(1, 2) == b'{"c":"\xff bad","_row":1,"_id":"1"}\n'
+
+
 def test_a_type_without_a_form_is_refused_with_its_column() -> None:
     for kind in (pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())])):
         with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
