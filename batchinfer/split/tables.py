@@ -12,7 +12,7 @@ import io
 import itertools
 import re
 from collections.abc import Iterator
-from typing import cast
+from typing import BinaryIO, cast
 
 import polars as pl
 import pyarrow as pa
@@ -52,14 +52,20 @@ def _refuse_repeats(url: str, names: list[str]) -> None:
 def count_parquet(found: FoundFile, _delimiter: str) -> Counted:
     """Read the footer of a parquet file."""
     with opened(found.url) as file:
-        file.seek(max(0, found.bytes - 8))
-        length = int.from_bytes(file.read(4), "little") + 8
-        file.seek(max(0, found.bytes - length))
-        digest = hashlib.sha256(b"PAR1" + file.read()).hexdigest()
-        metadata = pq.read_metadata(file)
-        names = list(metadata.schema.to_arrow_schema().names)
+        metadata, digest = read_footer(file)
+    names = list(metadata.schema.to_arrow_schema().names)
     _refuse_repeats(found.url, names)
     return Counted(rows=metadata.num_rows, columns=names, digest=digest)
+
+
+def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
+    """Return the metadata of an open parquet file, and the sha256 of its footer."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little") + 8
+    file.seek(max(0, size - length))
+    digest = hashlib.sha256(b"PAR1" + file.read()).hexdigest()
+    return pq.read_metadata(file), digest
 
 
 def read_parquet(part: Part) -> Iterator[Block]:
