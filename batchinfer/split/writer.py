@@ -116,7 +116,6 @@ def write_chunks(
     sources: Sources,
     bounds: Sequence[int],
     publish: Callable[[Chunk, Path], Chunk],
-    advance: Callable[[int], object],
 ) -> Job:
     """Build chunks one after the other in a scratch folder, publish several at a time, and add them to a job.
 
@@ -125,7 +124,6 @@ def write_chunks(
         sources: The rows.
         bounds: The first row of each chunk, counted from the first of the sources, then the number of all rows.
         publish: Publishes the file of a chunk; returns the chunk as job.json is to have it.
-        advance: Called with the number of rows of each chunk that is published.
 
     Returns:
         The job with the new chunks, and with what is odd about their rows.
@@ -134,6 +132,8 @@ def write_chunks(
         InputError: See `Sources.blocks`, `Sources.check_unchanged`.
         ScratchFull: The scratch folder is full.
     """
+    from tqdm import tqdm
+
     rows, before, chunks = _Rows(sources), len(job.chunks), list[Chunk]()
 
     def built(scratch: Scratch) -> Iterator[tuple[Chunk, Path]]:
@@ -147,10 +147,14 @@ def write_chunks(
                 path,
             )
 
-    with contextlib.closing(Scratch()) as scratch, scratch_errors(scratch.folder):
+    with (
+        contextlib.closing(Scratch()) as scratch,
+        scratch_errors(scratch.folder),
+        tqdm(total=sources.rows, unit=" rows", desc="split", disable=None) as bar,  # on a terminal
+    ):
         for chunk in in_parallel(lambda pair: publish(*pair), built(scratch), _THREADS):
             chunks.append(chunk)
-            advance(chunk.rows)
+            bar.update(chunk.rows)
     if sources.rows == sum(part.counted.rows for part in sources.parts):  # no limit leaves out rows
         rows.finish()
     sources.check_unchanged()
