@@ -21,7 +21,7 @@ import yaml
 
 from batchinfer import clusters
 from batchinfer.clusters import CLUSTERS, Fate, Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import quote

@@ -20,7 +20,7 @@ import yaml
 import fake_slurm
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.pipeline import launching
 from batchinfer.runs.launched import with_launches
@@ -442,7 +442,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
         asked.append(given)
         return {}
 
-    monkeypatch.setattr("batchinfer.check.command.command.callback", check)
+    monkeypatch.setattr("batchinfer.check.checking.command.callback", check)
     places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
     monkeypatch.setattr(launching.Launch, "_refuse", lambda _self: None)
     call("launch", *places, "--model", "org/m")

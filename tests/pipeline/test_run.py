@@ -355,7 +355,7 @@ def test_a_signal_ends_it_while_it_collects_too(
         signal.raise_signal(number)
         raise AssertionError("the signal did nothing")
 
-    monkeypatch.setattr("batchinfer.pipeline.steps.run_collect", collect)
+    monkeypatch.setattr("batchinfer.pipeline.work_folder.run_collect", collect)
     # A worker that another test has run in this process may have left its handler.
     before = signal.signal(number, signal.default_int_handler)
     try:

@@ -27,7 +27,7 @@ from batchinfer.pipeline.running import WORKER_ID, running_alone
 from batchinfer.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from batchinfer.pipeline.steps import WorkFolder
+    from batchinfer.pipeline.work_folder import WorkFolder
 
 STDOUT = "-"
 _GIVEN = {
@@ -83,7 +83,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
-    from batchinfer.pipeline.sources import copy_to, with_stdin_in_a_file
+    from batchinfer.pipeline.pipes import copy_to, with_stdin_in_a_file
     from batchinfer.storage.scratch import Scratch
 
     asked = PipelineConfig(**values_of(PipelineConfig, options) | {"sources": list(sources)})
@@ -133,9 +133,9 @@ def tell(result: dict[str, Any], dest: str) -> None:
 
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    from batchinfer.check.steps import refuse_other_run
+    from batchinfer.check.examination import refuse_other_run
     from batchinfer.core.clock import SystemClock
-    from batchinfer.pipeline.steps import WorkFolder
+    from batchinfer.pipeline.work_folder import WorkFolder
     from batchinfer.storage.opening import check_writable, open_store
     from batchinfer.worker.command import describe_host, engine_config, price_of_machine
 
