@@ -18,6 +18,7 @@ from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
+from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.options import NO_OPTION, Count, Opt
@@ -38,7 +39,6 @@ _GIVEN = {
 """Parameters of the worker that are no options of `run`, with `run`'s own values."""
 _PLACES = ("manifests", "job", "output", "limit")
 """Parameters of the worker that `run` fills with places in its work folder."""
-_RESTART_STATUSES = (33, 34, 75)
 
 
 class PipelineConfig(Record, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
     except BatchinferError as error:
-        if error.exit_status in _RESTART_STATUSES and not error.hint:
+        if error.exit_status in RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"
         raise
     if options["max_error_rate"] is not None:
