@@ -14,5 +14,6 @@ def command() -> None:
     """Turn checkpoints into models, and models into other formats.
 
     DEST is a folder that does not exist yet, local or in a bucket (s3://, gs://). A local folder appears when the
-    conversion is complete; in a bucket, config.json comes last. After a kill the same command begins anew.
+    conversion is complete; in a bucket, config.json comes last. After a kill the same command begins anew, in a bucket
+    once it is empty.
     """
