@@ -8,7 +8,6 @@ an HTTP library nor vllm.
 
 from __future__ import annotations
 
-import heapq
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -234,8 +233,7 @@ def longest_sequence(config: EngineConfig) -> int | None:
     Returns:
         None if the engine has no limit, or if the limit is known only after the model is loaded.
     """
-    typed = config.server_options.get("max_model_len")
-    if isinstance(typed, int) and typed > 0:
+    if typed := config.typed_number("max_model_len"):
         return typed
     if not has_model(config):
         return None
@@ -264,15 +262,9 @@ def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> lis
     [2, 4]
     """
     shares = [0] * len(held)
-    levels = [(held[index], index) for index, free in enumerate(free_slots) if free > 0]
-    heapq.heapify(levels)
     for _ in range(count):
-        if not levels:
+        places = [index for index, free in enumerate(free_slots) if shares[index] < free]
+        if not places:
             break
-        level, index = levels[0]
-        shares[index] += 1
-        if shares[index] < free_slots[index]:
-            heapq.heapreplace(levels, (level + 1, index))
-        else:
-            heapq.heappop(levels)
+        shares[min(places, key=lambda index: held[index] + shares[index])] += 1
     return shares

@@ -127,6 +127,11 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         """The options in `server_args` by their names with underscores; see `parse_args`."""
         return parse_args(self.server_args)
 
+    def typed_number(self, name: str) -> int | None:
+        """Return the value of one of `server_options` that is a whole number; None if it is not typed."""
+        value = self.server_options.get(name)
+        return value if isinstance(value, int) else None
+
     @property
     def answer_options(self) -> dict[str, Any]:
         """Those of `server_options` that may change answers. They must be the same for all workers of a run."""
@@ -231,44 +236,23 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names them.
     """
-    counts = {
-        "--replicas": None if config.replicas == "auto" else config.replicas,
-        "--tensor-parallel-size": config.tensor_parallel_size,
-        "--pipeline-parallel-size": config.pipeline_parallel_size,
-    }
-    for option, value in counts.items():
-        if value is not None and value < 1:
+    for name in ("replicas", "tensor_parallel_size", "pipeline_parallel_size"):
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 1:
+            option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option}: is {value}, expected at least 1")
     command = config.server_command
-    if command and not any(place in command for place in ("{port}", "{socket}")):
+    if command and "{port}" not in command and "{socket}" not in command:
         raise ConfigError(
             f"--server-command {command}: says nowhere where the server shall listen",
             hint="put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it, and {model}",
         )
-    _check_nodes(config)
-
-
-def _check_nodes(config: EngineConfig) -> None:
-    """Refuse options of several nodes that contradict each other."""
-    if not 0 <= config.node_rank < config.nnodes:
-        raise ConfigError(
-            f"--node-rank: is {config.node_rank}, expected 0 to {config.nnodes - 1}, below --nnodes"
-        )
     if config.nnodes == 1:
         return
-    if not 1 <= config.master_port <= 65_534:
-        raise ConfigError(f"--master-port: is {config.master_port}, expected 1 to 65534")
-    if not config.master_addr:
+    if not config.master_addr or not 0 <= config.node_rank < config.nnodes:
         raise ConfigError(
-            f"--nnodes {config.nnodes} without --master-addr: expected the address of node 0",
-            hint="give it, and the same --master-port, to every node",
+            f"--nnodes {config.nnodes}: expected --master-addr, the address of node 0, and --node-rank below --nnodes",
+            hint="give --master-addr, and the same --master-port, to every node",
         )
     if config.replicas not in {1, "auto"}:
         raise ConfigError("--replicas with --nnodes: several nodes run one replica together")
-    size = (config.tensor_parallel_size or config.nnodes) * config.pipeline_parallel_size
-    if size % config.nnodes:
-        raise ConfigError(
-            f"--tensor-parallel-size x --pipeline-parallel-size: is {size}, expected a multiple of --nnodes "
-            f"{config.nnodes}",
-            hint="every node has the same number of GPUs",
-        )

@@ -40,14 +40,12 @@ MOST_RESTARTS = 3
 RESTART_PAUSE_SECONDS = 5.0
 """Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 LONGEST_PAUSE_SECONDS = 60.0
-FEW, FEWEST = 64, 3
+FEW = 3
 """Most rows that may be given up because they fail alone; see `Dispatcher.find_outage`."""
 LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks at a server that runs."""
-# A gap between two looks above this means that this process itself was frozen, perhaps with its machine.
-_FROZEN_SECONDS = 5.0
 # Most seconds that a server has to tell its counters when the last row has come.
 _LAST_STATS_SECONDS = 2.0
 
@@ -71,7 +69,6 @@ class Dispatcher:
         self.num_restarts = 0
         self._pace = Pace(config)
         self._watches: list[asyncio.Task[None]] = []
-        self._num_answered = 0
         self.outage_since: float | None = None
         """Time of the first failed attempt since an endpoint last answered."""
         self._last_replies: dict[RowKey, Reply] = {}
@@ -157,7 +154,6 @@ class Dispatcher:
             await asyncio.sleep(pause_seconds(num_failed))
 
     def _note_answer(self, target: Target) -> None:
-        self._num_answered += 1
         self.outage_since = None
         target.num_answered += 1
         target.num_pauses = 0
@@ -173,7 +169,7 @@ class Dispatcher:
         self._last_replies.clear()
         self.outage_since = None
         ready = [server for server in self.servers if server.is_ready]
-        await asyncio.gather(*(server.read_stats(_LAST_STATS_SECONDS) for server in ready))
+        await asyncio.gather(*(server.read_counters(_LAST_STATS_SECONDS) for server in ready))
 
     async def close(self) -> None:
         """End everything, and the servers that are ours: within seconds, or at once if the engine has failed."""
@@ -189,31 +185,25 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ outages of endpoints
 
-    async def find_outage(self, *, is_idle: bool) -> None:
+    async def find_outage(self) -> None:
         """Note the failure of endpoints that have answered nothing for `stall_seconds`.
 
-        A few rows alone that fail again and again are given up instead: at once if they are the last ones, others were
-        answered, and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start
-        of the run's last worker.
-
-        Args:
-            is_idle: Whether the source had no further row when it was last asked.
+        A few rows alone that fail again and again are given up instead. Otherwise such rows would end every start of
+        the run's last worker.
         """
         since = self.outage_since
-        is_late = since is not None and time.monotonic() - since >= self.config.stall_seconds
-        keys = [key for target in self.targets for key in target.in_flight]
-        replies = [self._last_replies[key] for key in keys if key in self._last_replies]
-        is_last = is_idle and self._num_answered and len(keys) <= FEW
-        is_own = is_last and all(reply.status == 500 for reply in replies)
-        if len(replies) == len(keys) and (is_own or (is_late and len(keys) <= FEWEST)):
+        seconds = self.config.stall_seconds
+        if self.failure or since is None or time.monotonic() - since < seconds:
+            return
+        left = [(target, key) for target in self.targets for key in target.in_flight]
+        if len(left) <= FEW and all(key in self._last_replies for _, key in left):
             self.outage_since = None
-            for target in self.targets:
-                for key, task in list(target.in_flight.items()):
-                    task.cancel()
-                    self._deliver(target, self._last_replies[key])
-        elif is_late and keys:
+            for target, key in left:
+                target.in_flight[key].cancel()
+                self._deliver(target, self._last_replies[key])
+        else:
             self.failure = EngineDied(
-                f"{self.targets[0].name}: answered nothing for {self.config.stall_seconds:g} s",
+                f"{self.targets[0].name}: answered nothing for {seconds:g} s",
                 hint="no row is lost; start the same command again when it answers",
             )
 
@@ -226,10 +216,7 @@ class Dispatcher:
     async def _watch(self, server: OwnServer) -> None:
         """End a server that hangs, hand back the rows of one that is dead, and start it again."""
         while True:
-            looked = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS if server.is_ready else LOAD_LOOK_SECONDS)
-            if (gap := time.monotonic() - looked) > _FROZEN_SECONDS:
-                server.forgive(gap)
             was_ready = server.is_ready
             reason = await server.look(self.config)
             if server.is_ready and not was_ready:

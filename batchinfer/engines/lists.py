@@ -9,25 +9,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 
 MOST_TEXTS = 64
 _PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
-_Fields = dict[str, msgspec.Raw]
-_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-
-
-class _Answers(msgspec.Struct):
-    data: list[_Fields]
-    usage: _Usage = _Usage()
-
-
-_answers = codec.json_decoder(_Answers)
+_decode_items = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_encode = msgspec.json.Encoder().encode
 
 
 def group(calls: Sequence[Call]) -> list[list[Call]]:
@@ -54,20 +44,20 @@ def _options(call: Call) -> bytes | None:
     if call.path not in _PATHS:
         return None
     try:
-        fields = _decoder.decode(call.body)
+        fields = _decode(call.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     text = fields.pop("input", None)
-    return msgspec.json.encode(fields) if text is not None and bytes(text)[:1] == b'"' else None
+    return _encode(fields) if text is not None and bytes(text)[:1] == b'"' else None
 
 
 def merge(calls: Sequence[Call]) -> Call:
     """Return the request for the texts of all these calls, which `group` has put together."""
     if len(calls) == 1:
         return calls[0]
-    texts = [_decoder.decode(call.body)["input"] for call in calls]
-    fields = _decoder.decode(calls[0].body) | {"input": msgspec.Raw(msgspec.json.encode(texts))}
-    return Call(key=calls[0].key, path=calls[0].path, body=msgspec.json.encode(fields))
+    texts = [_decode(call.body)["input"] for call in calls]
+    fields = _decode(calls[0].body) | {"input": msgspec.Raw(_encode(texts))}
+    return Call(key=calls[0].key, path=calls[0].path, body=_encode(fields))
 
 
 def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
@@ -77,21 +67,18 @@ def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
     body; the shares are the whole count together. The bodies have no usage.
     """
     try:
-        found = _answers.decode(body)
-        rest = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        rest = _decode(body)
+        items = _decode_items(rest.pop("data"))
+        count = int(msgspec.json.decode(rest.pop("usage", b"{}")).get("prompt_tokens") or 0)
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return None
-    if len(found.data) != len(calls):
+    if len(items) != len(calls):
         return None
-    rest.pop("usage", None)
-    lengths = [len(call.body) for call in calls]
-    total, replies, before, given = sum(lengths), list[Reply](), 0, 0
-    for call, item, length in zip(calls, found.data, lengths, strict=True):
-        before += length
-        share = found.usage.prompt_tokens * before // total - given
+    total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0
+    for call, item in zip(calls, items, strict=True):
+        before += len(call.body)
+        share = count * before // total - given
         given += share
-        item["index"] = msgspec.Raw(b"0")
-        one = rest | {"data": msgspec.Raw(msgspec.json.encode([item]))}
-        reply = Reply(key=call.key, status=200, body=msgspec.json.encode(one), prompt_tokens=share)
-        replies.append(reply)
+        one = rest | {"data": msgspec.Raw(_encode([item | {"index": msgspec.Raw(b"0")}]))}
+        replies.append(Reply(key=call.key, status=200, body=_encode(one), prompt_tokens=share))
     return replies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -35,31 +36,9 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Incomplete(msgspec.Struct, gc=False):
-    reason: str | None = None
-
-
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    """Token counts of a body. The Responses API has names of its own for them."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
-
-
 _choices_of = codec.json_decoder(list[_Choice]).decode
-_usage_of = codec.json_decoder(_Usage).decode
-_incomplete_of = codec.json_decoder(_Incomplete).decode
+_objects_of = codec.json_decoder(list[dict[str, Any]]).decode
+_object_of = codec.json_decoder(dict[str, Any]).decode
 
 
 def read_body(data: bytes) -> tuple[Body | None, bytes]:
@@ -83,10 +62,13 @@ def read_body(data: bytes) -> tuple[Body | None, bytes]:
             data = msgspec.json.format(data, indent=-1)
         return _members(data), data
     except DECODE_ERRORS as error:
-        mended = _mended(data)
-        if mended is None:
+        try:
+            value = json.loads(data, parse_constant=lambda _name: None)
+        except (ValueError, RecursionError):
             raise InputError(f"the answer is not JSON ({error})", hint="") from error
-        return _members(mended), mended
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        data = with_whole_characters(text).encode()
+        return _members(data), data
 
 
 def _members(data: bytes) -> Body | None:
@@ -94,15 +76,6 @@ def _members(data: bytes) -> Body | None:
         return _decode(data)
     msgspec.json.decode(data)
     return None
-
-
-def _mended(data: bytes) -> bytes | None:
-    try:
-        value = json.loads(data, parse_constant=lambda _name: None)
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return with_whole_characters(text).encode()
 
 
 def with_whole_characters(text: str) -> str:
@@ -135,12 +108,12 @@ def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
         body["id"] = _raw(_id_like(msgspec.json.decode(body["id"]), digest_of(key)))
     try:
         if "output" in body:
-            items = msgspec.json.decode(body["output"], type=list[dict[str, Any]])
+            items = _objects_of(body["output"])
             body["output"] = _raw(
                 [_settled_item(key, place, item) for place, item in enumerate(items)]
             )
         elif has_calls and "choices" in body:
-            choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
+            choices = _objects_of(body["choices"])
             for index, choice in enumerate(choices):
                 calls = (choice.get("message") or {}).get("tool_calls") or ()
                 for place, call in enumerate(calls):
@@ -186,33 +159,34 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def usage_of(body: Body) -> Usage:
-    """Return the token counts of a body; 0 where it has none."""
+    """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        found = _usage_of(body["usage"])
-    except (KeyError, *DECODE_ERRORS):
+        found = _object_of(body["usage"])
+        prompt, answer = (
+            found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
+            for one, other in (("prompt", "input"), ("completion", "output"))
+        )
+        counts = {
+            "prompt_tokens": found.get("prompt_tokens") or found.get("input_tokens") or 0,
+            "cached_tokens": prompt.get("cached_tokens") or 0,
+            "completion_tokens": found.get("completion_tokens") or found.get("output_tokens") or 0,
+            "reasoning_tokens": answer.get("reasoning_tokens"),
+        }
+        return codec.convert(counts, Usage)
+    except (KeyError, AttributeError, *DECODE_ERRORS):
         return Usage()
-    prompt = found.prompt_tokens_details or found.input_tokens_details or _Details()
-    answer = found.completion_tokens_details or found.output_tokens_details or _Details()
-    return Usage(
-        prompt_tokens=found.prompt_tokens or found.input_tokens or 0,
-        cached_tokens=prompt.cached_tokens or 0,
-        completion_tokens=found.completion_tokens or found.output_tokens or 0,
-        reasoning_tokens=answer.reasoning_tokens,
-    )
 
 
 def finish_reason_of(body: Body) -> str:
     """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
-    try:
+    with contextlib.suppress(AttributeError, *DECODE_ERRORS):
         if "choices" in body:
             choices = _choices_of(body["choices"])
             return (choices[0].finish_reason or "") if choices else ""
         if "output" in body and "status" in body:
-            incomplete = body.get("incomplete_details")
-            reason = None if incomplete in (None, b"null") else _incomplete_of(incomplete).reason
+            details = msgspec.json.decode(body.get("incomplete_details", b"null"))
+            reason = details.get("reason") if details else None
             return {"max_output_tokens": "length", None: "stop"}.get(reason, reason or "")
-    except DECODE_ERRORS:
-        pass
     return ""
 
 
@@ -228,7 +202,7 @@ def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
         keeps_logprobs: Whether the request asked for log-probabilities itself.
     """
     try:
-        choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
+        choices = _objects_of(body["choices"])
         best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
     except (KeyError, AttributeError, TypeError, *DECODE_ERRORS):
         return

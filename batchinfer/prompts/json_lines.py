@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,26 +35,13 @@ def decode_object(data: bytes) -> dict[str, Any]:
         is_readable = isinstance(error, msgspec.ValidationError)  # no object, or such a number
         members = read_object(data) if is_readable else None
         if members is None:
-            raise RowProblem(Code.INVALID_JSON, _complaint(data.strip(), error)) from error
+            found = str(error) if data.strip() else "blank line"
+            message = f"{found}, expected a JSON object in UTF-8"
+            raise RowProblem(Code.INVALID_JSON, message) from error
     return {
         name: bytes(value).decode() if type(value) is msgspec.Raw else value
         for name, value in members.items()
     }
-
-
-def _complaint(line: bytes, error: Exception) -> str:
-    if not line:
-        return "blank line, expected a JSON object"
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        return "JSON is nested too deep to be read"
-    except ValueError as problem:
-        return f"not JSON in UTF-8: {problem}"
-    if not isinstance(value, dict):
-        return f"a JSON {json_type(value)}, expected an object with the columns"
-    # The standard library takes more than JSON has, so this is as a rule NaN, or half of a surrogate pair.
-    return f"NaN, an infinity, or a \\ud800 to \\udfff escape without its partner ({error})"
 
 
 def decode_text(text: str) -> Any:

@@ -21,10 +21,9 @@ _URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS
 _NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "metadata"})
 """Fields of a body in which a server looks for no media."""
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(=[=\s]*)?")
 _FORMAT = re.compile(
     rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<bmp>BM)|(?P<tiff>II\*\0|MM\0\*)"
-    rb"|RIFF....((?P<webp>WEBP)|(?P<wav>WAVE)|(?P<avi>AVI ))|(?P<flac>fLaC)|(?P<ogg>OggS)"
+    rb"|RIFF....(?:(?P<webp>WEBP)|(?P<wav>WAVE)|(?P<avi>AVI ))|(?P<flac>fLaC)|(?P<ogg>OggS)"
     rb"|(?P<mp3>ID3|\xff[\xfb\xf3\xf2])|(?P<mp4>....ftyp)|(?P<webm>\x1aE\xdf\xa3)",
     re.DOTALL,
 )
@@ -61,16 +60,14 @@ def read_media(value: Any, kind: str) -> list[str]:
             return [data_url(content, kind)]
         text = value.get("url") or value.get("path")
     text = text.strip() if isinstance(text, str) else ""
-    is_data, is_link = text[:5].lower() == "data:", _LINK.match(text) is not None
-    if is_data and re.match(r"[^,]*;base64,.", text):
+    if re.match(r"data:[^,]*;base64,.", text, re.IGNORECASE):
         return ["data:" + text[5:]]
-    may_be_base64 = len(text) > _SHORTEST_FILE and not is_link and _BASE64.fullmatch(text)
-    if may_be_base64 and (len(text) > _LONGEST_PATH or _format_of(_start_of(text))):
-        return [data_url(text, kind)]
-    if not text or is_data or (len(text) > _LONGEST_PATH and not is_link):
+    if not text or text[:5].lower() == "data:":
         expected = "a URL, a path, base64, or an object with bytes, path or url"
         raise Unfit(f"{shown(value)}, expected {expected}")
-    return [text]
+    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(_start_of(text)))
+    is_file = has_format or len(text) > _LONGEST_PATH
+    return [data_url(text, kind) if is_file and not _LINK.match(text) else text]
 
 
 def data_url(content: str | bytes, kind: str) -> str:
@@ -90,8 +87,7 @@ def _start_of(content: str) -> bytes:
 
 def _format_of(start: bytes) -> str:
     found = _FORMAT.match(start)
-    names = found.groupdict().items() if found else ()
-    return next((name for name, mark in names if mark), "")
+    return (found and found.lastgroup) or ""
 
 
 def read_part(part: Mapping[str, Any], subject: str) -> list[dict[str, Any]]:

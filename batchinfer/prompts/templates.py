@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
+from batchinfer.prompts.json_lines import column
 from batchinfer.prompts.types import RowProblem
 
 if TYPE_CHECKING:
@@ -73,12 +74,6 @@ def named_template(name: str) -> NamedTemplate:
     return NAMED_TEMPLATES[name]
 
 
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -95,7 +90,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(
         value, ensure_ascii=False, indent=indent
     )
-    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
@@ -144,15 +138,12 @@ class PromptTemplate:
             text = self._template.render({"row": row, **self._values, **row})
             text.encode()
         except Exception as error:  # a template runs arbitrary expressions on the row
-            code, message = Code.TEMPLATE_ERROR, f"{type(error).__name__}: {str(error)[:500]}"
             # A template may test whether a column exists, so the cause is only a column that Jinja's message names.
             missing = [
                 each for each in self.variables if each not in row and f"'{each}'" in str(error)
             ]
             if isinstance(error, UndefinedError) and missing:
-                has = ", ".join(list(row)[:20])
-                code = Code.MISSING_COLUMN
-                message = f"column {missing[0]!r} is not in the row (it has: {has})"
-                message += near(missing[0], row)
-            raise RowProblem(code, f"{self._name}: {message}") from error
+                column(row, missing[0])
+            message = f"{self._name}: {type(error).__name__}: {str(error)[:500]}"
+            raise RowProblem(Code.TEMPLATE_ERROR, message) from error
         return text

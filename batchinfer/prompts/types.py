@@ -150,16 +150,12 @@ class EngineRules:
 
     model: str
     """Name by which bodies ask for the run's model."""
-    adapters: tuple[str, ...] = ()
-    """Names by which bodies ask for the run's adapters."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; None if the engine does not say."""
     parameters: Callable[[str], frozenset[str]] = lambda _path: frozenset()
     """Names of the fields that bodies for a path may have. An empty set: unknown, no name is refused."""
     fetches_links: bool = False
     """Whether the server fetches media at http(s) links itself."""
-    is_vllm: bool = True
-    """Whether fields that only vLLM has may be added to bodies."""
     eos_token: str = ""
     """Text of the model's end-of-sequence token, which is removed from the end of plain prompts: a model generates
     nothing useful after it. Empty if unknown."""

