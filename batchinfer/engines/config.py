@@ -50,7 +50,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     SECTION: ClassVar[str] = "engine"
 
-    engine: Annotated[str, RECORDED] = "vllm"
+    engine: Annotated[Literal["vllm", "openai", "echo"], RECORDED] = "vllm"
     """vllm; openai, a running endpoint; or echo, to rehearse without a model."""
     model: Annotated[str, Opt(section="model", is_first=True, is_recorded=True)] = ""
     """Name on the Hub, or folder, here or in a bucket."""
@@ -71,7 +71,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = {}
     """LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated."""
-    replicas: Annotated[int | Literal["auto"], Opt(form="auto")] = "auto"
+    replicas: Annotated[Count | Literal["auto"], Opt(form="auto")] = "auto"
     """Servers, each on its own GPUs, or auto: the fewest GPUs that serve the model well for each, on all GPUs."""
     gpus: Annotated[list[str] | None, Opt(form="names")] = None
     """GPUs to use, as numbers or UUIDs, e.g. 2,5. Default: all that are visible."""
@@ -159,9 +159,9 @@ def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
     typed = parse_args(server_args)
     found: dict[str, Any] = {name: typed[name] for name in _PARALLEL if name in typed}
     for name, value in found.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if type(value) is not int or value < (name != "node_rank"):
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option}: is {value!r}, expected a whole number")
+            raise ConfigError(f"{option}: is {value!r}, expected a whole number from 1")
     if "master_addr" in typed:
         found["master_addr"] = str(typed["master_addr"])
     return found
@@ -236,11 +236,8 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names them.
     """
-    for name in ("replicas", "tensor_parallel_size", "pipeline_parallel_size"):
-        value = getattr(config, name)
-        if isinstance(value, int) and value < 1:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option}: is {value}, expected at least 1")
+    if config.replicas != "auto" and config.replicas < 1:
+        raise ConfigError(f"--replicas: is {config.replicas}, expected at least 1")
     command = config.server_command
     if command and "{port}" not in command and "{socket}" not in command:
         raise ConfigError(

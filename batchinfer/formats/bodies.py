@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ _VARYING = ("created", "created_at", "request_id", "system_fingerprint")
 """Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
 _OF_THE_CACHE = ("prompt_tokens_details", "input_tokens_details")
 """Members of `usage` that say how much of the prompt came from the server's prefix cache."""
-_PREFIX = re.compile(r"[A-Za-z]+[-_]")
+# Within texts the quotes are escaped, so this finds members of objects only.
+_ID = re.compile(rb'"(id|call_id)": *"(?!functions\.)((?:[A-Za-z]+[-_])?)[^"\\]*"')
 _LOWEST = -9999.0
 
 _decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
@@ -83,72 +85,36 @@ def with_whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def digest_of(key: RowKey, *places: int) -> str:
-    """Return 24 digits that stand for a row, or for a place in its answer, in every worker alike."""
-    parts = "\0".join([key[0], *map(str, (key[1], *places))])
-    return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
+def digest_of(key: RowKey, place: int) -> str:
+    """Return 24 digits that stand for a place in a row's answer, in every worker alike."""
+    return hashlib.blake2b(f"{key[0]}\0{key[1]}\0{place}".encode(), digest_size=12).hexdigest()
 
 
 # --------------------------------------------------------------------------- what varies
 
 
-def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
-    """Take out of a body what varies between equal answers, in place: ids follow from the row's key.
+def settle(body: Body, key: RowKey) -> bytes:
+    """Return a body as JSON without what varies between equal answers: ids follow from the row's key.
+
+    Ids that mean something stay: those of Kimi's calls are the function's name and a number. So do the servers'
+    prefixes ("chatcmpl-tool-" becomes "chatcmpl-").
 
     Args:
-        body: The body's members.
+        body: The body's members, which are changed.
         key: The row's key.
-        has_calls: Whether the body may have tool calls. Looking for them costs as much as reading the whole answer.
     """
+    places = itertools.count()
+
+    def named(match: re.Match[bytes]) -> bytes:
+        return b'"%b":"%b%b"' % (match[1], match[2], digest_of(key, next(places)).encode())
+
     for name in _VARYING:
         body.pop(name, None)
-    if "usage" in body:
-        _settle_usage(body)
-    if "id" in body:
-        body["id"] = _raw(_id_like(msgspec.json.decode(body["id"]), digest_of(key)))
-    try:
-        if "output" in body:
-            items = _objects_of(body["output"])
-            body["output"] = _raw(
-                [_settled_item(key, place, item) for place, item in enumerate(items)]
-            )
-        elif has_calls and "choices" in body:
-            choices = _objects_of(body["choices"])
-            for index, choice in enumerate(choices):
-                calls = (choice.get("message") or {}).get("tool_calls") or ()
-                for place, call in enumerate(calls):
-                    call["id"] = _id_like(call.get("id"), digest_of(key, index, place))
-            body["choices"] = _raw(choices)
-    except (*DECODE_ERRORS, AttributeError, TypeError):
-        return  # an answer of another shape has no ids that we know
-
-
-def _settle_usage(body: Body) -> None:
-    """Take out of a body's usage what depends on the rows that the server had before: tokens from its cache."""
-    try:
+    with contextlib.suppress(KeyError, *DECODE_ERRORS):
         usage = _decode(body["usage"])
-    except DECODE_ERRORS:
-        return
-    if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
-        body["usage"] = _raw(usage)
-
-
-def _settled_item(key: RowKey, place: int, item: dict[str, Any]) -> dict[str, Any]:
-    for number, name in enumerate(("id", "call_id")):
-        if name in item:
-            item[name] = _id_like(item[name], digest_of(key, place, number))
-    return item
-
-
-def _id_like(value: Any, digest: str) -> Any:
-    """Return an id made of a digest, with the server's prefix ("chatcmpl-tool-" becomes "chatcmpl-").
-
-    Ids that mean something stay: those of Kimi's calls are the function's name and a number.
-    """
-    if not isinstance(value, str) or value.startswith("functions."):
-        return value
-    prefix = _PREFIX.match(value)
-    return f"{prefix[0] if prefix else ''}{digest}"
+        if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
+            body["usage"] = _raw(usage)
+    return _ID.sub(named, _encode(body))
 
 
 def _raw(value: Any) -> msgspec.Raw:

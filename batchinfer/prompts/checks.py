@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.types import MEDIA_KINDS, SPEECH_URLS, TASK_PATHS, PromptConfig
 
-_PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_name", "pair_columns")
+_PROMPTS = ("messages_column", "prompt_column", "prompt_template", "pair_columns")
 """Fields that say what the prompt of a row is."""
 _OF_CHATS = ("system_prompt", "image_columns", "video_columns", "tools_column")
 _OTHERS = ("as_chat", "blank_columns", "lora_column", "audio_columns", "constraint_column")
@@ -17,7 +17,6 @@ _OTHERS = ("as_chat", "blank_columns", "lora_column", "audio_columns", "constrai
 def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
     """Return the options of those fields that are set."""
     flags = {f"{x}_columns": f"--{x}-column" for x in MEDIA_KINDS}
-    flags["template_name"] = "--prompt-template"
     given = [field for field in fields if getattr(config, field)]
     return [flags.get(field, "--" + field.replace("_", "-")) for field in given]
 

@@ -16,7 +16,7 @@ from batchinfer.prompts.conversation import (
 from batchinfer.prompts.json_lines import column, json_type, reading
 from batchinfer.prompts.media import read_media, with_media
 from batchinfer.prompts.options import read_constraint, read_tools
-from batchinfer.prompts.templates import PromptTemplate, named_template
+from batchinfer.prompts.templates import PromptTemplate, find_template
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -41,16 +41,13 @@ class RowsReader:
         self._rules = rules
         self._messages_column = config.messages_column
         self._template: PromptTemplate | None = None
-        if name := config.template_name:
-            named = named_template(name)
-            self._messages_column = named.messages_column
-            if named.source:
-                self._template = PromptTemplate(named.source, name=f"--prompt-template {name}")
-        elif config.prompt_template:
-            values = {"system_prompt": config.system_prompt}
-            self._template = PromptTemplate(
-                config.prompt_template, name="--prompt-template", values=values
-            )
+        if source := config.prompt_template:
+            named = find_template(source)
+            if named and not named.source:
+                [self._messages_column] = named.columns
+            else:
+                values = {"system_prompt": config.system_prompt}
+                self._template = PromptTemplate(named.source if named else source, values)
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
         self._turns = check_turns(config.turns)

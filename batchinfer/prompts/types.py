@@ -68,7 +68,7 @@ class Sampling(Record, frozen=True, kw_only=True):
 class PromptConfig(Record, frozen=True, kw_only=True):
     """The options that say how rows become requests. If an option names a file, the field holds the file's content.
 
-    With the request format ``rows``, one of `messages_column`, `prompt_column`, `prompt_template`, `template_name`,
+    With the request format ``rows``, one of `messages_column`, `prompt_column`, `prompt_template`,
     `pair_columns`, or (to transcribe and translate) `audio_columns` says what the prompt is.
     """
 
@@ -88,8 +88,6 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Two columns: texts for --task score, a query and its documents for --task rerank."""
     prompt_template: Annotated[str, Opt(form="template", metavar="FILE")] = ""
     """Jinja file over the row's columns, or the name of a template; list shows the names."""
-    template_name: Annotated[str, NO_OPTION] = ""
-    """Name of a template, in place of `prompt_template`."""
     as_chat: bool = False
     """Send the prompt as one user message through the chat template."""
     system_prompt: Annotated[str, Opt(form="text")] = ""
@@ -127,7 +125,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     @property
     def is_chat(self) -> bool:
         """Whether rows of columns become conversations."""
-        return bool(self.messages_column) or self.as_chat or self.template_name == "sharegpt"
+        return bool(self.messages_column) or self.as_chat or self.prompt_template == "sharegpt"
 
     @property
     def media_columns(self) -> dict[str, list[str]]:
@@ -213,13 +211,10 @@ class Unfit(ValueError):
 class RowProblem(RowError):
     """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
 
-    def __init__(
-        self, code: str, message: str, *, param: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(str(code), message)
         self.param = param
-        self.status = status
 
     def as_failure(self) -> Failure:
         """Return the reason why the row has no answer, for its output line."""
-        return Failure(code=self.code, message=self.message, status=self.status, param=self.param)
+        return Failure(code=self.code, message=self.message, param=self.param)

@@ -99,7 +99,7 @@ def test_the_last_line_of_stdout_is_the_result(tmp_path: pytest.TempPathFactory)
                 "--output",
                 "r",
                 "--engine",
-                "vlm",
+                "vllm",
                 "--model",
                 "m",
             ],

@@ -133,13 +133,6 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
     assert time.monotonic() - begin > 0.5
 
 
-def test_an_endpoint_that_comes_back_costs_no_row(endpoint, engine):
-    begin = time.monotonic()
-    endpoint.rule = lambda *_: refusal(503) if time.monotonic() - begin < 1 else None
-    found = drive(engine, ListSource(calls(30)))
-    assert {code_of(each) for each in found.values()} == {""}
-
-
 def test_replies_to_abandoned_calls_are_not_given_to_the_next_round(endpoint, engine):
     may_answer = threading.Event()
     endpoint.rule = lambda text, _: (not text.startswith("row 0 ") and may_answer.wait(60)) or None
@@ -214,19 +207,6 @@ def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, e
         opened(endpoint)
 
 
-def test_an_endpoint_without_a_list_of_models_is_taken(endpoint):
-    endpoint.models = None
-    engine, _ = opened(endpoint)
-    assert len(drive(engine, ListSource(calls(3)))) == 3
-    engine.close()
-
-
-def test_an_endpoint_that_is_not_there_is_said_in_time(monkeypatch):
-    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
-    with pytest.raises(EngineLoadError, match="is not reached"):
-        opened("http://127.0.0.1:9/v1")
-
-
 def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch):
     monkeypatch.setattr(dispatch, "is_answer", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -261,7 +241,8 @@ def test_a_url_that_is_none_is_refused_without_its_password(url):
     assert "pw" not in str(caught.value)
 
 
-def test_a_url_without_a_path_gets_the_apis(endpoint):
+def test_a_url_without_a_path_gets_the_apis_and_needs_no_list_of_models(endpoint):
+    endpoint.models = None
     engine, _ = opened(endpoint.url.removesuffix("/v1"))
     assert len(drive(engine, ListSource([call(0), call(1, "/classify", input="a")]))) == 2
     engine.close()

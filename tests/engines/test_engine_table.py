@@ -20,12 +20,8 @@ from engine_contract import call
 from tiny_model import write_model_stub
 
 WRONG = {
-    "did you mean 'vllm'": {"engine": "vlm"},
     "--model: is missing": {},
     "no --base-url": {"engine": "openai", "model": "m"},
-    "--nnodes with --engine echo": {"engine": "echo", "nnodes": 2, "master_addr": "a"},
-    "--server-command with": {"engine": "echo", "server_command": "x {port}"},
-    "--replicas: is 0": {"engine": "echo", "replicas": 0},
     "--node-rank below": {"model": "m", "nnodes": 2, "node_rank": 2, "master_addr": "a"},
     "expected --master-addr": {"model": "m", "nnodes": 2},
     "--replicas with --nnodes": {"model": "m", "nnodes": 2, "master_addr": "a", "replicas": 2},

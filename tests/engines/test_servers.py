@@ -78,7 +78,7 @@ def command(tmp_path, script: str) -> str:
 
 
 def app(*routes: str, before: str = "", rest: str = "") -> str:
-    """A script with a healthy server that has further routes; `before` is run first, and `rest` defines what they call."""
+    """A script with a healthy server and further routes; `before` is run first, `rest` defines what they call."""
     begin = "import asyncio, os, subprocess, sys, time\nfrom aiohttp import web\n"
     begin += textwrap.dedent(before) + "\nasync def health(_): return web.Response()\n"
     listed = ", ".join(['web.get("/health", health)', *routes])

@@ -24,13 +24,12 @@ from engine_contract import (
     ListSource,
     body_of,
     call,
-    code_of,
     drive,
     drive_again,
 )
 from fixtures_vllm import SMALL
 from peft_adapter import write_adapter
-from tiny_model import DEMO_MODEL, write_tiny_model
+from tiny_model import DEMO_MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 CAPITALS = {
@@ -96,18 +95,6 @@ class TestShared(EngineContract):
         assert "temprature" not in fields
         assert "prompt" in engine.parameters("/v1/completions")
         assert engine.parameters("/v1/nothing") == frozenset()
-
-    def test_refusals_have_codes(self, engine):
-        chat = {"messages": [{"role": "user", "content": "hello"}]}
-        bad = {
-            "prompt_too_long": {"messages": [{"role": "user", "content": "a " * 900}]},
-            "model_not_found": {**chat, "model": "nobody"},
-            "invalid_parameter": {**chat, "temperature": -1},
-            "invalid_request": {**chat, "structured_outputs": {"regex": "(("}},
-        }
-        rows = [call(index, **body) for index, body in enumerate(bad.values())]
-        found = drive(engine, ListSource(rows))
-        assert [code_of(found[row.key]) for row in rows] == list(bad)
 
     def test_mixed_adapters_and_base_rows_answer_as_each_alone(self, engine):
         names = [str(DEMO_MODEL), "first", "second"]
@@ -209,12 +196,6 @@ def open_and_close(config: EngineConfig, seconds: float = 300.0) -> None:
         engine.close()
 
 
-def test_an_option_that_vllm_does_not_know_is_refused_before_it_loads(demo_server):
-    config = msgspec.structs.replace(demo_server, server_args=["--max-modl-len", "9"])
-    with pytest.raises(ConfigError, match="unrecognized arguments: --max-modl-len"):
-        open_and_close(config)
-
-
 def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server):
     config = msgspec.structs.replace(demo_server, server_args=["--max-model-len", "99999"])
     with pytest.raises(ConfigError, match="max_model_len"):
@@ -247,64 +228,4 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
     assert all(is_right(key[1], reply) for key, reply in found.items())
     engine.close()
-    assert are_gone(family, 1.0)
-
-
-# --------------------------------------------------------------------------- several processes and machines
-
-
-def texts_of(engine) -> dict:
-    rows = [
-        call(index, "/v1/completions", prompt=f"row {index}", max_tokens=12, seed=index)
-        for index in range(24)
-    ]
-    found = drive(engine, ListSource(rows))
-    return {key: body_of(reply)["choices"][0]["text"] for key, reply in found.items()}
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """A tiny model in float32, options of a server with it, and its answers in one process."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    config = EngineConfig(model=str(folder), server_args=[*SMALL, "--dtype", "float32"])
-    engine = create_engine(config)
-    engine.open(Flag())
-    texts = texts_of(engine)
-    engine.close()
-    return config, texts
-
-
-def test_two_processes_of_a_model_answer_as_one(single):
-    config, texts = single
-    engine = create_engine(msgspec.structs.replace(config, tensor_parallel_size=2))
-    engine.open(Flag())
-    assert texts_of(engine) == texts
-    engine.close()
-
-
-def test_two_nodes_answer_as_one_and_end_together(single):
-    config, texts = single
-    ports = {
-        "nnodes": 2,
-        "master_addr": "127.0.0.1",
-        "master_port": 29731,
-        "tensor_parallel_size": 2,
-    }
-    config = msgspec.structs.replace(config, **ports)
-    script = """
-        import sys, threading, msgspec
-        from batchinfer.engines.config import EngineConfig
-        from batchinfer.engines.headless import follow
-        config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-        print(follow(config, loading=threading.Event(), stop=threading.Event()))
-        """
-    node = msgspec.json.encode(msgspec.structs.replace(config, node_rank=1)).decode()
-    arguments = [sys.executable, "-c", textwrap.dedent(script), node]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as other:
-        engine = create_engine(config)
-        engine.open(Flag())
-        family = descendants(other.pid)
-        assert texts_of(engine) == texts
-        engine.close()
-        assert "SUCCESS" in other.communicate(timeout=60)[0]
     assert are_gone(family, 1.0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from email import message_from_bytes
 from typing import Any
 
 import pytest
 
-from batchinfer.prompts import EngineRules, MediaRef, Prepared, finish_call, media
+from batchinfer.prompts import EngineRules, MediaRef, Prepared, finish_call
 from batchinfer.prompts.media import read_media
 from batchinfer.prompts.types import MediaKind, Unfit
 from pictures import as_base64, as_data_url, as_hub, picture
@@ -265,10 +264,3 @@ def test_a_batch_file_names_sounds_as_vllms_own_does() -> None:
     assert prepared.call.body.count(b'name="timestamp_granularities[]"') == 2
     assert request({"file_url": "https://x/a.wav"}, url).media[0].place == "https://x/a.wav"
     assert code(request({}, url)) == "invalid_media"
-
-
-def test_what_goes_wrong_when_media_are_put_in_is_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = request({"messages": [{"role": "user", "content": [link(A)]}]})
-    monkeypatch.setattr(media, "base64", None)
-    assert code(finish_call(prepared, [RED])) == "internal_error"
-    monkeypatch.setattr(media, "base64", base64)

@@ -18,7 +18,7 @@ def render(template: str, row: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def named(name: str, row: dict[str, Any], **options: Any) -> Prepared:
-    return prepare(row, template_name=name, **options)
+    return prepare(row, prompt_template=name, **options)
 
 
 def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns() -> None:
@@ -101,7 +101,7 @@ def test_a_template_that_writes_nothing_makes_no_prompt() -> None:
 
 
 def test_threads_share_one_template() -> None:
-    template = PromptTemplate("{% for i in range(n) %}{{ i }},{% endfor %}", name="t")
+    template = PromptTemplate("{% for i in range(n) %}{{ i }},{% endfor %}", {})
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda n: template.render({"n": n}), range(200)))
     assert texts == ["".join(f"{i}," for i in range(n)) for n in range(200)]
