@@ -102,7 +102,7 @@ class HttpEngine:
         servers = []
         for index, launch in enumerate(plan(config, sockets.folder, stop)):
             process = ServerProcess(launch, logs.folder / f"server-{index}.log")
-            servers.append(OwnServer(process, config))
+            servers.append(OwnServer(process))
         return servers
 
     @property

@@ -50,7 +50,6 @@ _VARIABLES = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment variables of servers, where the user has not set them."""
-_LONGEST_SOCKET = 107  # bytes of sun_path, without the zero at the end
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
@@ -130,11 +129,6 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         if not any("{socket}" in part for part in command):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 place, port = "", free.getsockname()[1]
-        if len(os.fsencode(place)) > _LONGEST_SOCKET:
-            raise ConfigError(
-                f"{folder}: is too long a path for a unix socket",
-                hint="name a folder with a shorter path in TMPDIR, such as /tmp",
-            )
         launch = Launch(
             name=f"replica {index}{listed}",
             command=_filled(command, {"{socket}": place, "{port}": str(port)}),

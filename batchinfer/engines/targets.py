@@ -245,12 +245,10 @@ class Endpoint(Target):
 class OwnServer(Target):
     """A server that we have started."""
 
-    def __init__(self, process: ServerProcess, config: EngineConfig) -> None:
+    def __init__(self, process: ServerProcess) -> None:
         self.process, launch = process, process.launch
         url = "http://server" if launch.socket else f"http://127.0.0.1:{launch.port}"
-        keys = config.server_options.get("api_key") or ""
-        key = str(keys[0] if isinstance(keys, list) else keys)
-        super().__init__(launch.name, url, launch.slots, socket=launch.socket, key=key)
+        super().__init__(launch.name, url, launch.slots, socket=launch.socket)
         self.is_lost = False
         """Whether it has died so often that it is not started again."""
         self.num_deaths = 0

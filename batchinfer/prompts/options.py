@@ -83,23 +83,12 @@ def _constraint_of(options: Sampling) -> Fields:
         if schema:
             return constraint_fields("json", decode_text(schema))
         if choices:
-            found = _split_choices(choices[0]) if len(choices) == 1 else choices
-            return constraint_fields("choice", found)
+            texts = choices[0].split(",") if len(choices) == 1 else choices
+            return constraint_fields("choice", [x.strip() for x in texts if x.strip()])
     except Unfit as error:
         option = "--json-schema" if schema else "--choices"
         raise ConfigError(f"{option}: {error}") from error
     return {}
-
-
-def _split_choices(text: str) -> Any:
-    """Return the items of a text that is a JSON array; of any other text, the parts between its commas.
-
-    >>> _split_choices("yes, no"), _split_choices('["yes, or no"]')
-    (['yes', 'no'], ['yes, or no'])
-    """
-    if text.startswith("["):
-        return decode_text(text)
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 # --------------------------------------------------------------------------- constraints and tools

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from batchinfer.core.errors import (
     ConfigError,
     EngineDied,
     EngineLoadError,
-    Interrupted,
 )
 from batchinfer.engines import create_engine, dispatch, targets
 from batchinfer.engines.config import EngineConfig
@@ -133,21 +131,6 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
     assert time.monotonic() - begin > 0.5
 
 
-def test_replies_to_abandoned_calls_are_not_given_to_the_next_round(endpoint, engine):
-    may_answer = threading.Event()
-    endpoint.rule = lambda text, _: (not text.startswith("row 0 ") and may_answer.wait(60)) or None
-    batches = engine.generate(ListSource(calls(4)), Flag())
-    assert [each.key for each in next(filter(None, batches))] == [("c", 0)]
-    may_answer.set()
-    endpoint.rule = lambda _text, _body: None
-    while engine._dispatcher.replies.qsize() < 3:
-        time.sleep(0.01)
-    batches.close()
-    batches = engine.generate(ListSource([call(9)]), Flag())
-    assert [each.key for each in next(filter(None, batches))] == [("c", 9)]
-    batches.close()
-
-
 def test_a_slow_endpoint_is_no_outage(endpoint):
     endpoint.delay_seconds = 1.0
     engine, _ = opened(endpoint, stall_seconds=0.3)
@@ -224,16 +207,6 @@ def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
     assert time.monotonic() - begin < 4
 
 
-def test_a_stop_ends_the_opening():
-    stop = Flag()
-    stop.set()
-    engine = create_engine(
-        EngineConfig(engine="openai", model="m", base_urls=["http://127.0.0.1:9/v1"])
-    )
-    with pytest.raises(Interrupted):
-        engine.open(stop)
-
-
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a/v1", "http://me:pw@a/v1", "http://"])
 def test_a_url_that_is_none_is_refused_without_its_password(url):
     with pytest.raises(ConfigError) as caught:
@@ -249,15 +222,6 @@ def test_a_url_without_a_path_gets_the_apis_and_needs_no_list_of_models(endpoint
     assert sorted({*endpoint.paths}) == ["/classify", "/v1/chat/completions", "/v1/models"] or (
         "/version" in endpoint.paths
     )
-
-
-def test_never_more_calls_at_once_than_allowed(endpoint):
-    endpoint.delay_seconds = 0.02
-    engine, info = opened(endpoint, max_concurrency=4)
-    drive(engine, ListSource(calls(60)))
-    engine.close()
-    assert info.max_in_flight == 4
-    assert endpoint.most_at_once <= 4
 
 
 def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
@@ -298,7 +262,7 @@ def test_a_pace_is_kept():
 
 
 def vectors(found):
-    return {key: body_of(each)["data"][0]["embedding"] for key, each in found.items()}
+    return {key: body_of(each)["data"][0].get("embedding") for key, each in found.items()}
 
 
 def embed(index, text, **body):
@@ -308,13 +272,14 @@ def embed(index, text, **body):
 def test_texts_go_in_lists_and_come_back_singly(endpoint, engine):
     rows = [embed(index, f"text {index}") for index in range(10)]
     rows += [embed(index, "x", dimensions=4) for index in range(10, 14)]
+    rows += [embed(14, ["x"]), call(15, "/classify", input="x")]
     found = drive(engine, ListSource(rows))
-    assert sorted(len(body["input"]) for body in endpoint.bodies) == [4, 10]
-    for each in rows:
+    assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 4, 10]
+    for each in rows[:14]:
         alone = endpoint.answer(each.path, json.loads(each.body))
         assert vectors(found)[each.key] == json.loads(alone.body)["data"][0]["embedding"]
     assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
-    assert all("usage" not in body_of(each) for each in found.values())
+    assert all("usage" not in body_of(found["c", index]) for index in range(14))
     assert all(body_of(each)["data"][0]["index"] == 0 for each in found.values())
 
 

@@ -11,12 +11,9 @@ from batchinfer.core.records import Reply
 from batchinfer.engines import check_engine, identify_model, server, share_out
 from batchinfer.engines.config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
-from batchinfer.engines.lists import group
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
 from batchinfer.engines.server import batch_sizes, plan, write_vllm_command
-from batchinfer.engines.targets import read_parameters
-from engine_contract import call
 from tiny_model import write_model_stub
 
 WRONG = {
@@ -141,14 +138,6 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
     assert (launch.slots, launch.max_num_seqs) == (100, None)
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path):
-    config = EngineConfig(
-        model=str(write_model_stub(tmp_path / "m")), server_command="serve {socket}"
-    )
-    with pytest.raises(ConfigError, match="too long"):
-        plan(config, tmp_path / ("x" * 120))
-
-
 @pytest.mark.parametrize(
     ("held", "free", "count", "shares"),
     [([4, 0, 0], [9, 9, 9], 5, [0, 3, 2]), ([0, 0], [2, 9], 6, [2, 4]), ([0], [0], 3, [0]), ([], [], 1, [])],
@@ -194,36 +183,3 @@ def test_a_refusal_has_a_code_by_its_status_and_fields(status, body, code, param
 
 def test_an_answer_is_no_failure():
     assert failure_of(Reply(key=("c", 0), status=200, body=b"{}")) is None
-
-
-def test_only_calls_for_one_text_with_equal_options_are_put_together():
-    path = "/v1/embeddings"
-    rows = [
-        call(0, path, input="a", model="m"),
-        call(1, path, input="b", model="m"),
-        call(2, path, input="c", model="n"),
-        call(3, path, input=["d"], model="m"),
-        call(4, "/classify", input="e", model="m"),
-        call(5),
-    ]
-    found = [[each.key[1] for each in part] for part in group(rows)]
-    assert found == [[0, 1], [2], [3], [4], [5]]
-    many = [call(index, path, input="x") for index in range(130)]
-    assert [len(part) for part in group(many)] == [64, 64, 2]
-
-
-def test_fields_are_read_through_every_kind_of_reference():
-    schemas = {
-        "A": {"properties": {"x": {}}, "allOf": [{"$ref": "#/components/schemas/B"}]},
-        "B": {"properties": {"y": {}}},
-    }
-    body = {
-        "content": {"application/json": {"schema": {"anyOf": [{"$ref": "#/components/schemas/A"}]}}}
-    }
-    described = {
-        "paths": {"/p": {"post": {"requestBody": body}}},
-        "components": {"schemas": schemas},
-    }
-    text = json.dumps(described).encode()
-    assert read_parameters(text, "/p") == {"x", "y"}
-    assert read_parameters(text, "/q") == read_parameters(b"<html>", "/p") == frozenset()

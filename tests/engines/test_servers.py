@@ -145,22 +145,6 @@ def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
     assert not folder.exists()
 
 
-def test_both_servers_are_kept_busy_and_told_apart(open_engine):
-    engine = open_engine(latency_seconds=0.01)
-    rooms = []
-    source = ListSource(calls(100))
-    take = source.take
-
-    def noted(max_calls, free_slots):
-        rooms.append(list(free_slots))
-        return take(max_calls, free_slots)
-
-    source.take = noted
-    drive(engine, source)
-    assert rooms[0] == [12, 12]
-    assert min(server.num_answered for server in engine.targets) > 30
-
-
 def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, caplog):
     engine = open_engine(kill="row 30 says", latency_seconds=0.01)
     rows = calls(100)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -157,32 +155,6 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
     seen.update(descendants(engine.targets[0].process._guard.pid))
     engine.close()
     assert are_gone(seen, 1.0)
-
-
-def test_a_worker_that_is_killed_leaves_no_process(demo_server):
-    script = """
-        import sys, threading, msgspec
-        from batchinfer.engines import create_engine
-        from batchinfer.engines.config import EngineConfig
-        from engine_contract import ListSource, Flag, call
-        engine = create_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
-        engine.open(Flag())
-        for _ in engine.generate(ListSource([call(i, max_tokens=200, ignore_eos=True) for i in range(999)]), Flag()):
-            print(engine.targets[0].process._guard.pid, flush=True)
-        """
-    arguments = [sys.executable, "-c", textwrap.dedent(script)]
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)])
-    with subprocess.Popen(
-        [*arguments, msgspec.json.encode(demo_server).decode()],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    ) as worker:
-        guard = int(worker.stdout.readline())
-        family = [guard, *descendants(guard)]
-        assert named(family, "EngineCore")
-        assert named(family, "Worker")
-        worker.kill()
-    assert are_gone(family, 12.0)
 
 
 # --------------------------------------------------------------------------- loading

@@ -60,7 +60,6 @@ def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
         ),
         ({"choices": ["yes, no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
         ({"choices": ["a, b", "c"]}, {"structured_outputs": {"choice": ["a, b", "c"]}}),
-        ({"choices": ['["a, b"]']}, {"structured_outputs": {"choice": ["a, b"]}}),
         ({"sampling": {"structured": {"regex": "a"}}}, {"structured_outputs": {"regex": "a"}}),
         ({"choices": []}, {}),
         ({"tools": [ADD]}, {"tools": [ADD]}),

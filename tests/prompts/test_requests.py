@@ -252,17 +252,3 @@ def test_a_field_that_the_server_does_not_know_ends_the_run() -> None:
     with pytest.raises(ConfigError, match=r"tempature.*did you mean 'temperature'\?"):
         builder(knows(), prompt_column="p", body={"tempature": 0})
     builder(knows(), prompt_column="p", body={"temperature": 0, "best_of": 2})
-
-
-def test_an_engine_is_asked_once_for_the_names_of_a_path() -> None:
-    asked: list[str] = []
-
-    def parameters(path: str) -> frozenset[str]:
-        asked.append(path)
-        return frozenset({"messages", "model"})
-
-    rules = EngineRules(model="m", parameters=parameters)
-    own = builder(rules, request_format="openai-batch")
-    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": MESSAGES}}
-    own.build("c", 0, [RawRow(index, json.dumps(line).encode()) for index in range(9)])
-    assert asked.count(CHAT) == 1

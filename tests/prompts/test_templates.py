@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import NAMED_TEMPLATES, Prepared
-from batchinfer.prompts.templates import PromptTemplate
 from prompt_rows import builder, code, prepare, sent
 
 
@@ -98,10 +96,3 @@ def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
 
 def test_a_template_that_writes_nothing_makes_no_prompt() -> None:
     assert code(prepare({"q": ""}, prompt_template="{{ q }}")) == "invalid_column"
-
-
-def test_threads_share_one_template() -> None:
-    template = PromptTemplate("{% for i in range(n) %}{{ i }},{% endfor %}", {})
-    with ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(lambda n: template.render({"n": n}), range(200)))
-    assert texts == ["".join(f"{i}," for i in range(n)) for n in range(200)]
