@@ -116,17 +116,15 @@ class Dispatcher:
     async def _send(self, target: Target, call: Call) -> Reply:
         """Send a call until it has an answer, or has failed so often that the row must be at fault."""
         num_failed = num_faults = 0
-        is_ours = isinstance(target, OwnServer)
-        timeout = None if is_ours else self.config.request_timeout_seconds
         while True:
-            if not is_ours and (num_failed or target.pause_seconds):
+            if not self.servers and (num_failed or target.pause_seconds):
                 target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
             if pause := target.pause_seconds:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
                 continue
             await self._pace.wait(call)
             answered_before = target.num_answered
-            found = await target.post(call, timeout)
+            found = await target.post(call)
             reply = Reply(key=call.key, status=found.status or 503, body=found.body)
             if isinstance(target, Endpoint) and (found.status in DENIED or is_used_up(reply)):
                 self.failure = target.denied(found)

@@ -266,9 +266,8 @@ class EchoTarget(Target):
         models = [{"max_model_len": self._config.typed_number("max_model_len")}]
         return Answer(200, _encode({"version": __version__, "data": models}))
 
-    async def post(self, call: Call, timeout_seconds: float | None = None) -> Answer:
+    async def post(self, call: Call) -> Answer:
         """Answer a call."""
-        del timeout_seconds
         if seconds := latency_of(call, self._config):
             async with self._running:
                 await asyncio.sleep(seconds)

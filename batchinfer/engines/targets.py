@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import time
@@ -86,6 +87,8 @@ class Target:
         self.paused_until = 0.0
         self.num_pauses = 0
         """Pauses since the last answer."""
+        self.timeout_seconds: float | None = None
+        """Longest time that one attempt at a call may take."""
         self._socket, self._key, self._uses_proxy = socket, key, uses_proxy
         self._http: aiohttp.ClientSession | None = None
 
@@ -121,9 +124,9 @@ class Target:
         headers = {"Content-Type": call.content_type}
         return self._request("POST", call.path, data=call.body, headers=headers)
 
-    async def post(self, call: Call, timeout_seconds: float | None = None) -> Answer:
+    async def post(self, call: Call) -> Answer:
         """Send a call once."""
-        return await self._read(self._post(call), timeout_seconds)
+        return await self._read(self._post(call), self.timeout_seconds)
 
     async def get(self, path: str, most_seconds: float = _ASK_SECONDS) -> Answer:
         """Ask for something small."""
@@ -195,6 +198,7 @@ class Endpoint(Target):
         key = os.environ.get(KEY_VARIABLE, "").strip()
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
         super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key, uses_proxy=True)
+        self.timeout_seconds = config.request_timeout_seconds
         self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
 
     def url_of(self, path: str) -> str:
@@ -306,6 +310,7 @@ class OwnServer(Target):
         return self.process.load_error(reason)
 
 
+@functools.lru_cache(64)
 def read_parameters(description: bytes, path: str) -> frozenset[str]:
     """Return the fields that an /openapi.json names for the body of a POST to a path; empty if it does not. Pure."""
     names: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import traceback
@@ -73,9 +72,6 @@ class PromptBuilder:
 
     def __init__(self, config: PromptConfig, run_seed: int | None, *, rules: EngineRules) -> None:
         check_config(config)
-        # An engine may read its server's description each time, and rows may name any path.
-        parameters = functools.lru_cache(64)(rules.parameters)
-        rules = dataclasses.replace(rules, parameters=parameters)
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
@@ -98,9 +94,6 @@ class PromptBuilder:
             chunk_name: Name of the chunk. The key of a row is this name and the row's line index.
             first_row: Number of the chunk's first row in the job; 0 for a chunk that `split` did not make.
             rows: Some lines of this chunk, in any order.
-
-        Raises:
-            ConfigError: prompts shall be cut, and the engine does not say to which length.
         """
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk_name)
         return [
@@ -144,8 +137,6 @@ class PromptBuilder:
             return self._finish(prepared, *self._reader.read(columns), seed_of)
         except RowProblem as problem:
             return msgspec.structs.replace(prepared, failure=problem.as_failure())
-        except ConfigError:
-            raise
         except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
             return msgspec.structs.replace(prepared, failure=internal_failure(error))
 

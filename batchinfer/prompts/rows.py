@@ -14,7 +14,7 @@ from batchinfer.prompts.conversation import (
     select_turns,
 )
 from batchinfer.prompts.json_lines import column, json_type, reading
-from batchinfer.prompts.media import read_media, with_media
+from batchinfer.prompts.media import add_media, read_media
 from batchinfer.prompts.options import read_constraint, read_tools
 from batchinfer.prompts.templates import PromptTemplate, find_template
 from batchinfer.prompts.types import (
@@ -134,7 +134,7 @@ class RowsReader:
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
-            messages = with_media(messages, kind, self._media(columns, kind))
+            add_media(messages, kind, self._media(columns, kind))
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]

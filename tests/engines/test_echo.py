@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
 import threading
 
 import pytest
@@ -72,15 +70,6 @@ PATHS = {
 def test_every_path_is_answered_in_the_servers_shape(path):
     body, read = PATHS[path]
     assert read(body_of(answer(call(0, path, **body), config())))
-
-
-def test_a_vector_as_base64_is_the_same_vector():
-    numbers, packed = (
-        body_of(answer(call(0, "/v1/embeddings", input="a", encoding_format=form), config()))
-        for form in ("float", "base64")
-    )
-    found = struct.unpack("<16f", base64.b64decode(packed["data"][0]["embedding"]))
-    assert list(found) == numbers["data"][0]["embedding"]
 
 
 def test_the_last_message_of_a_user_is_the_prompt_with_a_word_for_each_image():

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import check_engine, identify_model, server, share_out
+from batchinfer.engines import check_engine, server, share_out
 from batchinfer.engines.config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
@@ -30,10 +30,6 @@ def test_what_cannot_work_is_refused_before_anything_is_started(said):
     with pytest.raises(ConfigError) as caught:
         check_engine(EngineConfig(**WRONG[said]))
     assert said in caught.value.message + caught.value.hint
-
-
-def test_an_engine_without_a_model_is_identified_by_its_name():
-    assert identify_model(EngineConfig(engine="echo")) == "echo"
 
 
 def test_typed_options_are_read_as_a_server_reads_them():
@@ -179,7 +175,3 @@ def test_a_refusal_has_a_code_by_its_status_and_fields(status, body, code, param
     failure = failure_of(Reply(key=("c", 0), status=status, body=data.encode()))
     assert (failure.code, failure.param) == (code, param)
     assert failure.message
-
-
-def test_an_answer_is_no_failure():
-    assert failure_of(Reply(key=("c", 0), status=200, body=b"{}")) is None

@@ -244,7 +244,6 @@ NOT_STARTING = {
     "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
-    "ends": ("print('that is all')", EngineLoadError, "that is all"),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.server import write_vllm_command
 from engine_contract import (
     EngineContract,
     Flag,
@@ -160,7 +161,7 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
 # --------------------------------------------------------------------------- loading
 
 
-def open_and_close(config: EngineConfig, seconds: float = 300.0) -> None:
+def open_and_close(config):
     engine = create_engine(config)
     try:
         engine.open(Flag())
@@ -201,3 +202,20 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     assert all(is_right(key[1], reply) for key, reply in found.items())
     engine.close()
     assert are_gone(family, 1.0)
+
+
+def test_a_link_that_a_body_hides_from_the_worker_is_not_fetched_by_the_server():
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal.media import MediaConnector
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def domains(*typed):
+        config = EngineConfig(model="m", server_args=list(typed))
+        command = write_vllm_command(config, "m", [], 1, 0)
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        return list(parser.parse_known_args(command[4:])[0].allowed_media_domains)
+
+    assert domains("--allowed-media-domains", "example.com") == ["example.com"]
+    connector = MediaConnector(allowed_media_domains=domains())
+    with pytest.raises(ValueError, match="allowed domains"):
+        connector.fetch_image("http://127.0.0.1:9/a.png")

@@ -52,11 +52,9 @@ CHAT = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "n": 1, "be
 SOUND = {"file_url": "https://example.com/a.wav", "language": "en"}
 ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"request_format": "openai-batch"}, {"url": "/v1/chat/completions", "body": CHAT}),
-    ({"request_format": "openai-batch"}, {"url": "/v1/embeddings", "body": {"input": ["x"]}}),
     ({"request_format": "openai-batch"}, {"url": "/v1/audio/transcriptions", "body": SOUND}),
     ({"request_format": "completions"}, {"prompt": [1, 2], "best_of": 2, "logprobs": 1, "n": 1}),
     ({"messages_column": "p", "image_columns": ["i"]}, {"p": TALK[:1], "i": ["https://a/b.png"]}),
-    ({"messages_column": "p", "turns": "all"}, {"p": TALK}),
     (
         {"messages_column": "p", "image_columns": ["i"], "turns": "all"},
         {"p": [{"from": "human", "value": "<image> <image>"}], "i": [{"bytes": "AAAA"}, "a.png"]},

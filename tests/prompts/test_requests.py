@@ -27,7 +27,6 @@ def completion(rules: EngineRules = PLAIN_RULES, **fields: Any) -> Prepared:
     ("row", "said"),
     [
         ({"prompt": "hi"}, "custom_id is missing, expected a text"),
-        ({"custom_id": None}, "custom_id is None, expected"),
         ({"custom_id": "a"}, "url is missing, expected a path"),
         ({"custom_id": "a", "url": "v1/chat"}, "url is 'v1/chat', expected"),
         ({"custom_id": "a", "url": CHAT, "method": "GET"}, "method is 'GET', expected POST"),
@@ -48,7 +47,6 @@ def test_a_line_without_a_part_of_the_envelope_says_which(row: dict[str, Any], s
     [
         ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
         ("/v1/embeddings", {"input": ["x", "y"], "encoding_format": "float"}),
-        ("/pooling", {"input": "x", "task": "token_classify"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}),
         (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": None}], "stream": False}),

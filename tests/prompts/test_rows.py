@@ -125,15 +125,6 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
     assert sent(prepare({"p": text}, rules, prompt_column="p"))["prompt"] == "x</s>y"
 
 
-def test_a_prompt_column_can_be_sent_as_a_chat() -> None:
-    prepared = prepare({"p": "x"}, prompt_column="p", as_chat=True, system_prompt="s")
-    assert sent(prepared)["messages"] == [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "x"},
-    ]
-    assert prepared.path == "/v1/chat/completions"
-
-
 # ------------------------------------------------------------------ conversations
 
 
@@ -156,21 +147,6 @@ def test_a_prompt_column_can_be_sent_as_a_chat() -> None:
 )
 def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
     assert sent(prepare({"m": value}, messages_column="m"))["messages"] == chat("s", "u1")
-
-
-@pytest.mark.parametrize("text", ["hello", "[not json", '{"a": 1}'])
-def test_a_plain_text_is_one_user_message(text: str) -> None:
-    body = sent(prepare({"m": text}, messages_column="m"))
-    assert body["messages"] == [{"role": "user", "content": text}]
-
-
-def test_roles_names_and_parts_are_passed_on() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    value = [
-        {"role": "developer", "content": "d"},
-        {"role": "user", "name": "Ada", "content": parts},
-    ]
-    assert sent(prepare({"m": value}, messages_column="m"))["messages"] == value
 
 
 @pytest.mark.parametrize(
@@ -320,17 +296,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     }
     for bad in ("[", {"a": 1}, [1], 5):
         assert code(prepare({"p": "x", "t": bad}, **options)) == "invalid_column"
-
-
-def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
-    def model(row: dict[str, Any], **options: Any) -> Any:
-        prepared = prepare(row, prompt_column="p", **options)
-        assert prepared.call is not None
-        return json.loads(prepared.call.body)["model"]
-
-    assert model({"p": "x"}, adapters=["a"]) == "a"
-    for name, expected in (("b", "b"), (None, "m"), ("", "m"), ("m", "m")):
-        assert model({"p": "x", "l": name}, adapters=["a", "b"], lora_column="l") == expected
 
 
 # ------------------------------------------------------------------ options
