@@ -131,7 +131,8 @@ class Dispatcher:
             elif found.status == 200 and not is_answer(call, found.body):
                 reply = Reply(key=call.key, status=INVALID_STATUS, body=invalid_answer(found.body))
             elif found.status and found.status not in TRANSIENT:
-                self._note_answer(target)
+                self.outage_since, target.num_pauses = None, 0
+                target.num_answered += 1
                 return reply
             self.outage_since = self.outage_since or time.monotonic()
             if found.status in OVERLOADED or found.wait_seconds is not None:
@@ -150,11 +151,6 @@ class Dispatcher:
             if num_faults >= MOST_ATTEMPTS:
                 return reply
             await asyncio.sleep(pause_seconds(num_failed))
-
-    def _note_answer(self, target: Target) -> None:
-        self.outage_since = None
-        target.num_answered += 1
-        target.num_pauses = 0
 
     async def drop(self) -> None:
         """Cancel all calls in flight. Servers end the work on them, since their connections close."""

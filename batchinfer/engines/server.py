@@ -105,7 +105,10 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
-    model = local_model(config, stop)
+    path = plain_path(config.model)
+    model = str(path) if path.exists() else config.model
+    if is_in_bucket(model):
+        model = str(fetch(list_model(model), stop))
     adapters = describe_adapters(config)
     check_fit(adapters, info.hidden_size)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
@@ -149,14 +152,6 @@ def _filled(command: list[str], places: dict[str, str]) -> list[str]:
     for place, value in places.items():
         command = [part.replace(place, value) for part in command]
     return command
-
-
-def local_model(config: EngineConfig, stop: Stop | None = None) -> str:
-    """Return the folder of the model, fetched from its bucket if need be, or its name on the Hub."""
-    if is_in_bucket(config.model):
-        return str(fetch(list_model(config.model), stop))
-    path = plain_path(config.model)
-    return str(path) if path.exists() else config.model
 
 
 def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tuple[int, int]:

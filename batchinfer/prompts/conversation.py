@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.json_lines import shown
 from batchinfer.prompts.media import read_part
 from batchinfer.prompts.types import Unfit
 
@@ -42,7 +42,7 @@ def read_conversation(value: Any, *, num_user_turns: int = 0) -> list[Message]:
     """
     value = _unwrapped(_parsed(value) if isinstance(value, str) else value)
     if not isinstance(value, list):
-        raise Unfit(f"the conversation is a JSON {json_type(value)}, expected a list")
+        raise Unfit(f"the conversation is {shown(value)}, expected a list")
     messages: list[Message] = []
     for index, item in enumerate(value):
         messages.append(_message(item, index))
@@ -79,7 +79,7 @@ def _unwrapped(value: Any) -> Any:
 
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict):
-        raise Unfit(f"message {index} is a JSON {json_type(item)}, expected an object")
+        raise Unfit(f"message {index} is {shown(item)}, expected an object")
     role, speaker = item.get("role"), item.get("from")
     if not isinstance(role, str) or not role:
         role = SPEAKERS.get(str(speaker).lower())
@@ -121,13 +121,13 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise Unfit(
-            f"message {index}: content is a JSON {json_type(content)}, expected a text or a list of parts"
+            f"message {index}: content is {shown(content)}, expected a text or a list of parts"
         )
     parts: list[dict[str, Any]] = []
     for item in content:
         part = {"type": "text", "text": item} if isinstance(item, str) else item
         if not isinstance(part, dict):
-            raise Unfit(f"message {index}: a part is a JSON {json_type(part)}")
+            raise Unfit(f"message {index}: a part is {shown(part)}")
         if part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:

@@ -18,7 +18,6 @@ ID_FIELD = "_id"
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
@@ -57,15 +56,6 @@ def decode_text(text: str) -> Any:
         return msgspec.json.decode(data)
     except _DECODE_ERRORS as error:
         raise Unfit(f"not JSON ({error})") from error
-
-
-def json_type(value: Any) -> str:
-    """Name a decoded value's JSON type.
-
-    >>> json_type([1]), json_type(None)
-    ('array', 'null')
-    """
-    return "null" if value is None else _TYPES.get(type(value), "object")
 
 
 def shown(value: Any) -> str:

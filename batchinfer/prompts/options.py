@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.json_lines import decode_text, json_type, shown
+from batchinfer.prompts.json_lines import decode_text, shown
 from batchinfer.prompts.types import Sampling, Unfit
 
 _FIELDS = ("max_tokens", "temperature", "top_p", "n", "stop", "chat_template_kwargs")
@@ -153,7 +153,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """
     tools = decode_text(value) if isinstance(value, str) else value
     if not isinstance(tools, list) or not tools or not all(isinstance(x, dict) for x in tools):
-        raise Unfit(f"a JSON {json_type(tools)}, expected a list of tools, not empty")
+        raise Unfit(f"{shown(tools)}, expected a list of tools, not empty")
     return [
         tool
         if "function" in tool or "name" not in tool

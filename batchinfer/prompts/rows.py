@@ -13,7 +13,7 @@ from batchinfer.prompts.conversation import (
     read_conversation,
     select_turns,
 )
-from batchinfer.prompts.json_lines import column, json_type, reading
+from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import add_media, read_media
 from batchinfer.prompts.options import read_constraint, read_tools
 from batchinfer.prompts.templates import PromptTemplate, find_template
@@ -108,7 +108,7 @@ class RowsReader:
             value = self._without_end(value) if isinstance(value, str) else value
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
             if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
-                raise Unfit(f"a JSON {json_type(value)}, expected a text (or token ids), not empty")
+                raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
             if self._is_chat:
                 return self._chat(columns, [{"role": "user", "content": value}])
         return {"input" if self._is_judged else "prompt": value}

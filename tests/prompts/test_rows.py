@@ -96,7 +96,7 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
     def fail(value: Any) -> str:
         return str(1 // len(value))
 
-    monkeypatch.setattr(rows, "json_type", fail)
+    monkeypatch.setattr(rows, "shown", fail)
     failure = prepare({"p": []}, prompt_column="p").failure
     assert failure is not None
     assert (failure.code, failure.status) == ("internal_error", 500)
