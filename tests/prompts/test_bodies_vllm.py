@@ -32,7 +32,7 @@ TALK = [
 ]
 
 
-MEDIA = {"image_columns": ["i"], "audio_columns": ["s"], "video_columns": ["v"]}
+MEDIA = {"columns": {"image": ["i"], "audio": ["s"], "video": ["v"]}}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_column": "p", "body": GENERATE}, {"p": "x"}),
     ({"prompt_column": "p"}, {"p": [1, 2]}),

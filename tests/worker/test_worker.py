@@ -752,7 +752,7 @@ class TestOutputs:
             assert digests[0] == digests[1]
 
     def test_ids_can_come_from_a_column(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--id-column", "prompt")
+        run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
         for line in all_lines(f"{job}/runs/a"):
             assert line["_id"] == default_row(line["_row"])["prompt"]
 
