@@ -75,6 +75,8 @@ def answer(call: Call, config: EngineConfig) -> Reply:
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         refused = error if isinstance(error, Refused) else Refused(f"not a request: {error!r}")
         return Reply(key=call.key, status=refused.status, body=refused.body)
+    if usage := found.get("usage"):
+        usage["total_tokens"] = sum(usage.values())
     name = hashlib.blake2b(call.body, digest_size=8).hexdigest()
     head = {"id": f"echo-{name}", "object": "echo", "created": 0}
     head["model"] = body.get("model") or config.served_names[0]
