@@ -5,6 +5,7 @@ A request for one short text costs the server twice to four times as much CPU as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -13,9 +14,9 @@ from batchinfer.core.records import Call, Reply
 
 MOST_TEXTS = 64
 _PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
+# A body whose first field is one text, as the prompt builder writes it; and all other fields.
+_TEXT = re.compile(rb'\{"input": ?("(?:[^"\\]++|\\.)*+")(|,.*)\}', re.DOTALL)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
 _decode_items = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -28,36 +29,25 @@ def group(calls: Sequence[Call]) -> list[list[Call]]:
     groups: list[list[Call]] = []
     open_groups: dict[tuple[str, bytes], list[Call]] = {}
     for call in calls:
-        options = _options(call)
-        found = open_groups.get((call.path, options)) if options is not None else None
+        match = _TEXT.fullmatch(call.body) if call.path in _PATHS else None
+        found = open_groups.get((call.path, match[2])) if match else None
         if found is None or len(found) >= MOST_TEXTS:
             found = []
             groups.append(found)
-            if options is not None:
-                open_groups[call.path, options] = found
+            if match:
+                open_groups[call.path, match[2]] = found
         found.append(call)
     return groups
-
-
-def _options(call: Call) -> bytes | None:
-    """Return all fields of a body but its text, as bytes; None if the call is no request for one text."""
-    if call.path not in _PATHS:
-        return None
-    try:
-        fields = _decode(call.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    text = fields.pop("input", None)
-    return _encode(fields) if text is not None and bytes(text)[:1] == b'"' else None
 
 
 def merge(calls: Sequence[Call]) -> Call:
     """Return the request for the texts of all these calls, which `group` has put together."""
     if len(calls) == 1:
         return calls[0]
-    texts = [_decode(call.body)["input"] for call in calls]
-    fields = _decode(calls[0].body) | {"input": msgspec.Raw(_encode(texts))}
-    return Call(key=calls[0].key, path=calls[0].path, body=_encode(fields))
+    matches = [match for call in calls if (match := _TEXT.fullmatch(call.body))]
+    texts = b",".join(match[1] for match in matches)
+    body = b'{"input":[%b]%b}' % (texts, matches[0][2])
+    return Call(key=calls[0].key, path=calls[0].path, body=body)
 
 
 def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:

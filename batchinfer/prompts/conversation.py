@@ -19,7 +19,7 @@ SPEAKERS = {
     "system": "system",
 }
 # Fields that are kept of a message besides role, content and calls. All others, such as language or time, are dropped.
-_EXTRA_FIELDS = ("name", "tool_call_id", "reasoning")
+_EXTRA_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 _WRAPPERS = ("messages", "conversations", "conversation")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -94,8 +94,6 @@ def _message(item: Any, index: int) -> Message:
         raise Unfit(f"message {index} ({role}) has no content, expected a text")
     message: Message = {"role": role, "content": _content(given[0], index) if given else None}
     message |= {name: item[name] for name in _EXTRA_FIELDS if item.get(name)}
-    if item.get("reasoning_content"):
-        message.setdefault("reasoning", item["reasoning_content"])
     if calls:
         message["tool_calls"] = _calls(calls, index)
     return message

@@ -181,7 +181,7 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
     assert body["messages"][1] == {
         "role": "assistant",
         "content": None,
-        "reasoning": "hm",
+        "reasoning_content": "hm",
         "tool_calls": [
             {
                 "id": "call_1_0",
