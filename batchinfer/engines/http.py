@@ -27,9 +27,8 @@ from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
 
-# Seconds until `RequestSource.take` is called again if slots are free: at first, and after many calls without a row.
-_POLL_SECONDS = 0.01
-_SLOWEST_POLL_SECONDS = 0.1
+# Seconds until `RequestSource.take` is called again if slots are free.
+_POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
 _LONGEST_WAIT_SECONDS = 0.25
 
@@ -158,7 +157,7 @@ class HttpEngine:
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
-        exhausted, num_in_flight, poll_seconds = False, 0, _POLL_SECONDS
+        exhausted, num_in_flight = False, 0
         try:
             while not stop.is_set():
                 self._check(num_in_flight)
@@ -180,10 +179,7 @@ class HttpEngine:
                         time.sleep(_LONGEST_WAIT_SECONDS)  # all servers are being started again
                     continue
                 is_hungry = not exhausted and sum(free) > len(taken)
-                poll_seconds = (
-                    _POLL_SECONDS if taken else min(2 * poll_seconds, _SLOWEST_POLL_SECONDS)
-                )
-                found = self._collect(poll_seconds if is_hungry else _LONGEST_WAIT_SECONDS)
+                found = self._collect(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
                 num_in_flight -= len(found)
                 yield found
         finally:
