@@ -163,7 +163,6 @@ def error(**fields):
         (400, error(param="response_format.x"), "invalid_constraint", "response_format.x"),
         (400, error(), "invalid_request", None),
         (422, {"object": "error", "message": "old"}, "invalid_request", None),
-        (418, "<html>teapot</html>", "invalid_request", None),
         (501, error(), "invalid_request", None),
         (503, "", "server_error", None),
         (500, error(), "server_error", None),

@@ -52,7 +52,6 @@ def chosen(info, devices, *arguments, **options) -> tuple[int, int]:
         (15, 8, 80, (1, 8)),  # 8B on H100
         (15, 8, 24, (2, 4)),  # 8B on L4: 7.5 + 4 of 20.1 GiB
         (132, 8, 80, (4, 2)),  # 70B on H100: 33 + 5 of 71.6 GiB
-        (132, 4, 80, (4, 1)),
         (132, 6, 80, (4, 1)),  # two stay idle, since 32 heads do not divide by 6
         (15, 3, 24, (2, 1)),
     ],

@@ -66,7 +66,6 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_template": "{{ p }}{% for x in q %}{{ x.y }}{% endfor %}"}, {"p": "x", "q": [{}]}),
     ({"prompt_column": "p", "columns": {"lora": ["l"]}, "adapters": ["ad"]}, {"p": "x", "l": "ad"}),
     ({"prompt_column": "p", "columns": {"tools": ["t"]}, "as_chat": True}, {"p": "x", "t": TOOLS}),
-    ({"task": "rerank", "pair_columns": ["p", "q"]}, {"p": "x", "q": ["y"]}),
     ({"task": "transcribe", "columns": {"audio": ["p"]}}, {"p": "AAAA"}),
 ]
 

@@ -48,7 +48,6 @@ def test_a_line_without_a_part_of_the_envelope_says_which(row: dict[str, Any], s
         ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
         ("/v1/embeddings", {"input": ["x", "y"], "encoding_format": "float"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}),
         (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": None}], "stream": False}),
     ],
 )
