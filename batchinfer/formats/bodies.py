@@ -114,7 +114,12 @@ def settle(body: Body, key: RowKey) -> bytes:
         usage = _decode(body["usage"])
         if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
             body["usage"] = _raw(usage)
-    return _ID.sub(named, _encode(body))
+    if "id" in body:
+        body["id"] = msgspec.Raw(_ID.sub(named, b'"id":' + bytes(body["id"]))[5:])
+    for name in ("output", "choices"):  # other members may repeat what the request said
+        if name in body:
+            body[name] = msgspec.Raw(_ID.sub(named, bytes(body[name])))
+    return _encode(body)
 
 
 def _raw(value: Any) -> msgspec.Raw:
