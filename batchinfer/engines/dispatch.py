@@ -40,7 +40,7 @@ MOST_RESTARTS = 3
 RESTART_PAUSE_SECONDS = 5.0
 """Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 LONGEST_PAUSE_SECONDS = 60.0
-FEW = 3
+FEW, FEWEST = 64, 3
 """Most rows that may be given up because they fail alone; see `Dispatcher.find_outage`."""
 LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
@@ -69,6 +69,7 @@ class Dispatcher:
         self.num_restarts = 0
         self._pace = Pace(config)
         self._watches: list[asyncio.Task[None]] = []
+        self._has_answered = False
         self.outage_since: float | None = None
         """Time of the first failed attempt since an endpoint last answered."""
         self._last_replies: dict[RowKey, Reply] = {}
@@ -131,6 +132,7 @@ class Dispatcher:
             elif found.status == 200 and not is_answer(call, found.body):
                 reply = Reply(key=call.key, status=INVALID_STATUS, body=invalid_answer(found.body))
             elif found.status and found.status not in TRANSIENT:
+                self._has_answered = True
                 self.outage_since, target.num_pauses = None, 0
                 target.num_answered += 1
                 return reply
@@ -179,23 +181,28 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ outages of endpoints
 
-    async def find_outage(self) -> None:
+    async def find_outage(self, *, is_idle: bool) -> None:
         """Note the failure of endpoints that have answered nothing for `stall_seconds`.
 
-        A few rows alone that fail again and again are given up instead. Otherwise such rows would end every start of
-        the run's last worker.
+        A few rows alone that fail again and again are given up instead: at once if they are the last ones, others were
+        answered, and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start
+        of the run's last worker.
+
+        Args:
+            is_idle: Whether the source had no further row when it was last asked.
         """
-        since = self.outage_since
-        seconds = self.config.stall_seconds
-        if self.failure or since is None or time.monotonic() - since < seconds:
-            return
+        since, seconds = self.outage_since, self.config.stall_seconds
+        is_late = since is not None and time.monotonic() - since >= seconds
         left = [(target, key) for target in self.targets for key in target.in_flight]
-        if len(left) <= FEW and all(key in self._last_replies for _, key in left):
+        replies = [self._last_replies[key] for _, key in left if key in self._last_replies]
+        is_own = is_idle and self._has_answered and len(left) <= FEW
+        is_own = is_own and all(reply.status == 500 for reply in replies)
+        if len(replies) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
             self.outage_since = None
             for target, key in left:
                 target.in_flight[key].cancel()
                 self._deliver(target, self._last_replies[key])
-        else:
+        elif is_late and left and self.failure is None:
             self.failure = EngineDied(
                 f"{self.targets[0].name}: answered nothing for {seconds:g} s",
                 hint="no row is lost; start the same command again when it answers",

@@ -47,6 +47,8 @@ class HttpEngine:
         self._thread: threading.Thread | None = None
         self._folders: list[Scratch] = []
         self._nodes: Nodes | None = None
+        self._is_idle = False
+        """Whether the source had no row ready when it was last asked, and slots are free."""
         self._description: bytes | None = None
 
     @property
@@ -167,6 +169,7 @@ class HttpEngine:
                     taken = source.take(sum(free), *([free] if len(free) > 1 else []))
                     exhausted = taken is None
                 taken = taken or []
+                self._is_idle = any(free) and not taken
                 num_in_flight += len(taken)
                 self._give(taken, free)
                 if not num_in_flight:
@@ -274,7 +277,7 @@ class HttpEngine:
             dispatcher.failure = error
             raise
         if not self._servers and dispatcher.outage_since:
-            self._run(dispatcher.find_outage())
+            self._run(dispatcher.find_outage(is_idle=self._is_idle))
         failure = dispatcher.failure
         if failure and not (self._servers and num_in_flight and isinstance(failure, EngineDied)):
             raise failure

@@ -108,6 +108,20 @@ def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint):
     assert code_of(found["c", 3]) == "server_error"
 
 
+@pytest.mark.parametrize("name", ["500", "502 page"])
+def test_only_rows_that_the_endpoint_itself_fails_on_are_given_up_at_the_end(endpoint, name):
+    endpoint.rule = lambda text, _: PASSING[name] if int(text.split()[1]) > 30 else None
+    engine, _ = opened(endpoint, stall_seconds=1.0)
+    found: dict = {}
+    try:
+        for batch in engine.generate(ListSource(calls(40)), Flag()):
+            found.update({reply.key[1]: code_of(reply) for reply in batch})
+    except EngineDied:
+        assert name == "502 page"
+    engine.close()
+    assert len(found) == (40 if name == "500" else 31)
+
+
 def test_slow_bytes_end_at_the_time_limit(endpoint):
     endpoint.rule = lambda text, _: [slow_bytes] if text.startswith("row 3 ") else None
     engine, _ = opened(endpoint, request_timeout_seconds=0.4)
