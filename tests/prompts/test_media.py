@@ -48,12 +48,6 @@ def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
     assert read_media(value, "image") == found
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
-def test_base64_of_an_image_is_told_from_a_path(kind: str) -> None:
-    data = as_base64(picture("blue", 60, kind))
-    assert read_media(data, "image") == [f"data:image/{kind.lower()};base64,{data}"]
-
-
 @pytest.mark.parametrize(
     "value",
     [

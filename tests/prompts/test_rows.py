@@ -329,12 +329,3 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
     with pytest.raises(ConfigError) as caught:
         PromptBuilder(PromptConfig(**options), None, rules=EngineRules(model="m"))
     assert message in f"{caught.value.message} {caught.value.hint}"
-
-
-def test_the_columns_that_rows_need_are_known_before_any_row() -> None:
-    found = builder(prompt_column="p", as_chat=True, columns={"id": ["k"], "image": ["i", "j"]})
-    assert found.needed_columns == {
-        "--prompt-column": ["p"],
-        "--column id": ["k"],
-        "--column image": ["i", "j"],
-    }

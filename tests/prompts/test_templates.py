@@ -60,7 +60,6 @@ def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
         ("{{ q }} {{ r.s | upper }} {{ blank }}", ["q", "r"]),
         ("{{ q | default('') }}", []),
         ("{% if q %}{{ q }}{% endif %}", []),
-        ("{{ q if q else r }}", []),
         ("{{ row.q }} {{ system_prompt }}", []),
     ):
         columns = builder(prompt_template=template, blank_columns=["blank"]).needed_columns
