@@ -166,7 +166,7 @@ def test_questions_are_asked_as_a_chat_of_a_model_in_a_bucket(
     assert "the model has a template for chats" in done.stderr
     assert answers(tmp_path / "a.jsonl") == ["Paris", "Tokyo"]
     config = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())["config"]
-    assert (config["model"], config["model_identity"]) == (url, list_model(url, "--model").identity)
+    assert (config["model"], config["model_identity"]) == (url, list_model(url).identity)
 
 
 # --------------------------------------------------------------------------- pipes
