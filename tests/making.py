@@ -77,6 +77,7 @@ def make_job(
     for worker in range(workers):
         start, end = worker * num_chunks // workers, (worker + 1) * num_chunks // workers
         store.create(layout.worker_manifest(worker, workers), _lines(keys[start:end]))
+        store.create(f"{layout.MANIFESTS}only-{worker}.txt", _lines(keys[start:end]))
     job = Job(
         format_version=FORMAT_VERSION,
         sources=[],
@@ -101,10 +102,17 @@ def _lines(keys: Iterable[str]) -> bytes:
 
 
 def worker_arguments(
-    job: str | Path, run: str | Path, *options: str, index: int | None = None
+    job: str | Path,
+    run: str | Path,
+    *options: str,
+    index: int | None = None,
+    only: int | None = None,
 ) -> list[str]:
-    """Arguments of an echo worker over one worker's manifest, or over all.txt without `index`."""
-    manifest = layout.ALL_MANIFEST
+    """Arguments of an echo worker over one worker's manifest, or over all.txt without `index`.
+
+    With `only`, it does that worker's chunks and no others.
+    """
+    manifest = layout.ALL_MANIFEST if only is None else f"{layout.MANIFESTS}only-{only}.txt"
     if index is not None:
         found = codec.decode(open_store(str(job)).get(layout.JOB_KEY).data, Job, name="job.json")
         manifest = layout.worker_manifest(index, found.num_workers)
@@ -182,7 +190,11 @@ def run_worker_process(
 
 
 def run_worker_here(
-    job: str | Path, run: str | Path, *options: str, index: int | None = None
+    job: str | Path,
+    run: str | Path,
+    *options: str,
+    index: int | None = None,
+    only: int | None = None,
 ) -> dict[str, Any]:
     """Run an echo worker in this process, which works with memory:// too. Raises what it raises."""
     from batchinfer.worker.command import command
@@ -190,7 +202,7 @@ def run_worker_here(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         result: dict[str, Any] = command.main(
-            worker_arguments(job, run, *options, index=index)[1:], standalone_mode=False
+            worker_arguments(job, run, *options, index=index, only=only)[1:], standalone_mode=False
         )
         return result
     finally:

@@ -326,16 +326,10 @@ class Worker(Counts, frozen=True, kw_only=True):
     open_chunks: dict[str, int] = {}
     """Number of finished rows of each chunk that is open now."""
     chunks_done: int = 0
-    chunks_skipped: int = 0
-    engine_steps: int = 0
     busy_seconds: float = 0.0
-    load_seconds: float = 0.0
     examples: dict[str, ErrorExample] = {}
     minutes: list[Minute] = []
     starts: list[float] = []
-    ends: list[tuple[float, str]] = []
-    """Time of the last heartbeat, and the last state, of every start except the latest. This list is one shorter than
-    `starts`."""
     replicas_lost: int = 0
     """Number of the engine's replicas that this start has lost. `engine` holds their full number as `num_replicas`."""
     up_seconds: float = 0.0
@@ -344,8 +338,6 @@ class Worker(Counts, frozen=True, kw_only=True):
     money: Money | None = None
     """Price and limits, if the worker was started with one of them."""
     rows_in_engine: int = 0
-    rows_waiting: int = 0
-    """Number of rows that have a prompt and wait for the engine."""
     engine_restarts: int = 0
     checkpointed: float = 0.0
     """Time as of which all finished rows are on storage, in Unix seconds; 0 before the first checkpoint."""

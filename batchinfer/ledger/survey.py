@@ -101,7 +101,7 @@ def chunks_with_checkpoints(store: Store) -> dict[str, int]:
 
 def look_at_owners(
     store: Store,
-    claims: Claims | None,
+    claims: Claims,
     generations: dict[str, int],
     *,
     listed: Collection[ChunkRef] = (),
@@ -111,7 +111,7 @@ def look_at_owners(
 
     Args:
         store: The run's store.
-        claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
+        claims: Tells which claims are valid.
         generations: Generation of the wanted marker for each chunk to look up, by name. A chunk with it is done.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
@@ -125,8 +125,6 @@ def look_at_owners(
         if not has_own_marker(ref, marker):
             done.discard(ref.name)
     survey = Survey(done, {}, {}, [])
-    if claims is None:
-        return survey
     sampled = set(sample)
     left = {name for name in generations if name not in done}
     wanted = [name for name in generations if name in left and name not in sampled]
@@ -156,14 +154,12 @@ def look_at_owners(
     return survey
 
 
-def release_given_up(store: Store, claims: Claims | None, names: Collection[str]) -> None:
+def release_given_up(store: Store, claims: Claims, names: Collection[str]) -> None:
     """Release this worker's claims of the chunks in `names`, which it has given up.
 
     A claim whose write timed out may still appear on storage much later. If these claims stayed, two workers that have
     given up different chunks could wait for each other for ever.
     """
-    if claims is None:
-        return
     if len(names) > _FEW:
         names = sorted(_claimed(store).intersection(names))
     for name in names:

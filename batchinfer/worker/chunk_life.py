@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from batchinfer.core.events import event
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
-from batchinfer.worker.background import Background, Event
+from batchinfer.worker.background import Background
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Limits, RunAccess
 from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
@@ -72,7 +73,7 @@ Ending = AlreadyDone | HeldByOther | Published | GivenUp | Released
 class Life:
     """A chunk at work: what its thread and the worker's loop tell each other."""
 
-    def __init__(self, candidate: Candidate, event: Event, now: float) -> None:
+    def __init__(self, candidate: Candidate, event: threading.Event, now: float) -> None:
         self.candidate = candidate
         self.name = candidate.ref.name
         self.started = now
@@ -100,6 +101,7 @@ class Life:
         """Wait for `wake`, or so long. Called by the thread."""
         # What is left of an interval may be less than a clock can show.
         self.event.wait(max(_LEAST_SECONDS, seconds))
+        self.event.clear()
 
     def note_death(self, lines: list[int], rows_in_flight: int) -> None:
         """Have it noted on storage that the engine died with these lines, among so many rows of all chunks."""
@@ -258,9 +260,9 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
         if not hall.run.lease.is_held():  # others may have taken the chunk; a heartbeat may come
             life.wait(_RETRY_SECONDS)
             continue
-        if not hall.publishing.enter(wait=False):  # all others upload, which may take long
+        if not hall.publishing.acquire(blocking=False):  # all others upload, which may take long
             save(life, hall)
-            hall.publishing.enter(wait=True)
+            hall.publishing.acquire()
         try:
             life.set_publishing(is_publishing=True)
             return _publish_once(life, chunk, hall.run, hall.clock)
@@ -275,7 +277,7 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
             _say_again(life, error, "not published", hall.limits, attempts)
         finally:
             life.set_publishing(is_publishing=False)
-            hall.publishing.leave()
+            hall.publishing.release()
         save(life, hall)
         _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
     return Released()
@@ -291,8 +293,7 @@ def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) ->
     )
     leftovers = list(chunk.segment_keys)
     life.note_tidied(len(leftovers))
-    if run.claims is not None:
-        leftovers.append(layout.claim_key(chunk.name))
+    leftovers.append(layout.claim_key(chunk.name))
     path = run.scratch.new_path(chunk.name)
     try:
         return run.publisher.publish(
@@ -393,8 +394,6 @@ def _end(life: Life, chunk: OpenChunk, hall: Hall, ending: Ending) -> None:
 
 
 def _give_back(chunk: OpenChunk, run: RunAccess) -> None:
-    if run.claims is None or not chunk.claim_etag:
-        return
     if run.claims.release(chunk.name, chunk.claim_etag):
         return
     # Whoever has the claim now may have published the chunk, and removed only the segments that were there then.

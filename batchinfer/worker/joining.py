@@ -14,7 +14,7 @@ import msgspec
 from batchinfer import __version__
 from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
-from batchinfer.core import units
+from batchinfer.core import layout, units
 from batchinfer.core.counts import most_common
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
@@ -23,7 +23,15 @@ from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.replies import failure_of
-from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
+from batchinfer.ledger.jobs import (
+    Assignment,
+    ChunkRef,
+    check_columns,
+    job_chunks,
+    manifest_chunks,
+    read_assignment,
+    split_name,
+)
 from batchinfer.ledger.runs import (
     UNKNOWN,
     check_same,
@@ -160,9 +168,17 @@ class Membership:
 
     @property
     def may_steal(self) -> bool:
-        """Whether this worker may take other workers' chunks after it has none of its own left."""
+        """Whether this worker may take other workers' chunks after it has none of its own left.
+
+        A manifest that `split` has not written says what is to be done, and no more.
+        """
         config = self.config
-        return config.steal and self.assignment.job is not None and not config.retry_errors
+        job = self.assignment.job
+        if job is None or config.retry_errors:
+            return False
+        own = manifest_chunks(job)
+        names = [split_name(manifest)[1] for manifest in config.manifests]
+        return all(f"{layout.MANIFESTS}{name}" in own for name in names)
 
     def all_chunks(self) -> dict[str, ChunkRef]:
         """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""

@@ -51,7 +51,7 @@ def watch_limits(
 
     check()
     stack.callback(tell)
-    stack.callback(background.every(_CHECK_SECONDS, check).cancel)
+    stack.callback(background.every(_CHECK_SECONDS, check))
 
 
 def reached_limit(config: WorkerConfig, record: Worker) -> str:

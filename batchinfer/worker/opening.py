@@ -76,8 +76,6 @@ class Opener:
                 marker was written for a different file of the same name; or, in a repair, the old output was changed.
         """
         claims = self._run.claims
-        if claims is None:
-            return self._open_claimed(ref, Taken(""), now=now)
         claim = self._take(claims, ref.name, take_over)
         if isinstance(claim, Held):
             return HeldByOther(claim)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -240,7 +239,6 @@ class _Start:
 
         The loading is told to stop when the worker is asked to stop, and when `stack` is left.
         """
-        self.telemetry.engine_loading()
         stop_loading = WhileLoading(self.environment.stopper)
         loading = self.environment.background.submit(partial(engine.open, stop_loading))
         stack.callback(self._end_loading, loading, stop_loading)
@@ -281,7 +279,7 @@ class _Start:
             raise
 
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
-        claims = Claims(self.store, lease, self.clock) if self.config.claims else None
+        claims = Claims(self.store, lease, self.clock)
         publisher = Publisher(self.store, nonce=self.nonce, require_lease=lease.require)
         return RunAccess(
             store=self.store, lease=lease, claims=claims, publisher=publisher, scratch=scratch
@@ -303,7 +301,7 @@ class _Start:
         if self.config.retry_errors:
             left = self.looks.to_repair(own, done)
         names_left = {ref.name for ref in left}
-        may_steal = access.claims is not None and membership.may_steal
+        may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job
         if may_steal and job is not None:
             work.set_job(rows_by_chunk(job, self.config.limit))
@@ -322,7 +320,7 @@ class _Start:
         """Log how much of this worker's manifests is done already, by what storage holds."""
         work = self.telemetry.workload
         found = [ref for ref in own if ref.name in checkpointed and not work.is_done(ref.name)]
-        rows = sum(min(checkpointed[ref.name], _num_rows(ref) or sys.maxsize) for ref in found)
+        rows = sum(min(checkpointed[ref.name], _num_rows(ref)) for ref in found)
         logger.info(
             "%s in the manifests, %d done before; checkpoints of the others hold %s",
             units.many(work.chunks, "chunk"),
@@ -378,7 +376,7 @@ class _Start:
         self._keep_books(stream, open_chunks)
         try:
             for replies in batches:
-                self.telemetry.rows_in_engine(stream.num_in_flight, stream.num_pending)
+                self.telemetry.rows_in_engine(stream.num_in_flight)
                 stream.handle(replies)
                 self._keep_books(stream, open_chunks)
                 self._round(engine, stream, open_chunks)
@@ -484,9 +482,9 @@ class _Start:
         )
 
 
-def _num_rows(ref: ChunkRef) -> int | None:
-    """Number of rows to do of a chunk; None as long as it is not known."""
-    return ref.rows if ref.row_limit is None else ref.row_limit
+def _num_rows(ref: ChunkRef) -> int:
+    """Number of rows to do of a chunk."""
+    return (ref.rows or 0) if ref.row_limit is None else ref.row_limit
 
 
 def _close(batches: Iterator[object]) -> None:

@@ -158,7 +158,7 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     [
         ("WORKER_SEED", "7", "seed", "7"),
         ("WORKER_SAMPLING", "min_tokens=1 x=1", "sampling", ["min_tokens=1", "x=1"]),
-        ("WORKER_STEAL", "0", "steal", False),
+        ("WORKER_RETRY_ERRORS", "1", "retry-errors", True),
         ("WORKER_MAX_TOKENS", "7", "max-tokens", 7),
     ],
 )

@@ -49,7 +49,6 @@ def show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("--seed -1 --some-number -1", "--seed -1", "--some-number -1"),
         ("--seed 3 -- --sed 4 x", "--seed 3", "--sed 4 x"),
         ("--stop --dtype --dtype half", "--stop --dtype", "--dtype half"),
-        ("--no-claims --steal", "--no-claims --steal", ""),
     ],
 )
 def test_words_are_divided_as_both_parsers_read_them(words: str, own: str, server: str) -> None:

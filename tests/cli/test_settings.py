@@ -31,7 +31,7 @@ def show(**options: Any) -> None:
     click.echo(json.dumps(options))
 
 
-setattr(show.callback, LEFT_OUT, frozenset({"preview"}))
+setattr(show.callback, LEFT_OUT, frozenset({"quiet"}))
 
 
 def run(*arguments: str, **environment: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_the_file_itself_may_come_from_the_environment(tmp_path: Path) -> None:
 def test_sections_only_group_and_other_commands_sections_are_passed_over(tmp_path: Path) -> None:
     path = settings(
         tmp_path,
-        "model: m\nsampling: {top_k: 3, stop: ['###', END], preview: 2}\n"
+        "model: m\nsampling: {top_k: 3, stop: ['###', END], quiet: 2}\n"
         "output:\n  strip: true\n  keep: [a, b]\nsplit: {num_chunks: 4}\n",
     )
     values = run("--config", path)

@@ -194,7 +194,7 @@ SCENES: dict[str, Scene] = {
 _TIMED = (
     r"nonce|host|created|started|ended|heartbeat|time|minutes|spans|open_spans|starts|ends"
     r"|clock_offset_seconds|\w*_?seconds|\w+_time_sec|\w+_load_sec|run_time_sec|eta_seconds"
-    r"|engine_steps|beat|hours|checkpointed|rows_in_engine|rows_waiting"
+    r"|engine_steps|beat|hours|checkpointed|rows_in_engine"
 )
 _VALUE = r"\[(?:[^\[\]]|\[[^\]]*\])*\]|\{[^{}]*\}|[-+.\de]+|null"
 _MASKS = [

@@ -13,6 +13,7 @@ from batchinfer.core.errors import Interrupted, RunMismatch
 from batchinfer.core.records import Marker, RowKey, Run
 from simulation.machine import prompt_config
 from simulation.oracle import RUN
+from simulation.scenario import own_manifest
 from simulation.stage import Ending, Stage
 
 OTHER = {"prompt": prompt_config(0.7)}
@@ -34,7 +35,7 @@ def stage() -> Iterator[Stage]:
 
 def run_first(stage: Stage) -> None:
     """Do the first chunk only."""
-    assert stage.run("w9", manifest=layout.worker_manifest(0, 3), steal=False).is_success
+    assert stage.run("w9", manifest=own_manifest(0)).is_success
     assert set(markers(stage)) == {"part-00000"}
     stage.scheduler.now += 1000.0
 
@@ -130,14 +131,14 @@ class TestAtTheStart:
 
     def test_only_markers_of_the_own_manifest_are_read(self, stage: Stage) -> None:
         run_first(stage)
-        assert stage.run(manifest=layout.worker_manifest(1, 3), steal=False).is_success
+        assert stage.run(manifest=own_manifest(1)).is_success
         read = set()
 
         def hook(_number: int, method: str, key: str, _process: object) -> None:
             if method == "get_object" and layout.MARKER_SUFFIX in key:
                 read.add(layout.parse_marker(key.removeprefix(RUN)))
 
-        assert stage.run(hook=hook, manifest=layout.worker_manifest(2, 3), steal=False).is_success
+        assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
         assert read == {("part-00002", 0)}
 
     def test_a_complete_run_whose_run_json_is_gone_gets_it_again_from_the_same_options_alone(

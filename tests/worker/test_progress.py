@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
-from batchinfer.worker.progress import MARKED_LINES, BarOfLines, describe
+from batchinfer.worker.progress import MARKED_LINES, Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
 from making import make_job, run_worker_here, run_worker_process, worker_arguments
@@ -173,15 +173,6 @@ def test_rows_that_are_resumed_after_a_release_count_once() -> None:
     assert state(work) == (10, 20, 1, 2)
 
 
-def test_the_total_is_unknown_until_every_chunk_has_told_its_rows() -> None:
-    work = Workload()
-    assert work.rows is None
-    work.set_own({"a": None, "b": 5})
-    assert work.rows is None
-    work.opened(chunk("a", 3, left=3))
-    assert state(work) == (0, 8, 0, 2)
-
-
 def test_progress_of_a_start_without_rows_has_no_rate() -> None:
     telemetry = Telemetry("w0", SystemClock(), host={})
     telemetry.workload.set_own({"a": 5})
@@ -204,9 +195,8 @@ def test_done_never_exceeds_the_total(is_own: bool) -> None:
     ["", "[3, 10", '[3, 10, "3/10 ro', "[3, 10]", "5", '["a", 10, "b"]', "[3, 10, Traceback", "\ud800"],
 )  # fmt: skip
 def test_a_marked_line_that_is_cut_is_for_people_to_read(rest: str) -> None:
-    bar = BarOfLines()
+    bar = Bar()
     assert not bar.take(f"\x1eprogress {rest}")
-    assert bar.take('\x1eprogress [3, null, "3 rows"]')
     assert bar.take('\x1eprogress [4, 10, "4/10 rows"]')
     assert not bar.take("an ordinary line")
     bar.close()

@@ -118,12 +118,12 @@ class TestTheMainJob:
         assert_every_row_once(f"{job}/runs/a", 95)
         assert (result["chunks_total"], result["chunks_done"]) == (10, 10)
 
-    def test_without_stealing_a_worker_keeps_to_its_manifest(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=1)
+    def test_by_a_manifest_of_ones_own_a_worker_does_no_other_chunks(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", only=1)
         assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
 
     def test_a_second_start_skips_what_is_done(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=0)
+        run_worker_here(job, f"{job}/runs/a", only=0)
         result = run_worker_here(job, f"{job}/runs/a")
         assert (result["chunks_skipped"], result["chunks_done"], result["request_count"]) == (
             5,
@@ -148,28 +148,6 @@ class TestTheMainJob:
         run_worker_here(job, f"{job}/runs/a", "--limit", "23")
         assert_every_row_once(f"{job}/runs/a", 23)
 
-    def test_by_rank_every_manifest_has_one_taker(
-        self, job: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from batchinfer.worker.command import command
-
-        for rank in ("1", "0"):
-            monkeypatch.setenv("SKYPILOT_JOB_RANK", rank)
-            monkeypatch.setenv("SKYPILOT_NUM_JOBS", "2")
-            arguments = [
-                "--job",
-                job,
-                "--output",
-                f"{job}/runs/{rank}",
-                "--no-steal",
-                "--engine",
-                "echo",
-            ]
-            command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
-        assert sorted([*outputs(f"{job}/runs/0"), *outputs(f"{job}/runs/1")]) == sorted(
-            f"part-{index:05d}" for index in range(10)
-        )
-
     def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
         """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
         from batchinfer.worker.command import command
@@ -181,7 +159,6 @@ class TestTheMainJob:
             str(copy),
             "--output",
             f"{job}/runs/a",
-            "--no-steal",
             "--engine",
             "echo",
         ]
@@ -396,15 +373,6 @@ class TestStoppedAndStartedAgain:
         assert sum(result.result["request_count"] for result in results) == 95, (
             "no row was generated twice"
         )
-        assert_every_row_once(run, 95)
-
-    def test_without_claims_two_workers_double_work_but_not_rows(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        slow = ("--no-claims", "--echo-latency-seconds", "0.2", "--max-num-seqs", "4")
-        processes = [
-            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
-        ]
-        assert [finish_process(process).status for process in processes] == [0, 0]
         assert_every_row_once(run, 95)
 
     def test_starts_without_a_new_row_end_in_3(self, job: str) -> None:
