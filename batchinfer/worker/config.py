@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -179,6 +179,10 @@ class RunAccess:
     claims: Claims
     publisher: Publisher
     scratch: Scratch
+    sources: dict[str, Store]
+    """The stores that chunks are read from, by URL."""
+    checkpointed: Container[str]
+    """Names of the chunks that had checkpoints when the worker started."""
 
 
 def real_environment(

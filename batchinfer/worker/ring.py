@@ -17,7 +17,6 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
@@ -37,13 +36,6 @@ _CLAIMS_PER_SECOND = 2000
 record and perhaps a marker; S3 takes 5500 reads a second for a prefix."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
-
-
-class Candidate(NamedTuple):
-    """A chunk to open. `take_over`: its claim that was released or has lapsed; None if there is none."""
-
-    ref: ChunkRef
-    take_over: Held | None = None
 
 
 class Ring:
@@ -68,13 +60,13 @@ class Ring:
         num_workers: int,
         done: Iterable[str],
     ) -> None:
-        self._todo = deque(Candidate(ref) for ref in own)
-        self._refs = {candidate.ref.name: candidate.ref for candidate in self._todo}
+        self._todo = deque(own)
+        self._refs = {ref.name: ref for ref in self._todo}
         self._done = set(done)
         self._busy: set[str] = set()
         self._given_up: set[str] = set()
         self._own_left = self._refs.keys() - self._done
-        self._found: deque[Candidate] = deque()
+        self._found: deque[ChunkRef] = deque()
         self._found_done: set[str] = set()
         self._blocks = _Blocks(everything, run.lease.worker_id)
         self._watch = _Watch(environment, run, num_workers)
@@ -107,14 +99,13 @@ class Ring:
 
     # -- what is next
 
-    def next(self) -> Candidate | None:
+    def next(self) -> ChunkRef | None:
         """Take the next chunk to open. None if none is known now; `is_finished` says whether more may follow."""
         for chunks in (self._todo, self._found):
             while chunks:
-                candidate = chunks.popleft()
-                name = candidate.ref.name
-                if not any(name in each for each in (self._done, self._busy, self._given_up)):
-                    return candidate
+                ref = chunks.popleft()
+                if not any(ref.name in each for each in (self._done, self._busy, self._given_up)):
+                    return ref
         return None
 
     @property
@@ -166,11 +157,12 @@ class Ring:
             return
         self._found_done |= survey.done
         self._settle(survey.done)
-        free = [Candidate(self._ref(name)) for name in survey.unclaimed]
+        free = list(survey.unclaimed)
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.
         random.Random(f"{watch.worker_id}{len(free)}").shuffle(free)
-        lapsed = [Candidate(self._ref(name), held) for name, held in survey.lapsed.items()]
-        self._found.extend(each for each in free + lapsed if each.ref.name not in self._given_up)
+        lapsed = list(survey.lapsed)
+        wanted = [name for name in free + lapsed if name not in self._given_up]
+        self._found.extend(map(self._ref, wanted))
         foreign = {name: each for name, each in survey.alive.items() if name not in self._own_left}
         watch.note_alive(foreign)
         if watch.has_block:

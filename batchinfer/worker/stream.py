@@ -26,7 +26,6 @@ from typing import NamedTuple
 import msgspec
 
 from batchinfer.core import units
-from batchinfer.core.codec import raw
 from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
@@ -231,16 +230,13 @@ class RowStream:
         row = encode_row(prepared, result)
         if row.failure is not None:
             self._telemetry.row_failed(*prepared.key, row.failure)
-        return FinishedRow(
-            line=prepared.key[1],
+        return FinishedRow.of(
+            prepared.key[1],
+            row.usage,
+            row.line,
             ok=row.ok,
             code=row.code,
             finish_reason=row.finish_reason,
-            prompt_tokens=row.usage.prompt_tokens,
-            cached_tokens=row.usage.cached_tokens,
-            completion_tokens=row.usage.completion_tokens,
-            reasoning_tokens=row.usage.reasoning_tokens or 0,
-            output=raw(row.line),
         )
 
     def _finish(self, name: str, rows: list[FinishedRow]) -> None:

@@ -18,6 +18,7 @@ import zstandard
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, Interrupted, StorageError
+from batchinfer.core.records import Marker
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Taken
@@ -29,7 +30,7 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import AlreadyDone, Opener, good_rows
+from batchinfer.worker.opening import Opened, good_rows, open_chunk
 from fakes import marker_record
 from making import said
 from simulation.machine import prompt_config
@@ -122,20 +123,25 @@ def publisher(run: Store) -> Publisher:
     return Publisher(run, nonce="n", require_lease=lambda: None)
 
 
-def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
+def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened:
     claims = SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True)
     access = SimpleNamespace(
-        store=run, fingerprint="f", claims=claims, publisher=publisher(run), scratch=scratch
+        store=run,
+        fingerprint="f",
+        claims=claims,
+        publisher=publisher(run),
+        scratch=scratch,
+        sources={"job": source},
+        checkpointed=(),
     )
-    return Opener(cast("RunAccess", access), {"job": source}, set())
+    return open_chunk(ref, cast("RunAccess", access), now=0.0)
 
 
 def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
     """Open a chunk all of whose rows are finished already; return the most bytes that were held meanwhile."""
-    opens = opener(run, source, scratch)
     tracemalloc.start()
     try:
-        chunk = opens.open(ref, now=0.0)
+        chunk = opened(ref, run, source, scratch)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -216,7 +222,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    chunk = opener(run, source, scratch).open(ref, now=0.0)
+    chunk = opened(ref, run, source, scratch)
     assert isinstance(chunk, OpenChunk)
     assert chunk.num_unread == 1
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
@@ -251,15 +257,15 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
     row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
     write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    opened = opener(run, source, scratch).open(ref, now=0.0)
+    found = opened(ref, run, source, scratch)
     assert not list(run.list(layout.CHECKPOINTS))
     if is_published:
-        assert isinstance(opened, AlreadyDone)
-        assert opened.marker.rows_ok == 1
+        assert isinstance(found, Marker)
+        assert found.rows_ok == 1
     else:
-        assert isinstance(opened, OpenChunk)
-        assert (opened.num_left, opened.counts.rows_resumed) == (1, 0)
-        opened.close()
+        assert isinstance(found, OpenChunk)
+        assert (found.num_left, found.counts.rows_resumed) == (1, 0)
+        found.close()
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
@@ -281,7 +287,7 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     run.create(key, b"\n".join([failed, output_line(2), b""]))
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
-        opener(run, source, scratch).open(ref, now=0.0)
+        opened(ref, run, source, scratch)
     assert "--redo texts" in caught.value.hint
 
 

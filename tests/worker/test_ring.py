@@ -19,7 +19,7 @@ from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
 from batchinfer.worker import ring
 from batchinfer.worker.config import Environment, RunAccess
-from batchinfer.worker.ring import Candidate, Ring
+from batchinfer.worker.ring import Ring
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
 
@@ -82,7 +82,7 @@ class Idle:
         self.ring.tick(is_hungry=True)
         self.ring.tick(is_hungry=False)
 
-    def find(self, most_ticks: int) -> Candidate | None:
+    def find(self, most_ticks: int) -> ChunkRef | None:
         """Ask for a chunk until there is one, every second."""
         for _ in range(most_ticks):
             found = self.ring.next()
@@ -99,9 +99,9 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
     assert idle.store.requests["list"] <= 3  # a block of the run, not all of it
     found = idle.find(most_ticks=10)
     assert found is not None
-    assert found.ref.name == idle.names[3210]
-    idle.ring.started(found.ref.name)
-    idle.ring.finished(found.ref.name)
+    assert found.name == idle.names[3210]
+    idle.ring.started(found.name)
+    idle.ring.finished(found.name)
     assert idle.find(most_ticks=10) is None
     assert idle.store.requests["list"] <= 16
 
@@ -172,7 +172,7 @@ def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker
     is_away = False
     found = idle.find(most_ticks=60)
     assert found is not None
-    assert found.ref.name == idle.names[0]
+    assert found.name == idle.names[0]
 
 
 def test_chunks_that_a_look_found_long_ago_are_not_tried() -> None:
