@@ -546,7 +546,7 @@ def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
-        mock.patch.object(minutes, "merge_minutes", return_value=[]),
+        mock.patch.object(minutes.Minutes, "series", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
     ):
