@@ -33,12 +33,17 @@ class Progress:
     """Shows how far the worker is, every so many seconds. It may be called as often as wanted."""
 
     def __init__(
-        self, show: Callable[[Telemetry], None], seconds: float, *, bar: Bar | None = None
+        self,
+        show: Callable[[Telemetry], None],
+        seconds: float,
+        *,
+        end: Callable[[], None] | None = None,
     ) -> None:
         self._show = show
         self._seconds = seconds
-        self._bar = bar
-        self._due = time.monotonic() + (0.0 if bar else seconds)
+        self._end = end
+        """Called after a last `show`, if there was one; None for progress that needs none."""
+        self._due = time.monotonic() + (0.0 if end else seconds)
         self._shown: Telemetry | None = None
 
     def __call__(self, telemetry: Telemetry) -> None:
@@ -51,9 +56,9 @@ class Progress:
 
     def close(self) -> None:
         """Leave a bar as it is at the end, and the terminal ready for other texts. Must be the last call."""
-        if self._shown is not None and self._bar is not None:
+        if self._shown is not None and self._end is not None:
             self._show(self._shown)
-            self._bar.close()
+            self._end()
         self._due = float("inf")
 
 
@@ -65,11 +70,11 @@ def progress_for(stream: TextIO, *, as_marked_lines: bool = False) -> Progress:
         stream.flush()
 
     if as_marked_lines:
-        return Progress(write, BAR_SECONDS)
+        return Progress(write, BAR_SECONDS, end=stream.flush)
     if not stream.isatty():
         return Progress(_log, LINE_SECONDS)
     bar = Bar(stream)
-    return Progress(lambda telemetry: bar.show(*_shown(telemetry)), BAR_SECONDS, bar=bar)
+    return Progress(lambda telemetry: bar.show(*_shown(telemetry)), BAR_SECONDS, end=bar.close)
 
 
 def describe(telemetry: Telemetry) -> str:

@@ -168,18 +168,6 @@ SCENES: dict[str, Scene] = {
             ["report", "run", "--output", "report.html"],
         ],
     ),
-    "refused": Scene(
-        make_prompts,
-        [
-            SPLIT,
-            [*WORKER, *PROMPT],
-            [*WORKER, *PROMPT, "--seed", "9"],
-            ["split", "a.jsonl", "--output", "job", "--num-chunks", "2", "--overwrite"],
-            ["worker", "--manifest", "nowhere.txt", "--output", "run", *ECHO, *PROMPT],
-            ["collect", "run"],
-            ["verify", "job"],
-        ],
-    ),
     "shown": Scene(
         make_template,
         [
@@ -219,7 +207,7 @@ def record(name: str, folder: Path) -> str:
     """Play a scene in an empty folder and return its recording."""
     parts: list[str] = []
     timed: list[str] = []  # checksums of outputs that hold a time
-    with _inside(folder):
+    with inside(folder):
         SCENES[name].make()
         made = set(Path().rglob("*"))
         for command in SCENES[name].commands:
@@ -299,7 +287,8 @@ def _text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path) -> Iterator[None]:
+    """Make a folder, and be in it for as long as the context lasts."""
     folder.mkdir(parents=True, exist_ok=True)
     before = Path.cwd()
     os.chdir(folder)

@@ -220,12 +220,12 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(jobs.logger, "warning", lambda text, *values: said.append(text % values))
-    config = PromptConfig(blank_columns=["answer", "_id", "promt"], tools_column="x")
+    config = PromptConfig(blank_columns=["answer", "_id", "promt"], columns={"tools": ["x"]})
     check_columns(job_of("jsonl"), {"--prompt-column": ["prompt"]}, config.optional_columns)
     start, seen = "in none of the rows that split looked at", "(prompt, answer)"
     assert said == [
         f"--blank-columns promt: {start} {seen}; did you mean 'prompt'?",
-        f"--tools-column x: {start} {seen}",
+        f"--column tools x: {start} {seen}",
     ]
     with pytest.raises(ConfigError, match="did you mean 'prompt'") as caught:
         check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]}, {})

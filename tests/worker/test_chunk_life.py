@@ -80,17 +80,6 @@ class SlowUploads:
         self.process.kill()
 
 
-def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_rows() -> None:
-    """Its checkpoints waited behind the uploads until the grace period was over."""
-    uploads = SlowUploads()
-    with Stage([["say", "say"]] * 12) as stage:
-        stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=1000.0)
-        assert len(uploads.keys) == 4
-        assert len(stage.finished) > 2 * len(uploads.keys)
-        assert len({each for part in records(stage) for each in part}) == len(stage.finished)
-
-
 def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
     """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
     uploads = SlowUploads()

@@ -215,7 +215,7 @@ def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     model = write_whisper(tmp_path / "model")
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
-    options = ("--task", "transcribe", "--audio-column", "audio", "--temperature", "0")
+    options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
     options += ("--sampling", "language=en", "--engine", "openai")
     arguments = [*SMALL, "--dtype", "float32", "--max-num-batched-tokens", "2048"]
     config = EngineConfig(model=str(model), task="transcribe", server_args=arguments)
