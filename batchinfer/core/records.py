@@ -306,7 +306,7 @@ class WorkerLease(Record, frozen=True, kw_only=True):
 class Worker(Counts, frozen=True, kw_only=True):
     """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
 
-    It is written with checkpoints and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
+    It is written with heartbeats and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
     attempts from the worker's lease. Most counters are sums over all starts of the worker. `starts` holds the time of
     each start. Long lists lose their oldest entries (see worker/telemetry.py).
     """

@@ -49,7 +49,7 @@ def check_stop_request(store: Store) -> None:
 class Heartbeat:
     """Renews the worker's lease regularly, and requests a stop when the worker must end.
 
-    What `telemetry` has counted is written beside the lease, every `statistics_seconds` and at the end. Stop requests
+    What `telemetry` has counted is written beside the lease, with each heartbeat and at the end. Stop requests
     go to `stopper`.
     """
 
@@ -60,8 +60,6 @@ class Heartbeat:
         telemetry: Telemetry,
         stopper: Stopper,
         clock: Clock,
-        *,
-        statistics_seconds: float,
     ) -> None:
         self._store = store
         self._telemetry = telemetry
@@ -71,8 +69,6 @@ class Heartbeat:
         self._lapsed_at = 0.0
         self._turned_at = clock.monotonic()
         self._statistics = Statistics(store, lease.worker_id)
-        self._statistics_seconds = statistics_seconds
-        self._statistics_at = float("-inf")
         self.lease = lease
 
     def turned(self) -> None:
@@ -105,11 +101,7 @@ class Heartbeat:
             )
         pause = self.lease.heartbeat_seconds
         stack.callback(background.every(pause, self.beat))
-        telemetry.when_urgent(partial(background.submit, self._beat_at_once))
-
-    def _beat_at_once(self) -> None:
-        self._statistics_at = float("-inf")
-        self.beat()
+        telemetry.when_urgent(partial(background.submit, self.beat))
 
     def _take(self) -> tuple[WorkerLease | None, Worker | None]:
         """Take the lease, and begin the statistics where the last start left them. Return what it left of both."""
@@ -133,22 +125,14 @@ class Heartbeat:
             return
         try:
             lease.renew(self._telemetry.latest)
-            self._write_statistics()
+            if lease.error is None and lease.is_held():  # the statistics are still this start's
+                self._statistics.write(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self._stopper.request(error)
         self._check_held()
-
-    def _write_statistics(self) -> None:
-        """Write the statistics if they are due, and the record is still this start's."""
-        now = self._clock.monotonic()
-        # A beat that comes a little early, or a lease that lapses, puts them off.
-        is_due = now - self._statistics_at >= 0.9 * self._statistics_seconds
-        if is_due and self.lease.error is None and self.lease.is_held():
-            self._statistics_at = now
-            self._statistics.write(self._telemetry.up_to_date())
 
     def _check_held(self) -> None:
         """Request a stop if, for long enough, the lease had lapsed at the end of every heartbeat.

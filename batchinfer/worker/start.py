@@ -106,14 +106,15 @@ class _Start:
             membership = self._look()
             scratch = Scratch(self.config.scratch_dir)
             stack.callback(scratch.close)
-            heartbeat = Heartbeat(
+            lease = Lease(
                 self.store,
-                self._make_lease(),
-                self.telemetry,
-                self.environment.stopper,
+                self.worker_id,
                 self.clock,
-                statistics_seconds=self.config.checkpoint_seconds,
+                lease_seconds=self.config.lease_seconds,
+                nonce=self.nonce,
             )
+            stopper = self.environment.stopper
+            heartbeat = Heartbeat(self.store, lease, self.telemetry, stopper, self.clock)
             self._turn = heartbeat.turned
             heartbeat.start(
                 self.environment.background, stack, max_attempts=self.config.max_attempts
@@ -163,15 +164,6 @@ class _Start:
             work,
             may_finish=may_finish,
             on_turn=self._turn,
-        )
-
-    def _make_lease(self) -> Lease:
-        return Lease(
-            self.store,
-            self.worker_id,
-            self.clock,
-            lease_seconds=self.config.lease_seconds,
-            nonce=self.nonce,
         )
 
     # -- the work

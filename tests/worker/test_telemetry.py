@@ -93,19 +93,6 @@ def test_counters_add_up_over_epochs() -> None:
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
-def test_time_up_leaves_out_the_time_between_starts() -> None:
-    clock = FakeClock()
-    first = make_telemetry(clock)
-    first.begin(None, None)
-    clock.seconds += 100
-    before = first.snapshot()
-    clock.seconds += 5000  # the machine was gone
-    second = make_telemetry(clock)
-    second.begin(lease_of(before), before)
-    clock.seconds += 10
-    assert second.snapshot().up_seconds == 110
-
-
 def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
@@ -149,17 +136,6 @@ def test_a_record_is_bounded_whatever_happens() -> None:
     assert len(record.minutes) <= MAX_MINUTES
     assert record.rows_done == 6 * MAX_CODES + 3000, "no row is lost by thinning"
     assert len(codec.encode(record)) < 400_000
-
-
-def test_replicas_lost_are_those_of_this_start() -> None:
-    """A new start loads all of them again."""
-    first = make_telemetry(FakeClock())
-    first.begin(None, None)
-    first.note_engine_stats(EngineStats(replicas_lost=1))
-    before = first.snapshot()
-    assert before.replicas_lost == 1
-    second = make_telemetry(FakeClock())
-    assert second.begin(lease_of(before), before).replicas_lost == 0
 
 
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
