@@ -41,7 +41,7 @@ from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.bucket import BucketStore
-from batchinfer.worker import joining, marker_looks, minutes
+from batchinfer.worker import joining, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
 
@@ -614,7 +614,7 @@ def _known_listings() -> Iterator[None]:
         return known[beginning][1]
 
     with ExitStack() as stack:
-        for module in (survey, worker_start, marker_looks):
+        for module in (survey, worker_start):
             stack.enter_context(mock.patch.object(module, "newest_markers", shared))
         yield
 
