@@ -17,6 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Marker
+from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 
@@ -211,6 +212,11 @@ def run_worker_here(
 
 
 # --------------------------------------------------------------------------- damage
+
+
+def finished_chunks(store: Store) -> dict[str, int]:
+    """Return every chunk that has a marker, with the highest generation of its markers."""
+    return {name: marker.generation for name, marker in newest_markers(store).items()}
 
 
 def read_marker(store: Store, name: str, generation: int = 0) -> Marker:

@@ -49,11 +49,6 @@ def neighbours_of(name: str) -> str:
     return name[: max(0, len(name) - _NEIGHBOUR_DIGITS)]
 
 
-def finished_chunks(store: Store) -> dict[str, int]:
-    """Return every chunk that has a marker, with the highest generation of its markers. See `newest_markers`."""
-    return {name: marker.generation for name, marker in newest_markers(store).items()}
-
-
 def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
     """Return every chunk that has a marker, with the newest of its markers, from one listing of outputs/.
 

@@ -11,10 +11,17 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.records import Claim
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from making import make_job, output_key, overwrite, put_raw, read_marker, run_worker_here
+from making import (
+    finished_chunks,
+    make_job,
+    output_key,
+    overwrite,
+    put_raw,
+    read_marker,
+    run_worker_here,
+)
 
 CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)

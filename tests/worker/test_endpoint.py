@@ -16,10 +16,9 @@ import pytest
 from batchinfer.cli import main
 from batchinfer.core import layout
 from batchinfer.engines import dispatch
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
-from making import make_job, read_marker, said
+from making import finished_chunks, make_job, read_marker, said
 
 KEY = "sk-a1B2c3D4e5F6"
 

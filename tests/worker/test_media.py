@@ -14,7 +14,6 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.ledger.runs import read_run
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import MediaRef
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import web
@@ -30,6 +29,7 @@ from batchinfer.worker.media import (
 )
 from fake_endpoint import fake_endpoint
 from making import (
+    finished_chunks,
     make_job,
     output_key,
     run_worker_here,

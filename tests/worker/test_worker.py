@@ -25,7 +25,6 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.engines.config import EngineConfig
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
@@ -36,6 +35,7 @@ from making import (
     ECHO,
     default_row,
     finish_process,
+    finished_chunks,
     make_job,
     read_marker,
     run_worker_here,
