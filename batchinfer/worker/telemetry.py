@@ -93,7 +93,6 @@ class Telemetry:
         self._has_had_a_chunk = False
         self._write_now: Callable[[], object] = lambda: None
         self._engine: dict[str, Any] = {}
-        self._open: dict[str, OpenChunk] = {}
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._num_in_engine = 0
@@ -118,32 +117,19 @@ class Telemetry:
 
     def log_start(self, before: WorkerLease | None) -> None:
         """Log that this start holds its lease, and how the last start ended. `before` is the last start's lease."""
+        worker, start = self._base.id, len(self._base.starts)
+        fields = {"worker": worker, "start": start, "attempt": self.attempts}
+        logger.info("worker %s: start %d", worker, start, extra=event("worker_started", **fields))
+        if before is None:
+            return
+        is_kill = before.state not in ENDED_STATES
+        how = f"ended as {before.state}"
+        if is_kill:
+            how = "was killed, or still runs and will end now (workers that run at once need an id each)"
+        fields = {"before": before.state, "is_kill": is_kill, "rows": self._base.rows_done}
         logger.info(
-            "worker %s: start %d",
-            self._base.id,
-            len(self._base.starts),
-            extra=event(
-                "worker_started",
-                worker=self._base.id,
-                start=len(self._base.starts),
-                attempt=self.attempts,
-            ),
+            "worker %s: the last start %s", worker, how, extra=event("worker_resumed", **fields)
         )
-        if before is not None:
-            is_kill = before.state not in ENDED_STATES
-            logger.info(
-                "worker %s: the last start %s",
-                self._base.id,
-                "was killed, or still runs and will end now (workers that run at once need an id each)"
-                if is_kill
-                else f"ended as {before.state}",
-                extra=event(
-                    "worker_resumed",
-                    before=before.state,
-                    is_kill=is_kill,
-                    rows=self._base.rows_done,
-                ),
-            )
 
     def log_end(self) -> None:
         """Log how this start ended, and its failed rows by error code."""
@@ -231,7 +217,6 @@ class Telemetry:
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
         """Count a chunk that has just been opened, and its rows that were taken over from storage."""
-        self._open[chunk.name] = chunk
         self.workload.opened(chunk)
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
@@ -257,7 +242,6 @@ class Telemetry:
 
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
-        self._open.pop(chunk.name, None)
         self._resumed_in_closed += chunk.counts.rows_resumed
         if outcome == "released":
             self.workload.released(chunk.name)
@@ -336,7 +320,7 @@ class Telemetry:
     def rows_resumed(self) -> int:
         """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
         return self._resumed_in_closed + sum(
-            chunk.counts.rows_resumed for chunk in self._open.values()
+            chunk.counts.rows_resumed for chunk in self.workload.open.values()
         )
 
     @property
@@ -359,7 +343,7 @@ class Telemetry:
             attempts=max(0, self.attempts - self._is_waiting),
             engine=self._engine or base.engine,
             open_chunks={
-                name: chunk.num_rows - chunk.num_left for name, chunk in self._open.items()
+                name: chunk.num_rows - chunk.num_left for name, chunk in self.workload.open.items()
             },
             examples=dict(list((self.examples | base.examples).items())[:MAX_CODES]),
             minutes=self._minutes.series(),

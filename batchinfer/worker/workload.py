@@ -19,7 +19,8 @@ class Workload:
         self._own: set[str] = set()
         self._mine: set[str] = set()
         """Own chunks, and others that this worker has open or has closed done."""
-        self._open: dict[str, OpenChunk] = {}
+        self.open: dict[str, OpenChunk] = {}
+        """Chunks that this worker has open."""
         self._done: set[str] = set()
         self._num_done = 0
         self.rows = 0
@@ -41,18 +42,18 @@ class Workload:
     def opened(self, chunk: OpenChunk) -> None:
         """Note that this worker has opened a chunk."""
         self._mine.add(chunk.name)
-        self._open[chunk.name] = chunk
+        self.open[chunk.name] = chunk
 
     def released(self, name: str) -> None:
         """Note that this worker has closed a chunk that is not done."""
-        self._open.pop(name, None)
+        self.open.pop(name, None)
         if name not in self._own and name not in self._done:
             self._mine.discard(name)
 
     def done(self, *names: str) -> None:
         """Note that chunks have their marker. Names of other chunks are ignored."""
         for name in names:
-            self._open.pop(name, None)
+            self.open.pop(name, None)
             if name in self._rows and name not in self._done:
                 self._done.add(name)
                 self._num_done += self._rows[name]
@@ -74,5 +75,5 @@ class Workload:
     @property
     def rows_done(self) -> int:
         """Number of rows of chunks known to have their marker, plus the finished rows of the chunks open here."""
-        is_open = sum(chunk.num_rows - chunk.num_left for chunk in self._open.values())
+        is_open = sum(chunk.num_rows - chunk.num_left for chunk in self.open.values())
         return self._num_done + is_open
