@@ -261,7 +261,7 @@ def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None
         for line in program.stderr:
-            if "first rows in the engine" in line:
+            if ": open, 1 row" in line:
                 break
         below = descendants(program.pid)
         program.kill()

@@ -13,10 +13,7 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Claim, WorkerLease
-from batchinfer.ledger.claims import Claims as RealClaims
-from batchinfer.ledger.claims import Held
-from batchinfer.ledger.survey import look_at_owners
+from batchinfer.core.records import Claim
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
 from fakes import lease_record
@@ -380,27 +377,6 @@ def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
         stage.run(hook=hook, checkpoint_seconds=0.5)
         assert len(stage.finished) == 4
         assert saved_lines(stage) == {0, 1, 2, 3}
-
-
-def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_since() -> None:
-    """It had seemed gone at the look's first claim, and the second was taken from it by that."""
-    with Stage([["mine"], ["theirs"]]) as stage:
-        hold(stage, "part-00000", "w9")
-        hold(stage, "part-00001", "w9")
-        record = lease_record(id="w9", nonce="n", lease_seconds=6.0)
-        looks: list[str] = []
-
-        class Claims:
-            def look(self, held: Held) -> WorkerLease | None:
-                looks.append(held.claim.worker)
-                return None if len(looks) == 1 else record
-
-        store = StillStore("s3://sim/run", stage.server, Process(stage.scheduler, "looker"))
-        survey = look_at_owners(
-            store, cast("RealClaims", Claims()), {"part-00000": 0, "part-00001": 0}
-        )
-        assert list(survey.lapsed) == ["part-00000"]
-        assert list(survey.alive) == ["part-00001"]
 
 
 def beat_for_ever(
