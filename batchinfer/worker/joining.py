@@ -16,7 +16,7 @@ from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import layout, units
 from batchinfer.core.counts import most_common
-from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded, InputError
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
@@ -187,10 +187,6 @@ class Membership:
             "adapters": self._adapters,
             "server_command": engine.server_command,
             "server_options": without_secrets(engine.answer_options),
-            # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
-            "folders": []
-            if assignment.job
-            else sorted({redact(ref.root) for ref in assignment.chunks}),
             "max_model_len": info.max_model_len if info else UNKNOWN,
             "prompt": msgspec.to_builtins(config.prompt),
             "seed": config.run_seed,
@@ -245,8 +241,13 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
         limit=config.limit,
         open_store=environment.open_store,
     )
+    if assignment.job is None:
+        raise InputError(
+            f"{config.manifests[0]}: its job is not known",
+            hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
+        )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
-    if assignment.job is not None and store.url.rstrip("/") in own_places:
+    if store.url.rstrip("/") in own_places:
         raise ConfigError(
             f"--output {store.url}: is the job's own place",
             hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",

@@ -37,6 +37,7 @@ from making import (
     finish_process,
     finished_chunks,
     make_job,
+    make_job_of,
     read_marker,
     run_worker_here,
     run_worker_process,
@@ -272,10 +273,8 @@ class TestStoppedAndStartedAgain:
 
 class TestBadRows:
     def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
-        (tmp_path / "in").mkdir()
-        (tmp_path / "in/part.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-        (tmp_path / "in/list.txt").write_text("part.jsonl\n")
-        arguments = ["--manifest", str(tmp_path / "in/list.txt"), "--output", str(tmp_path / "run")]
+        make_job_of(tmp_path / "job", b"\n".join(lines) + b"\n")
+        arguments = ["--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")]
         from batchinfer.worker.command import command
 
         command.main(
@@ -316,7 +315,7 @@ class TestBadRows:
         with pytest.raises(ErrorRateExceeded) as caught:
             self.rows(tmp_path, lines, "--max-error-rate", "0.5")
         assert caught.value.exit_status == 3
-        assert "30 x invalid_json, e.g. part line 10" in caught.value.message
+        assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
     def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
         self, tmp_path: Path
