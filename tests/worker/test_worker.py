@@ -324,7 +324,7 @@ class TestBadRows:
         with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
             self.rows(tmp_path, lines)
         assert caught.value.exit_status == 3
-        assert "e.g. part line 2: column 'prompt' is not in the row" in caught.value.message
+        assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
         assert "--max-error-rate 1" in caught.value.hint
 
     def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(
