@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 COMMANDS = {
-    "run": ("pipeline.command", "Answer every row of a data set on this machine, in one command."),
+    "run": ("pipeline.run", "Answer every row of a data set on this machine, in one command."),
     "generate": ("playground.generate", "Try prompts on a model, over a grid of sampling values."),
     "chat": ("playground.chat", "Talk with a model in the terminal."),
     "split": ("split.command", "Split data sets into JSONL chunks and per-worker manifests."),
@@ -39,8 +39,8 @@ COMMANDS = {
     "report": ("runs.report", "Write a run as one HTML page, finished or not."),
     "compare": ("collect.compare", "Compare the answers of two runs over one job, row by row."),
     "collect": ("collect.command", "Collect verified answers: parquet, JSON Lines, CSV, the Hub."),
-    "check": ("check.command", "Find out before paying: access, prompts, memory, time and cost."),
-    "convert": ("convert.command", "Turn a checkpoint into a model, or a model into ONNX."),
+    "check": ("check.checking", "Find out before paying: access, prompts, memory, time and cost."),
+    "convert": ("convert", "Turn a checkpoint into a model, or a model into ONNX."),
 }
 """All commands by name: the module whose attribute `command` it is, and its line in `batchinfer --help`. Modules are
 named, not imported, so that help answers at once."""
@@ -89,41 +89,34 @@ def common_options(function: F) -> F:
         return function(*arguments, **options)
 
     result = cast("F", called)
+    shared: dict[str, Any] = {"cls": SectionOption, "section": COMMON, "is_eager": True}
+    shared["expose_value"] = False
     for option in (
         click.option(
             "--log-level",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Choice(["debug", "info", "warning", "error"]),
             default="info",
             show_default=True,
-            expose_value=False,
             callback=lambda _context, _option, value: set_level(value),
-            is_eager=True,
+            **shared,
             help="How much to log (to stderr).",
         ),
         click.option(
             "--log-format",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Choice(["text", "json"]),
             default="text",
             show_default=True,
-            expose_value=False,
             callback=lambda _context, _option, value: set_format(value),
-            is_eager=True,
+            **shared,
             help="Log lines for people, or one JSON object a line.",
         ),
         click.option(
             "--config",
             "config_file",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Path(path_type=Path),
             envvar="BATCHINFER_CONFIG",
-            expose_value=False,
-            is_eager=True,
             callback=_read_config,
+            **shared,
             help="YAML file with options; flags and environment variables win over it.",
         ),
     ):

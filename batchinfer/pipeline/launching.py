@@ -14,7 +14,7 @@ from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.options import options_of
 from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, forget_launch, new_id, record_launch
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
@@ -228,7 +228,7 @@ class Launch:
         Raises:
             ConfigError: It finds errors.
         """
-        from batchinfer.check.command import command as check
+        from batchinfer.check.checking import command as check
 
         asked, names = self._asked, {parameter.name for parameter in check.params}
         gpu = asked.gpu.replace("none", "")

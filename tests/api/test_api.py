@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -248,21 +249,34 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def started(folder: Path, code: str) -> subprocess.Popen[str]:
+    """Start a program that calls `run`, and wait until its first rows are in the engine."""
+    command = [sys.executable, "-c", f"import batchinfer; batchinfer.run({code})"]
+    program = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert program.stderr is not None
+    next(line for line in program.stderr if ": open, " in line)
+    return program
+
+
+def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    rows = [{"text": f"row {index}"} for index in range(20)]
+    slow = {"engine": "echo", "echo_latency_seconds": 0.5, "max_num_seqs": 2}
+    with started(tmp_path, f"{rows}, output='a.parquet', **{slow}") as program:
+        program.send_signal(signal.SIGINT)
+        _, shown = program.communicate(timeout=120)
+    assert "KeyboardInterrupt" in shown
+    found = batchinfer.run(rows, output=tmp_path / "a.parquet", **slow)
+    assert found.result["rows"] == 20
+    assert 0 < found.result["worker"]["request_count"] < 20
+
+
 def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
     """A program killed by SIGKILL leaves no process that works on.
 
     tests/worker/test_worker_vllm.py shows that vLLM's processes end with the command.
     """
-    code = (
-        "import batchinfer; batchinfer.run([{'text': 'a'}], output='a.parquet', engine='echo', "
-        "echo_latency_seconds=100_000)"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stderr is not None
-        for line in program.stderr:
-            if ": open, 1 row" in line:
-                break
+    code = "['a'], output='a.parquet', engine='echo', echo_latency_seconds=100_000"
+    with started(tmp_path, code) as program:
         below = descendants(program.pid)
         program.kill()
     assert below, "the command"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.check.model import has_chat_template, memory_on
-from batchinfer.cli.main import main
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from fake_endpoint import fake_endpoint
-from making import make_job, run_worker_here
+from making import Call, make_job, run_worker_here
 from tiny_model import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
@@ -31,21 +31,16 @@ LLAMA_8B = ModelInfo(
 )
 
 
-class Checker:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
-        status = main(["check", *arguments])
-        captured = self._capsys.readouterr()
-        return status, json.loads(captured.out.strip().splitlines()[-1]), captured.err
+Checker = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Checker:
-    return Checker(capsys)
+def check(call: Call) -> Checker:
+    def checked(*words: str) -> tuple[int, dict[str, Any], str]:
+        done = call("check", *words)
+        return done.status, done.result, done.err
+
+    return checked
 
 
 @pytest.fixture

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from batchinfer.cli.main import main
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.command import command as split
-from making import ECHO
+from making import ECHO, Call
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-class Shown:
-    """What `worker --show-config` says."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str) -> dict[str, Any]:
-        status = main(["worker", *arguments, "--show-config"])
-        out, self.err = self._capsys.readouterr()
-        assert status == 0, self.err
-        self.out = out
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return found
-
-
-@pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Shown:
-    return Shown(capsys)
-
-
 def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
-    show: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -50,7 +27,9 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
     monkeypatch.setenv("BATCHINFER_WORKER_SEED", "7")
     monkeypatch.setenv("BATCHINFER_WORKER_SAMPLING", "min_tokens=1 x=1")
-    found = show("--job", "s3://nowhere/job", *ECHO, "--n", "4")
+    done = call("worker", "--job", "s3://nowhere/job", *ECHO, "--n", "4", "--show-config")
+    assert done.status == 0, done.err
+    found = done.result
     options = found["options"]
     assert options["n"] == {"value": 4, "from": "command line"}
     assert options["top-p"] == {"value": 0.5, "from": "environment"}
@@ -62,7 +41,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     assert (prompt["body"]["stop"], prompt["blank_columns"]) == (["###", "END"], ["a", "b"])
     assert prompt["columns"] == {"image": ["photo"]}
     assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
-    assert "hf_abc" not in show.out + show.err
+    assert "hf_abc" not in done.out + done.err
     assert read_settings(path, split) == {"num_chunks": "4"}, "the run's sections are not its"
 
 
@@ -76,8 +55,8 @@ def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "axolotl-guide", "completions-requests", "openai-batch"])
-def test_example_settings_are_read(name: str, show: Shown) -> None:
-    found = show("--config", str(EXAMPLES / f"{name}.yaml"))
+def test_example_settings_are_read(name: str, call: Call) -> None:
+    found = call("worker", "--config", EXAMPLES / f"{name}.yaml", "--show-config").result
     assert found["options"]["model"]["from"] == "settings file"
     if name == "axolotl-guide":
         body = found["resolved"]["prompt"]["body"]
@@ -85,11 +64,11 @@ def test_example_settings_are_read(name: str, show: Shown) -> None:
         assert (body["repetition_penalty"], body["temperature"], body["top_p"]) == (1.18, 0.5, 0.5)
 
 
-def test_every_line_of_the_full_example_is_an_option(show: Shown, tmp_path: Path) -> None:
+def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path) -> None:
     text = (EXAMPLES / "run.yaml").read_text()
     for name in ("prompt.jinja", "system.txt", "tools.json"):
         (tmp_path / name).write_text('[{"name": "f"}]')
         text = text.replace(name, str(tmp_path / name))
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
-    found = show("--config", str(tmp_path / "run.yaml"))
+    found = call("worker", "--config", tmp_path / "run.yaml", "--show-config").result
     assert found["options"]["system-prompt"]["from"] == "settings file"

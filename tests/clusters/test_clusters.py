@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import yaml
 
 from batchinfer import clusters
 from batchinfer.clusters import CLUSTERS, Fate, Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import quote
@@ -481,35 +480,3 @@ def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(
     places = ["worker", "--model", "m", "--output", PLAN.run, "--job", PLAN.job]
     own = ["--engine", "echo", "--system-prompt", HARD, "--examples"]
     assert (given, examples[:8]) == ([*places, *words, *own], "/dev/fd/")
-
-
-# --------------------------------------------------------------------------- the hook of worker.yaml
-
-
-def test_the_hook_of_worker_yaml_reaches_the_worker_of_its_own_cluster_alone(
-    tmp_path: Path,
-) -> None:
-    """Several clusters of SkyPilot may share a node: the hook ended the workers of all of them, at every teardown."""
-    (hook,) = yaml.safe_load((ROOT / "worker.yaml").read_text())["config"]["hooks"]
-    assert hook["events"] == ["preemption"]
-    program = [sys.executable, "-c", "import time; time.sleep(600)", "batchinfer", "worker"]
-    own, other = (subprocess.Popen(program) for _ in range(2))
-    try:
-        script = hook["run"].replace("sleep 20", "sleep 0")
-
-        def run_hook() -> None:
-            subprocess.run(
-                ["bash", "-c", script], env={**os.environ, "HOME": str(tmp_path)}, check=True
-            )
-
-        run_hook()  # before the worker has begun
-        (tmp_path / ".batchinfer-worker").write_text(f"{os.getpid()}\n")
-        Path("/proc/self/cmdline").read_bytes()
-        (tmp_path / ".batchinfer-worker").write_text(f"{own.pid}\n")
-        run_hook()
-        assert own.wait(timeout=20) == -signal.SIGTERM
-        assert other.poll() is None
-    finally:
-        for process in (own, other):
-            process.kill()
-            process.wait()

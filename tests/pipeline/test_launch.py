@@ -20,13 +20,13 @@ import yaml
 import fake_slurm
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.pipeline import launching
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage.opening import open_store
-from making import ECHO, make_job
+from making import ECHO, Call, make_job
 
 SLOW = (
     *("--echo-latency-seconds", "0.3", "--max-num-seqs", "4", "--lease-seconds", "3"),
@@ -50,27 +50,6 @@ def recorded(run: Path, *, is_old: bool = True, **changes: Any) -> Plan:
     if is_old:
         os.utime(run / f"launches/{plan.id}.json", (1, 1))
     return plan
-
-
-class Outcome:
-    """Exit status, result and messages of one command."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status = status
-        self.result: dict[str, Any] = json.loads(out.splitlines()[-1]) if out.strip() else {}
-        self.err = err
-
-
-Call = Callable[..., Outcome]
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    def called(*arguments: str) -> Outcome:
-        status = main.main(arguments)
-        return Outcome(status, *capfd.readouterr())
-
-    return called
 
 
 @pytest.fixture
@@ -442,7 +421,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
         asked.append(given)
         return {}
 
-    monkeypatch.setattr("batchinfer.check.command.command.callback", check)
+    monkeypatch.setattr("batchinfer.check.checking.command.callback", check)
     places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
     monkeypatch.setattr(launching.Launch, "_refuse", lambda _self: None)
     call("launch", *places, "--model", "org/m")

@@ -25,7 +25,7 @@ from batchinfer.engines.buckets import list_model
 from batchinfer.engines.gpus import Gpu
 from batchinfer.storage.opening import open_store
 from fake_hub_upload import UploadHub
-from making import finish_process, start_process
+from making import Call, finish_process, start_process
 from tiny_model import DEMO_MODEL
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -50,21 +50,18 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 class Runner:
     """Runs `batchinfer run` with the engine echo in this process."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.result: dict[str, Any] = {}
-        self.err = ""
+    def __init__(self, call: Call) -> None:
+        self._call = call
 
     def __call__(self, *arguments: object) -> int:
-        status = main(["run", *map(str, arguments), "--engine", "echo"])
-        out, self.err = self._capsys.readouterr()
-        self.result = json.loads(out.splitlines()[-1]) if out.strip() else {}
-        return status
+        done = self._call("run", *arguments, "--engine", "echo")
+        self.result, self.err = done.result, done.err
+        return done.status
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
+def run(call: Call) -> Runner:
+    return Runner(call)
 
 
 def answers(path: Path) -> list[str]:
@@ -355,7 +352,7 @@ def test_a_signal_ends_it_while_it_collects_too(
         signal.raise_signal(number)
         raise AssertionError("the signal did nothing")
 
-    monkeypatch.setattr("batchinfer.pipeline.steps.run_collect", collect)
+    monkeypatch.setattr("batchinfer.pipeline.work_folder.run_collect", collect)
     # A worker that another test has run in this process may have left its handler.
     before = signal.signal(number, signal.default_int_handler)
     try:

@@ -17,7 +17,7 @@ import json, os, signal, sys, tempfile, threading
 from pathlib import Path
 import pyarrow.parquet
 from batchinfer.cli.main import main
-import batchinfer.collect.collecting, batchinfer.pipeline.command, batchinfer.pipeline.steps, batchinfer.split.append
+import batchinfer.collect.collecting, batchinfer.pipeline.run, batchinfer.pipeline.work_folder, batchinfer.split.append
 import batchinfer.split.sources, batchinfer.split.writer, batchinfer.worker.command, batchinfer.worker.start
 
 folder, sources, first, step = Path(sys.argv[1]), sys.argv[2].split(), sys.argv[3].split(), int(sys.argv[4])

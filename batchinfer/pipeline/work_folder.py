@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from batchinfer.check.command import run_check
+from batchinfer.check.checking import run_check
+from batchinfer.check.examination import ERROR, CheckConfig
 from batchinfer.check.model import has_chat_template
-from batchinfer.check.steps import ERROR, CheckConfig
 from batchinfer.collect.collecting import run_collect
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import CollectConfig, check_options, suffix_of
@@ -32,8 +32,8 @@ from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import GENERATE
 from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
-from batchinfer.pipeline.command import PipelineConfig
-from batchinfer.pipeline.sources import recognise
+from batchinfer.pipeline.pipes import recognise
+from batchinfer.pipeline.run import PipelineConfig
 from batchinfer.split.append import is_part_of
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.sources import Sources, count_sources
