@@ -96,6 +96,7 @@ class Telemetry:
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._num_in_engine = 0
+        self._has_sent_rows = False
         self._checkpointed = 0.0
         self.latest = self._base
 
@@ -176,8 +177,16 @@ class Telemetry:
         self._checkpointed = self._clock.now() - seconds_ago
 
     def rows_in_engine(self, count: int) -> None:
-        """Note how many rows are in the engine."""
+        """Note how many rows are in the engine, and log when the first ones are."""
         self._num_in_engine = count
+        if count and not self._has_sent_rows:
+            self._has_sent_rows = True
+            seconds = round(self.run_seconds, 3)
+            logger.info(
+                "first rows in the engine %.1f s after the start",
+                seconds,
+                extra=event("first_rows", seconds=seconds),
+            )
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Set the state that the worker's record shows; records.Worker lists the states."""
