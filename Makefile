@@ -48,7 +48,6 @@ else
 	$(PY) benchmarks/split.py --rows 20000 --repeats 1
 	$(PY) benchmarks/pipeline.py --quick
 	$(PY) benchmarks/startup.py --quick
-	$(PY) benchmarks/prefix.py --quick
 	$(PY) benchmarks/throughput.py --quick
 	$(PY) benchmarks/bookkeeping.py --quick
 	$(PY) benchmarks/recovery.py --quick

@@ -144,10 +144,9 @@ class Runs:
 def measure_claims(
     runs: Runs, num_chunks: int, lease_seconds: float, repeats: int
 ) -> dict[str, Any]:
-    """Count requests with claims and without, in turns; print them by method and place."""
+    """Count requests; print them by method and place."""
     ways = {
         "claims": partial(runs.pair, num_chunks, lease_seconds),
-        "no claims": partial(runs.pair, num_chunks, lease_seconds, "--no-claims"),
     }
     found = alternate(ways, repeats)
     names = sorted({name for each in found.values() for run in each for name in run.came})
@@ -184,11 +183,7 @@ def measure_claims(
         for run in found["claims"]
     )
     looks = spread(_ending(run.came, layout.STOP_KEY) / run.quarters for run in found["claims"])
-    added = totals["claims"].median - totals["no claims"].median
-    print(
-        f"all but those by time: {totals['claims']:.2f} with claims, {totals['no claims']:.2f} without; "
-        f"for claims themselves {own:.2f}"
-    )
+    print(f"all but those by time: {totals['claims']:.2f}; for claims themselves {own:.2f}")
     print(
         f"a worker and quarter of a lease: {beats:.2f} heartbeats, {looks:.2f} looks for a stop request"
     )
@@ -200,8 +195,6 @@ def measure_claims(
             for way, figures in per_chunk.items()
         },
         **totals["claims"].entries("with_claims_per_chunk"),
-        **totals["no claims"].entries("without_claims_per_chunk"),
-        "added_per_chunk": round(added, 4),
         **own.entries("claim_requests_per_chunk"),
         **beats.entries("heartbeats_per_quarter_lease"),
         **looks.entries("stop_looks_per_quarter_lease"),

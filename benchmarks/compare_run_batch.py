@@ -41,7 +41,7 @@ from demo_data import Example, draw_examples, expected_answer
 
 from batchinfer.core import layout
 from batchinfer.core.errors import ObjectNotFound
-from batchinfer.ledger.survey import finished_chunks
+from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage.opening import open_store
 
 MODEL = "examples/demo-model"
@@ -234,7 +234,7 @@ def batchinfer(requests: Path, work: Path, num_rows: int) -> dict[str, Any]:
     store = open_store(str(out))
 
     def num_kept() -> int:
-        published = finished_chunks(store)
+        published = newest_markers(store)
         segments = [
             info.key for info in store.list(layout.CHECKPOINTS)
             if info.key.split("/")[1] not in published
@@ -261,7 +261,8 @@ def output_lines(out: Path) -> list[dict[str, Any]]:
     """Return every line that a marker vouches for, in order."""
     store = open_store(str(out))
     found: list[dict[str, Any]] = []
-    for name, generation in sorted(finished_chunks(store).items()):
+    for name, seen in sorted(newest_markers(store).items()):
+        generation = seen.generation
         marker = json.loads(store.get(layout.marker_key(name, generation)).data)
         data = store.get(layout.output_key(marker["output"])).data
         found += map(json.loads, data.split(b"\n")[:-1])

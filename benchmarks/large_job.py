@@ -53,7 +53,7 @@ def make_run(endpoint: str, folder: Path, num_chunks: int) -> None:
     manifest = folder / "first.txt"
     job = read_job()
     manifest.write_text(f"{layout.chunk_file(job.chunks[0].name, job.compression)}\n")
-    harness.run((*ECHO, "--worker-id", "first", "--no-steal", "--manifest", str(manifest)))
+    harness.run((*ECHO, "--worker-id", "first", "--manifest", str(manifest)))
     urllib.request.urlopen(f"{endpoint}/stub-finish?markers={num_chunks}").close()
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from harness import ROOT, as_line, print_table, write_job
 
 from batchinfer.core import layout
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
 
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
@@ -88,16 +87,11 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(store.get(info.key).data) for info in store.list(layout.WORKERS)]
 
 
-def num_markers(run: Path) -> int:
-    """Return the number of chunks done so far."""
-    return len(finished_chunks(open_store(str(run))))
-
-
-def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[str, Any]:
+def makespan(folder: Path, *, case: str, latency: float) -> dict[str, Any]:
     """Measure the time of four workers, one of which is four times slower, or killed for good at half the time."""
     rows = WORKERS * CHUNKS_PER_WORKER * CHUNK_ROWS
     rate = SEQS / latency
-    job, run = folder / "job", folder / f"run-{case}-{steal}"
+    job, run = folder / "job", folder / f"run-{case}"
     if not job.exists():
         write_job(str(job), rows, hello, per_chunk=CHUNK_ROWS, num_workers=WORKERS)
     calm = rows / (WORKERS * rate)
@@ -111,7 +105,7 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
     processes = []
     for index in range(WORKERS):
         own = latency * 4 if case == "slow" and index == 0 else latency
-        options = echo(own, lease, 0.01 * ideal) + (() if steal else ("--no-steal",))
+        options = echo(own, lease, 0.01 * ideal)
         processes.append(start(job, run, f"w{index}", f"worker-{index:05d}.txt", *options))
     # A process needs a moment to start; the time counts from when all workers have a chunk.
     started = wait_for_first_rows(run, began)
@@ -121,16 +115,10 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
     for process in processes:
         process.wait()
     ended = time.monotonic()
-    done = num_markers(run)
-    if case == "dead" and done < WORKERS * CHUNKS_PER_WORKER:
-        # Without --steal, the dead worker's share waits for its restart.
-        start(job, run, "w0", "worker-00000.txt", *echo(latency, lease, 0.01 * ideal)).wait()
-        ended = time.monotonic()
     seconds = ended - started
     generated = sum(record["rows_done"] for record in records(run))
     return {
         "case": case,
-        "steal": steal,
         "seconds": round(seconds, 1),
         "ideal_seconds": round(ideal, 1),
         "ratio": round(seconds / ideal, 3),
@@ -254,11 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         if "makespan" in parts:
-            spans = [
-                makespan(place, case=case, steal=steal, latency=latency)
-                for case in ("slow", "dead")
-                for steal in ((True,) if arguments.quick else (True, False))
-            ]
+            spans = [makespan(place, case=case, latency=latency) for case in ("slow", "dead")]
         if "kills" in parts:
             seeds = (1,) if arguments.quick else (1, 2, 3)
             kills = [rows_with_kills(place, latency=latency, seed=seed) for seed in seeds]
@@ -277,7 +261,6 @@ def report(
         print_table(
             (
                 "4 workers, one",
-                "takes others' chunks",
                 "seconds",
                 "ideal",
                 "ratio",
@@ -286,7 +269,6 @@ def report(
             [
                 (
                     "4 times slower" if span["case"] == "slow" else "dead at half",
-                    "yes" if span["steal"] else "no",
                     *(str(span[name]) for name in figures),
                 )
                 for span in spans

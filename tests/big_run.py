@@ -157,7 +157,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         prompt_tokens=prompt,
         completion_tokens=completion,
         busy_seconds=working - 120,
-        load_seconds=90.0,
         errors={"prompt_too_long": errors} if errors else {},
         examples={"prompt_too_long": ErrorExample(chunk="part-00001", line=3, message=HOSTILE)}
         if errors
@@ -165,7 +164,6 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         finish_reasons={"stop": int((rows - errors) * 0.9), "length": int((rows - errors) * 0.1)},
         minutes=minutes[-1440:],
         starts=[begin, resumed_at] if is_killed else [begin],
-        ends=[(killed_at, "running")] if is_killed else [],
         up_seconds=working,
     )
     return _shifted(worker, shape.clock_off_seconds) if index == 1 else worker
@@ -179,7 +177,6 @@ def _shifted(worker: Worker, seconds: float) -> Worker:
         started=worker.started + seconds,
         heartbeat=worker.heartbeat + seconds,
         starts=[start + seconds for start in worker.starts],
-        ends=[(end + seconds, how) for end, how in worker.ends],
         minutes=[
             msgspec.structs.replace(minute, minute=minute.minute + int(seconds // 60))
             for minute in worker.minutes

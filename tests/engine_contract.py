@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.core.records import Call, Reply
@@ -39,8 +38,7 @@ class ListSource:
         self.given = 0
         self.waits = 0
 
-    def take(self, max_calls: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
-        assert not free_slots or sum(free_slots) >= max_calls
+    def take(self, max_calls: int) -> list[Call] | None:
         assert max_calls > 0
         self.asked.append(max_calls)
         if not self.left:

@@ -17,6 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Marker
+from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 
@@ -93,6 +94,7 @@ def make_job(
     for worker in range(workers):
         start, end = worker * num_chunks // workers, (worker + 1) * num_chunks // workers
         store.create(layout.worker_manifest(worker, workers), _lines(keys[start:end]))
+        store.create(f"{layout.MANIFESTS}only-{worker}.txt", _lines(keys[start:end]))
     job = Job(
         format_version=FORMAT_VERSION,
         sources=[],
@@ -101,6 +103,37 @@ def make_job(
         chunks=chunks,
         num_workers=workers,
         compression=compression,
+    )
+    store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    return job
+
+
+def make_job_of(url: str | Path, *files: bytes) -> Job:
+    """Write a job whose chunks are these JSON Lines, as `split --by-reference` would make one of them."""
+    store = open_store(str(url))
+    chunks: list[Chunk] = []
+    for index, data in enumerate(files):
+        name = layout.chunk_name(index, len(files))
+        store.create(layout.chunk_file(name, "none"), data)
+        chunk = Chunk(
+            name=name,
+            first_row=sum(each.rows for each in chunks),
+            rows=data.count(b"\n"),
+            bytes=len(data),
+            sha256=codec.sha256(data),
+        )
+        chunks.append(chunk)
+    rows = sum(chunk.rows for chunk in chunks)
+    job = Job(
+        format_version=FORMAT_VERSION,
+        sources=[],
+        columns=[],
+        rows=rows,
+        chunks=chunks,
+        num_workers=1,
+    )
+    store.create(
+        layout.ALL_MANIFEST, _lines(layout.chunk_file(each.name, "none") for each in chunks)
     )
     store.create(layout.JOB_KEY, codec.encode_pretty(job))
     return job
@@ -117,10 +150,17 @@ def _lines(keys: Iterable[str]) -> bytes:
 
 
 def worker_arguments(
-    job: str | Path, run: str | Path, *options: str, index: int | None = None
+    job: str | Path,
+    run: str | Path,
+    *options: str,
+    index: int | None = None,
+    only: int | None = None,
 ) -> list[str]:
-    """Arguments of an echo worker over one worker's manifest, or over all.txt without `index`."""
-    manifest = layout.ALL_MANIFEST
+    """Arguments of an echo worker over one worker's manifest, or over all.txt without `index`.
+
+    With `only`, it does that worker's chunks and no others.
+    """
+    manifest = layout.ALL_MANIFEST if only is None else f"{layout.MANIFESTS}only-{only}.txt"
     if index is not None:
         found = codec.decode(open_store(str(job)).get(layout.JOB_KEY).data, Job, name="job.json")
         manifest = layout.worker_manifest(index, found.num_workers)
@@ -169,7 +209,11 @@ def run_worker_process(
 
 
 def run_worker_here(
-    job: str | Path, run: str | Path, *options: str, index: int | None = None
+    job: str | Path,
+    run: str | Path,
+    *options: str,
+    index: int | None = None,
+    only: int | None = None,
 ) -> dict[str, Any]:
     """Run an echo worker in this process, which works with memory:// too. Raises what it raises."""
     from batchinfer.worker.command import command
@@ -177,7 +221,7 @@ def run_worker_here(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         result: dict[str, Any] = command.main(
-            worker_arguments(job, run, *options, index=index)[1:], standalone_mode=False
+            worker_arguments(job, run, *options, index=index, only=only)[1:], standalone_mode=False
         )
         return result
     finally:
@@ -186,6 +230,11 @@ def run_worker_here(
 
 
 # --------------------------------------------------------------------------- damage
+
+
+def finished_chunks(store: Store) -> dict[str, int]:
+    """Return every chunk that has a marker, with the highest generation of its markers."""
+    return {name: marker.generation for name, marker in newest_markers(store).items()}
 
 
 def read_marker(store: Store, name: str, generation: int = 0) -> Marker:

@@ -126,10 +126,10 @@ def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> 
     The error with which it ends is not copied, since it is raised.
     """
     from batchinfer.cli.terminal import say
-    from batchinfer.worker.progress import BarOfLines
+    from batchinfer.worker.progress import Bar
 
     assert process.stderr is not None
-    bar, is_error = BarOfLines(), False
+    bar, is_error = Bar(), False
     for line in (text.rstrip("\n") for text in process.stderr):
         if bar.take(line):
             continue

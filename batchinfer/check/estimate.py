@@ -39,7 +39,7 @@ def measure_run(url: str) -> dict[str, Any]:
         "run": url,
         "rows": rows,
         "rate": rows / busy,
-        "load_seconds": max(r.engine_load_seconds or r.load_seconds for r in records),
+        "load_seconds": max(r.engine_load_seconds for r in records),
         "accelerator": machine.accelerator,
         "gpus": max(1, machine.gpus),
     }

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import threading
 from collections import Counter as Tally
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec import Meta
 from batchinfer.check.estimate import estimate
 from batchinfer.check.model import Counter, memory_on
 from batchinfer.cli.options import value_of
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.options import NO_OPTION, Count, Opt, Positive
 from batchinfer.core.records import Call, Job, Record
@@ -23,6 +24,7 @@ from batchinfer.engines import check_engine, create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
+from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
@@ -30,7 +32,6 @@ from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.config import WorkerConfig, real_environment, rules_of
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.preview import read_first_rows
 
 if TYPE_CHECKING:
     from batchinfer.split.sources import Sources
@@ -304,12 +305,20 @@ def _read_chunks(chunks: list[ChunkRef], each: int, job: Job | None) -> Data:
     """Take sample rows from the beginnings of some chunks, which are fetched whole."""
     with contextlib.closing(Scratch(None)) as scratch:
         sample = [
-            (ref.name, ref.first_row, read_first_rows(ref, each, open_store, scratch))
+            (ref.name, ref.first_row, _first_rows(ref, each, scratch))
             for ref in (chunks[index] for index in _spread(len(chunks)))
         ]
     sizes = [ref.rows if ref.row_limit is None else ref.row_limit for ref in chunks]
     known = [size for size in sizes if size is not None]
     return Data(sum(known) if len(known) == len(sizes) else None, len(chunks), sample, job=job)
+
+
+def _first_rows(chunk: ChunkRef, count: int, scratch: Scratch) -> list[RawRow]:
+    """Read up to `count` rows from the beginning of a chunk, which is fetched whole."""
+    local = fetch(open_store(chunk.root), chunk, scratch)
+    with local.path.open("rb") as file:
+        most = count if chunk.row_limit is None else min(count, chunk.row_limit)
+        return [RawRow(index, line) for index, line in enumerate(islice(codec.lines(file), most))]
 
 
 def _read_sources(config: CheckConfig) -> Data:

@@ -225,10 +225,6 @@ class Marker(Counts, frozen=True, kw_only=True):
     start: str
     end: str
     nonce: str
-    chunk_root: str = ""
-    """Folder in which the chunk's file was; empty for a chunk of a job."""
-    chunk_bytes: int | None = None
-    """Size of the chunk's file on storage, in bytes."""
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -306,7 +302,7 @@ class WorkerLease(Record, frozen=True, kw_only=True):
 class Worker(Counts, frozen=True, kw_only=True):
     """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
 
-    It is written with checkpoints and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
+    It is written with heartbeats and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
     attempts from the worker's lease. Most counters are sums over all starts of the worker. `starts` holds the time of
     each start. Long lists lose their oldest entries (see worker/telemetry.py).
     """
@@ -326,16 +322,10 @@ class Worker(Counts, frozen=True, kw_only=True):
     open_chunks: dict[str, int] = {}
     """Number of finished rows of each chunk that is open now."""
     chunks_done: int = 0
-    chunks_skipped: int = 0
-    engine_steps: int = 0
     busy_seconds: float = 0.0
-    load_seconds: float = 0.0
     examples: dict[str, ErrorExample] = {}
     minutes: list[Minute] = []
     starts: list[float] = []
-    ends: list[tuple[float, str]] = []
-    """Time of the last heartbeat, and the last state, of every start except the latest. This list is one shorter than
-    `starts`."""
     replicas_lost: int = 0
     """Number of the engine's replicas that this start has lost. `engine` holds their full number as `num_replicas`."""
     up_seconds: float = 0.0
@@ -344,8 +334,6 @@ class Worker(Counts, frozen=True, kw_only=True):
     money: Money | None = None
     """Price and limits, if the worker was started with one of them."""
     rows_in_engine: int = 0
-    rows_waiting: int = 0
-    """Number of rows that have a prompt and wait for the engine."""
     engine_restarts: int = 0
     checkpointed: float = 0.0
     """Time as of which all finished rows are on storage, in Unix seconds; 0 before the first checkpoint."""

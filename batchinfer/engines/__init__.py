@@ -41,7 +41,7 @@ class Stop(Protocol):
 class RequestSource(Protocol):
     """The stream from which an engine takes its calls. Its methods never read or write storage."""
 
-    def take(self, max_calls: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
+    def take(self, max_calls: int) -> list[Call] | None:
         """Return up to `max_calls` calls that are ready now. The list may be empty.
 
         The caller of `Engine.generate` prepares new calls each time that `generate` yields. So an engine that got an
@@ -49,9 +49,6 @@ class RequestSource(Protocol):
 
         Args:
             max_calls: Most calls to return; at least 1.
-            free_slots: Number of calls that each replica can take now; empty if there is only one replica. The first
-                `free_slots[0]` calls go to the first replica, the next `free_slots[1]` to the second, and so on. A
-                source may use this to send similar calls to the same replica.
 
         Returns:
             The calls, or None if the source will never have another one.

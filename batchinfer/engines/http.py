@@ -166,7 +166,7 @@ class HttpEngine:
                 free = [target.free_slots for target in self.targets]
                 taken: list[Call] | None = []
                 if not exhausted and any(free):
-                    taken = source.take(sum(free), *([free] if len(free) > 1 else []))
+                    taken = source.take(sum(free))
                     exhausted = taken is None
                 taken = taken or []
                 self._is_idle = any(free) and not taken

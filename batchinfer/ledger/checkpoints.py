@@ -23,7 +23,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.counts import Counts
 from batchinfer.core.errors import ObjectNotFound
-from batchinfer.core.records import Record
+from batchinfer.core.records import Record, Usage
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,30 @@ class FinishedRow(Record, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     rows_in_flight: int = 0
     """Number of rows that were in the engine when it died, this row included."""
     output: msgspec.Raw = msgspec.Raw()
+
+    @classmethod
+    def of(
+        cls,
+        line: int,
+        usage: Usage,
+        output: bytes,
+        *,
+        ok: bool = True,
+        code: str = "",
+        finish_reason: str = "",
+    ) -> FinishedRow:
+        """Make the record of a finished row. `output` is its output line."""
+        return cls(
+            line=line,
+            ok=ok,
+            code=code,
+            finish_reason=finish_reason,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            reasoning_tokens=usage.reasoning_tokens or 0,
+            output=codec.raw(output),
+        )
 
 
 def count_rows(rows: Sequence[FinishedRow]) -> Counts:

@@ -15,6 +15,7 @@ Claims only keep two workers from doing the same work. It is the create-only mar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
+from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.storage import Store
 
@@ -338,7 +340,7 @@ class Claims:
         self._sightings: dict[str, _Sighting] = {}
 
     def take(self, name: str) -> Taken | Held:
-        """Take a chunk's claim if it is free, released, or in this worker's own name.
+        """Take a chunk's claim if it is free, released, lapsed, or in this worker's own name.
 
         Any other claim is left as it is, and is returned as `Held`. Call this only for a chunk that this process has
         not opened.
@@ -348,40 +350,28 @@ class Claims:
         """
         key = layout.claim_key(name)
         while True:
-            try:
-                return Taken(
-                    self._store.create(key, self._body(self._lease.worker_id)), is_new=True
-                )
-            except AlreadyExists:
-                pass
+            with contextlib.suppress(AlreadyExists):
+                etag = self._store.create(key, self._body(self._lease.worker_id))
+                return Taken(etag, is_new=True)
             try:
                 data, etag = self._store.get(key)
             except ObjectNotFound:
                 continue  # The claim was removed between the two requests.
             held = Held(decode_claim(data, key), etag)
-            if held.claim.worker not in ("", self._lease.worker_id):
+            owner = held.claim.worker
+            if owner == self._lease.worker_id:
+                # It is of an earlier start, or of a newer one, which writes its record before its first claim.
+                self._lease.confirm()
+            elif owner and self.look(held) is not None:
                 return held
-            taken = self.take_over(name, held)
-            if taken is not None:
-                return taken
-
-    def take_over(self, name: str, held: Held) -> Taken | None:
-        """Replace a stored claim with a claim of this worker. Return None if it has changed since `held` was read.
-
-        Raises:
-            Superseded: The claim is in this worker's name, and a newer start of this worker exists.
-        """
-        if held.claim.worker == self._lease.worker_id:
-            # It is of an earlier start, or of a newer one, which writes its record before its first claim.
-            self._lease.confirm()
-        try:
-            return Taken(
-                self._store.replace(
-                    layout.claim_key(name), self._body(self._lease.worker_id), held.etag
+            with contextlib.suppress(PreconditionFailed):
+                etag = self._store.replace(key, self._body(self._lease.worker_id), held.etag)
+                logger.info(
+                    "%s: taken over%s",
+                    *(name, f" from worker {owner}" if owner else ""),
+                    extra=event("chunk_taken_over", chunk=name, worker=owner),
                 )
-            )
-        except PreconditionFailed:
-            return None
+                return Taken(etag)
 
     def is_ours(self, claim: Claim) -> bool:
         """Whether this start of this worker wrote a claim that was read. Sends no request."""

@@ -102,11 +102,6 @@ METRICS = (
         _of(lambda w: w.reasoning_tokens or 0),
     ),
     Metric("batchinfer_rows_in_engine", "Rows in the engine.", _of(lambda w: w.rows_in_engine)),
-    Metric(
-        "batchinfer_rows_waiting",
-        "Rows with a prompt that wait for the engine.",
-        _of(lambda w: w.rows_waiting),
-    ),
     Metric("batchinfer_chunks_done_total", "Chunks published.", _of(lambda w: w.chunks_done)),
     Metric("batchinfer_chunks_open", "Chunks under way.", _of(lambda w: len(w.open_chunks))),
     Metric(

@@ -7,7 +7,6 @@ a machine that is being set up costs money, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core.prices import Machine, Price, Prices, accelerator_count, accelerator_name
@@ -67,11 +66,6 @@ def whole(value: object) -> int:
         return 0
 
 
-def up_seconds_of(record: Worker) -> float:
-    """Return the seconds for which a worker's processes have run. Records of earlier versions do not say it exactly."""
-    return record.up_seconds or record.busy_seconds + record.load_seconds
-
-
 def price_of(record: Worker, prices: Prices, machine: Machine) -> Price | None:
     """Return the price of a worker's machine: the user's, else the worker's own, else that of the lists."""
     money = record.money
@@ -84,7 +78,7 @@ def cost_of(record: Worker, prices: Prices, price: Price | None) -> float | None
     """Return the dollars that a worker has cost; None if no price is known. `price` is `price_of` the worker."""
     if record.money is not None and record.money.cost is not None and not prices.is_users:
         return record.money.cost
-    return None if price is None else price.per_hour * up_seconds_of(record) / 3600
+    return None if price is None else price.per_hour * record.up_seconds / 3600
 
 
 def offset_of(record: Worker, modified: float) -> float:
@@ -98,29 +92,3 @@ def offset_of(record: Worker, modified: float) -> float:
     """
     offset = modified - record.heartbeat if modified else 0.0
     return offset if abs(offset) > CLOCK_TOLERANCE_SECONDS else 0.0
-
-
-def starts_of(record: Worker, offset: float) -> list[tuple[float, float]]:
-    """Return begin and end of each start that a record lists. `offset` is the `offset_of` of the worker.
-
-    The last start ends at the worker's last heartbeat.
-    """
-    ends = [end for end, _ in record.ends] + [record.heartbeat]
-    starts = record.starts or [record.started]
-    return [
-        (begin + offset, max(begin, end) + offset)
-        for begin, end in zip(starts, ends[-len(starts) :], strict=False)
-    ]
-
-
-def joined_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds in which at least one of some spans of time lay.
-
-    >>> joined_seconds([(0, 10), (5, 12), (20, 21)])
-    13.0
-    """
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total

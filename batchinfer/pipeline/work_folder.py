@@ -203,7 +203,6 @@ class WorkFolder:
             "output": self.run_url,
             "manifests": (manifest,),
             "limit": None,
-            "steal": limit is None,
         }
 
     def refuse_errors(self, rate: float, *, at_least: int) -> None:

@@ -108,9 +108,8 @@ class _Source:
     def __init__(self, tried: list[dict[str, Any]]) -> None:
         self._left = list(tried)
 
-    def take(self, max_calls: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
+    def take(self, max_calls: int) -> list[Call] | None:
         """See RequestSource."""
-        del free_slots
         taken, self._left = self._left[:max_calls], self._left[max_calls:]
         for trial in taken:
             trial["start"] = time.perf_counter()

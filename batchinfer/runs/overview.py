@@ -20,7 +20,7 @@ from batchinfer.core.records import Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.ledger.jobs import rows_by_chunk
-from batchinfer.ledger.spending import cost_of, machine_of, offset_of, price_of, up_seconds_of
+from batchinfer.ledger.spending import cost_of, machine_of, offset_of, price_of
 
 RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""
@@ -243,7 +243,7 @@ def _view_of(
         recent=_recent(record) if state in ALIVE_STATES else Rate(),
         heartbeat_age_seconds=age,
         clock_offset_seconds=offset_of(record, seen.modified),
-        up_seconds=up_seconds_of(record),
+        up_seconds=record.up_seconds,
         price_per_hour=price.per_hour if price else None,
         price_source=price.source if price else "",
         cost=cost_of(record, prices, price),

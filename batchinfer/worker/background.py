@@ -14,13 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 logger = logging.getLogger(__name__)
 
@@ -113,56 +112,92 @@ def install_signal_handlers(stopper: Stopper) -> None:
     signal.signal(signal.SIGINT, handle)
 
 
-class Pending(Protocol[T_co]):
+class Pending(Generic[T]):
     """A piece of work that was submitted to a `Background`."""
+
+    __slots__ = ("_done", "_error", "_value", "_work")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def run(self) -> None:
+        """Do the work. Called by the thread."""
+        assert self._work is not None
+        try:
+            self._value = self._work()
+        except BaseException as error:  # noqa: BLE001 - `result` raises it again
+            self._error = error
+        self._work = None
+        self._done = True
 
     def is_done(self) -> bool:
         """Whether `result` returns at once."""
-        ...
+        return self._done
 
-    def result(self) -> T_co:
+    def result(self) -> T:
         """Return the work's result, or raise its exception. Call only once `is_done` is true."""
-        ...
+        assert self._done, "result() of work that has not finished"
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
 
 
-class Repeating(Protocol):
-    """Work that runs again and again until cancelled."""
+class _Pool:
+    """Submitted work, and the daemon threads that do it. A thread is begun when all others are busy.
 
-    def cancel(self) -> None:
-        """Do not run the work again. A run of the work that has begun goes on, and `cancel` does not wait for it."""
-        ...
+    At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
+    would wait for the threads of concurrent.futures.
+    """
+
+    def __init__(self, most_threads: int, finished: threading.Event) -> None:
+        self._most_threads = most_threads
+        self._finished = finished
+        self._changed = threading.Condition()
+        self._jobs: deque[Pending[Any]] = deque()
+        self._num_threads = self._num_idle = 0
+        self._is_closed = False
+
+    def put(self, job: Pending[Any]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            if len(self._jobs) > self._num_idle and self._num_threads < self._most_threads:
+                self._num_threads += 1
+                name = f"batchinfer-{self._num_threads}"
+                threading.Thread(target=self._loop, name=name, daemon=True).start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while (job := self._take()) is not None:
+            job.run()
+            self._finished.set()
+
+    def _take(self) -> Pending[Any] | None:
+        with self._changed:
+            while not self._jobs:
+                if self._is_closed:
+                    return None
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            return self._jobs.popleft()
 
 
-class Event(Protocol):
-    """Wakes one thread."""
+class Background:
+    """Runs work on at most `num_threads` daemon threads, and urgent work on one of its own."""
 
-    def set(self) -> None:
-        """End the thread's wait, or else its next one."""
-        ...
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Block until `set` is called or the time is up."""
-        ...
-
-
-class Gate(Protocol):
-    """Lets so many threads in at the same time. A context is one that waits until it is let in."""
-
-    def enter(self, *, wait: bool) -> bool:
-        """Go in, and return True; return False if there is no room and `wait` is false."""
-        ...
-
-    def leave(self) -> None:
-        """Make room for another thread."""
-        ...
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class Background(Protocol):
-    """Runs work on other threads, while the caller goes on."""
+    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
+        self._finished = finished or threading.Event()
+        self._pool = _Pool(num_threads, self._finished)
+        self._urgent = _Pool(1, self._finished)
+        self._others: list[Background] = []
 
     def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
         """Run `work` as soon as a thread is free for it.
@@ -170,40 +205,59 @@ class Background(Protocol):
         One thread does nothing but urgent work: the engine's next prompts, and the last heartbeat of a worker that must
         end. It does not wait for requests to a bucket that hangs.
         """
-        ...
+        job = Pending(work)
+        (self._urgent if is_urgent else self._pool).put(job)
+        return job
 
-    def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
+    def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` again and again on its own thread, with a pause of `interval_seconds` before each run.
 
-        `work` must not raise.
+        Returns a function that ends this. It does not wait for a run that has begun.
         """
-        ...
+        cancelled = threading.Event()
+
+        def loop() -> None:
+            while not cancelled.wait(interval_seconds):
+                try:
+                    work()
+                except Exception:
+                    # If a bug in one heartbeat ended the thread, no heartbeat would follow.
+                    logger.exception("work that is repeated every %g s failed", interval_seconds)
+
+        threading.Thread(target=loop, name="batchinfer-timer", daemon=True).start()
+        return cancelled.set
 
     def beside(self, num_threads: int) -> Background:
         """Return another background with threads of its own, for work that would keep others waiting.
 
         Its finished work, too, ends a `wait` of this one.
         """
-        ...
+        other = Background(num_threads, finished=self._finished)
+        self._others.append(other)
+        return other
 
-    def event(self) -> Event:
+    def event(self) -> threading.Event:
         """Make an event."""
-        ...
+        return threading.Event()
 
-    def gate(self, number: int) -> Gate:
+    def gate(self, number: int) -> threading.Semaphore:
         """Make a gate that lets `number` threads in."""
-        ...
+        return threading.Semaphore(number)
 
     def wait(self, timeout_seconds: float) -> None:
         """Block until a piece of submitted work finishes or the time is up.
 
         Returns at once if work has finished since the last `wait`.
         """
-        ...
+        self._finished.wait(timeout_seconds)
+        self._finished.clear()
 
     def close(self) -> None:
         """Let the threads end after the work submitted so far. Does not wait, so a thread that hangs delays no exit."""
-        ...
+        for other in self._others:
+            other.close()
+        self._pool.close()
+        self._urgent.close()
 
 
 def unless_stopped(
@@ -238,179 +292,3 @@ def unless_stopped(
             stopper.raise_if_requested()
         background.wait(_POLL_SECONDS)
     return pending.result()
-
-
-class _SubmittedWork(Generic[T]):
-    """A submitted function and, after it has run, its result or exception. Implements `Pending`."""
-
-    __slots__ = ("_done", "_error", "_value", "_work")
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._done = False
-
-    def run(self) -> None:
-        assert self._work is not None
-        try:
-            self._value = self._work()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it again
-            self._error = error
-        self._work = None
-        self._done = True
-
-    def is_done(self) -> bool:
-        return self._done
-
-    def result(self) -> T:
-        assert self._done, "result() of work that has not finished"
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
-
-
-class _Timer:
-    """A daemon thread that waits for an interval and then runs a function, again and again. Implements `Repeating`."""
-
-    def __init__(self, interval_seconds: float, work: Callable[[], None]) -> None:
-        self._cancelled = threading.Event()
-        self._interval_seconds = interval_seconds
-        self._work = work
-        threading.Thread(target=self._loop, name="batchinfer-timer", daemon=True).start()
-
-    def _loop(self) -> None:
-        while not self._cancelled.wait(self._interval_seconds):
-            try:
-                self._work()
-            except Exception:
-                # The timer goes on after an error. If a bug in one heartbeat ended the timer, no heartbeat would
-                # follow, and the whole worker would have to end.
-                logger.exception("work that is repeated every %g s failed", self._interval_seconds)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-
-
-class _Pool:
-    """Submitted work, and the daemon threads that do it. A thread is begun when all others are busy.
-
-    At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
-    would wait for the threads of concurrent.futures.
-    """
-
-    def __init__(self, most_threads: int, finished: threading.Event) -> None:
-        self._most_threads = most_threads
-        self._finished = finished
-        self._changed = threading.Condition()
-        self._jobs: deque[_SubmittedWork[Any]] = deque()
-        self._num_threads = self._num_idle = 0
-        self._is_closed = False
-
-    def put(self, job: _SubmittedWork[Any]) -> None:
-        with self._changed:
-            self._jobs.append(job)
-            if len(self._jobs) > self._num_idle and self._num_threads < self._most_threads:
-                self._num_threads += 1
-                name = f"batchinfer-{self._num_threads}"
-                threading.Thread(target=self._loop, name=name, daemon=True).start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def _loop(self) -> None:
-        while (job := self._take()) is not None:
-            job.run()
-            self._finished.set()
-
-    def _take(self) -> _SubmittedWork[Any] | None:
-        with self._changed:
-            while not self._jobs:
-                if self._is_closed:
-                    return None
-                self._num_idle += 1
-                self._changed.wait()
-                self._num_idle -= 1
-            return self._jobs.popleft()
-
-
-class _Event:
-    """Implements `Event`."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._event.wait(timeout_seconds)
-        self._event.clear()
-
-
-class _Gate:
-    """Implements `Gate`."""
-
-    def __init__(self, number: int) -> None:
-        self._free = threading.Semaphore(number)
-
-    def enter(self, *, wait: bool) -> bool:
-        return self._free.acquire(blocking=wait)
-
-    def leave(self) -> None:
-        self._free.release()
-
-    def __enter__(self) -> None:
-        self._free.acquire()
-
-    def __exit__(self, *_error: object) -> None:
-        self._free.release()
-
-
-class ThreadBackground:
-    """Runs background work on at most `num_threads` daemon threads, and urgent work on one of its own."""
-
-    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
-        self._finished = finished or threading.Event()
-        self._pool = _Pool(num_threads, self._finished)
-        self._urgent = _Pool(1, self._finished)
-        self._others: list[ThreadBackground] = []
-
-    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
-        """See `Background.submit`."""
-        job = _SubmittedWork(work)
-        (self._urgent if is_urgent else self._pool).put(job)
-        return job
-
-    def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
-        """See `Background.every`."""
-        return _Timer(interval_seconds, work)
-
-    def beside(self, num_threads: int) -> ThreadBackground:
-        """See `Background.beside`."""
-        other = ThreadBackground(num_threads, finished=self._finished)
-        self._others.append(other)
-        return other
-
-    def event(self) -> Event:
-        """See `Background.event`."""
-        return _Event()
-
-    def gate(self, number: int) -> Gate:
-        """See `Background.gate`."""
-        return _Gate(number)
-
-    def wait(self, timeout_seconds: float) -> None:
-        """See `Background.wait`."""
-        self._finished.wait(timeout_seconds)
-        self._finished.clear()
-
-    def close(self) -> None:
-        """See `Background.close`."""
-        for other in self._others:
-            other.close()
-        self._pool.close()
-        self._urgent.close()

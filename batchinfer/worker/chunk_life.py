@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from batchinfer.core import layout, units
-from batchinfer.core.clock import Clock, iso_utc
+from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import (
     AlreadyExists,
     BatchinferError,
@@ -28,14 +28,15 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.events import event
+from batchinfer.core.records import Marker
 from batchinfer.ledger import checkpoints
+from batchinfer.ledger.claims import Held
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
-from batchinfer.worker.background import Background, Event
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.config import Limits, RunAccess
-from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
-from batchinfer.worker.ring import Candidate
+from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
+from batchinfer.worker.opening import Opened, open_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +56,17 @@ _END_PAUSE_SECONDS = 2.0
 _LOG_SECONDS = 60.0
 """Seconds between two log lines about checkpoints."""
 
-
-class GivenUp(NamedTuple):
-    """The end of a chunk that could not be opened or published."""
-
-    error: BatchinferError
-
-
-class Released(NamedTuple):
-    """The end of a chunk that was given back unfinished, because the worker ends."""
-
-
-Ending = AlreadyDone | HeldByOther | Published | GivenUp | Released
+Ending = Published | Marker | Held | BatchinferError | None
+"""How a chunk's life ends: published; found done; held by another worker; given up with an error; or given back
+unfinished, because the worker ends."""
 
 
 class Life:
     """A chunk at work: what its thread and the worker's loop tell each other."""
 
-    def __init__(self, candidate: Candidate, event: Event, now: float) -> None:
-        self.candidate = candidate
-        self.name = candidate.ref.name
+    def __init__(self, ref: ChunkRef, event: threading.Event, now: float) -> None:
+        self.ref = ref
+        self.name = ref.name
         self.started = now
         """Monotonic seconds."""
         self.chunk: OpenChunk | None = None
@@ -84,22 +76,24 @@ class Life:
         number of all rows there. A note that is written again has the same name, since notes add up."""
         self.is_asked = False
         """Whether the finished rows are to be saved now."""
-        self.is_publishing = False
-        self.is_published = False
-        self.num_tidied = 0
-        """Number of the chunk's segments that its publishing removes."""
         self.saved_at = now
         """Monotonic seconds as of which all finished rows are on storage."""
-        self.event = event
+        self._event = event
+
+    @property
+    def has_unsaved_rows(self) -> bool:
+        """Whether the chunk is open and has finished rows in no segment on storage."""
+        return self.chunk is not None and self.chunk.has_unsaved_rows
 
     def wake(self) -> None:
         """Let the thread look what there is to do."""
-        self.event.set()
+        self._event.set()
 
     def wait(self, seconds: float) -> None:
         """Wait for `wake`, or so long. Called by the thread."""
         # What is left of an interval may be less than a clock can show.
-        self.event.wait(max(_LEAST_SECONDS, seconds))
+        self._event.wait(max(_LEAST_SECONDS, seconds))
+        self._event.clear()
 
     def note_death(self, lines: list[int], rows_in_flight: int) -> None:
         """Have it noted on storage that the engine died with these lines, among so many rows of all chunks."""
@@ -112,66 +106,44 @@ class Life:
         self.is_asked = True
         self.wake()
 
-    # -- called by the thread
-
     def begin(self, chunk: OpenChunk) -> None:
-        """Note that the chunk is open."""
+        """Note that the chunk is open. Called by the thread."""
         self.chunk = chunk
 
     def answer(self) -> None:
-        """Note that the rows which were finished at `ask` are being saved."""
+        """Note that the rows which were finished at `ask` are being saved. Called by the thread."""
         self.is_asked = False
 
     def note_saved(self, moment: float) -> None:
         """Note that all rows that were finished at this moment, in monotonic seconds, are on storage."""
         self.saved_at = moment
 
-    def set_publishing(self, *, is_publishing: bool) -> None:
-        """Note whether the chunk is being published."""
-        self.is_publishing = is_publishing
-
-    def note_tidied(self, num_segments: int) -> None:
-        """Note how many of the chunk's segments its publishing removes."""
-        self.num_tidied = num_segments
-
-    def note_published(self) -> None:
-        """Note that the chunk's marker is there."""
-        self.is_published = True
-
 
 class Hall:
     """What the lives of a worker share.
 
     Args:
+        environment: The clock and the background.
         run: Access to the run, which the worker has joined.
-        opener: Opens chunks.
-        clock: This machine's clock.
-        background: Makes the gates.
-        limits: Attempts, pauses, and the number of chunks that are published at once.
-        checkpoint_seconds: Seconds between two checkpoints of a chunk.
+        config: The worker's configuration.
         has_rows_left: Returns whether open chunks have unfinished rows. While the engine generates them, a store that
             cannot be reached has time to come back, so no chunk is given up because of storage.
     """
 
     def __init__(
         self,
+        environment: Environment,
         run: RunAccess,
-        opener: Opener,
-        clock: Clock,
-        background: Background,
-        limits: Limits,
-        *,
-        checkpoint_seconds: float,
+        config: WorkerConfig,
         has_rows_left: Callable[[], bool],
     ) -> None:
         self.run = run
-        self.opener = opener
-        self.clock = clock
-        self.limits = limits
-        self.checkpoint_seconds = checkpoint_seconds
+        self.clock = environment.clock
+        self.limits = config.limits
+        self.checkpoint_seconds = config.checkpoint_seconds
         self.has_rows_left = has_rows_left
-        self.publishing = background.gate(limits.max_publishing)
-        self.writing = background.gate(_MAX_WRITING)
+        self.publishing = environment.background.gate(config.limits.max_publishing)
+        self.writing = environment.background.gate(_MAX_WRITING)
         self.is_closing = False
         """Whether no chunk is opened any more."""
         self.is_ending = False
@@ -207,12 +179,11 @@ def live(life: Life, hall: Hall) -> Ending:
     Raises:
         BatchinferError: the worker must end: full scratch disk, refused permissions, a newer start of itself.
     """
-    opened = _open(life, hall)
-    if not isinstance(opened, OpenChunk):
-        return opened
-    chunk = opened
+    chunk = _open(life, hall)
+    if not isinstance(chunk, OpenChunk):
+        return chunk
     life.begin(chunk)
-    ending: Ending = Released()
+    ending: Ending = None
     try:
         due = hall.clock.monotonic() + hall.checkpoint_seconds
         while chunk.num_left and not hall.is_ending:
@@ -227,17 +198,16 @@ def live(life: Life, hall: Hall) -> Ending:
             ending = _publish(life, chunk, hall)
         return ending
     finally:
-        _end(life, chunk, hall, ending)
+        if not isinstance(ending, Published):
+            _give_back(life, chunk, hall)
 
 
-def _open(life: Life, hall: Hall) -> Opened | GivenUp | Released:
+def _open(life: Life, hall: Hall) -> Opened | BatchinferError | None:
     for attempts in itertools.count(1):
         if attempts > 1 and hall.is_closing:
-            return Released()
+            return None
         try:
-            now = hall.clock.now()
-            ref, take_over = life.candidate
-            return hall.opener.open(ref, now=now, take_over=take_over)
+            return open_chunk(life.ref, hall.run, now=hall.clock.now())
         except ScratchFull:
             raise
         except (StorageError, InputError) as error:
@@ -246,8 +216,7 @@ def _open(life: Life, hall: Hall) -> Opened | GivenUp | Released:
                 is_last = attempts >= hall.limits.storage_attempts and not hall.has_rows_left()
             if is_last or hall.is_closing:
                 return _give_up(life, error, "cannot be opened")
-            _say_again(life, error, "cannot be opened", hall.limits, attempts)
-            _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
+            _pause(life, hall, error, "cannot be opened", attempts)
     raise AssertionError
 
 
@@ -258,12 +227,11 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
         if not hall.run.lease.is_held():  # others may have taken the chunk; a heartbeat may come
             life.wait(_RETRY_SECONDS)
             continue
-        if not hall.publishing.enter(wait=False):  # all others upload, which may take long
+        if not hall.publishing.acquire(blocking=False):  # all others upload, which may take long
             save(life, hall)
-            hall.publishing.enter(wait=True)
+            hall.publishing.acquire()
         try:
-            life.set_publishing(is_publishing=True)
-            return _publish_once(life, chunk, hall.run, hall.clock)
+            return _publish_once(chunk, hall)
         except ScratchFull:
             raise
         except StorageError as error:
@@ -272,35 +240,28 @@ def _publish(life: Life, chunk: OpenChunk, hall: Hall) -> Ending:
             most = hall.limits.storage_attempts + chunk.has_unsaved_rows
             if attempts >= most and not hall.has_rows_left():
                 return _give_up(life, error, "not published")
-            _say_again(life, error, "not published", hall.limits, attempts)
+            failure = error
         finally:
-            life.set_publishing(is_publishing=False)
-            hall.publishing.leave()
+            hall.publishing.release()
         save(life, hall)
-        _pause(life, hall, hall.limits.storage_delay_seconds(attempts))
-    return Released()
+        _pause(life, hall, failure, "not published", attempts)
+    return None
 
 
-def _publish_once(life: Life, chunk: OpenChunk, run: RunAccess, clock: Clock) -> Published:
+def _publish_once(chunk: OpenChunk, hall: Hall) -> Published:
+    run = hall.run
     marker = chunk.marker(
         fingerprint=run.fingerprint,
         worker=run.lease.worker_id,
         start=iso_utc(chunk.started),
         # The machine's clock may have been set back since the chunk was opened.
-        end=iso_utc(max(chunk.started, clock.now())),
+        end=iso_utc(max(chunk.started, hall.clock.now())),
     )
-    leftovers = list(chunk.segment_keys)
-    life.note_tidied(len(leftovers))
-    if run.claims is not None:
-        leftovers.append(layout.claim_key(chunk.name))
+    leftovers = [*chunk.segment_keys, layout.claim_key(chunk.name)]
     path = run.scratch.new_path(chunk.name)
     try:
-        return run.publisher.publish(
-            build_output(path, chunk.spool.payloads()),
-            marker,
-            chunk=chunk.name,
-            leftovers=leftovers,
-        )
+        built = build_output(path, chunk.spool.payloads())
+        return run.publisher.publish(built, marker, chunk=chunk.name, leftovers=leftovers)
     finally:
         remove_quietly(path)
 
@@ -319,21 +280,14 @@ def save(life: Life, hall: Hall) -> bool:
         while life.notes:
             number, lines, rows_in_flight = life.notes[0]
             with contextlib.suppress(AlreadyExists):  # written before, as it turns out
-                data = checkpoints.encode_deaths(lines, rows_in_flight)
-                _write(chunk, hall, data, number=number, num_rows=0)
+                _write(chunk, hall, checkpoints.encode_deaths(lines, rows_in_flight), number, 0)
             life.notes.popleft()
-            logger.info(
-                "%s: noted %s in flight when the engine died",
-                *(chunk.name, units.many(len(lines), "row")),
-                extra=event("deaths_noted", chunk=chunk.name, rows=len(lines)),
-            )
         while chunk.checkpointed_bytes < until:
             start = chunk.checkpointed_bytes
             end = chunk.spool.record_end(start + _SEGMENT_BYTES)
             with hall.writing:
                 data = chunk.spool.read(start, end)
-                number = chunk.next_segment_number()
-                _write(chunk, hall, data, number=number, num_rows=data.count(b"\n"))
+                _write(chunk, hall, data, chunk.next_segment_number(), data.count(b"\n"))
             chunk.note_checkpointed(end)
     except ScratchFull:
         raise
@@ -348,7 +302,7 @@ def save(life: Life, hall: Hall) -> bool:
     return True
 
 
-def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, number: int, num_rows: int) -> None:
+def _write(chunk: OpenChunk, hall: Hall, data: bytes, number: int, num_rows: int) -> None:
     run, lease = hall.run, hall.run.lease
     lease.require()
     key = layout.segment_key(chunk.name, lease.writer, number, num_rows)
@@ -356,29 +310,18 @@ def _write(chunk: OpenChunk, hall: Hall, data: bytes, *, number: int, num_rows: 
     checkpoints.write_segment(
         run.store, key, data, chunk_sha256=chunk.local.sha256, fingerprint=run.fingerprint
     )
+    logger.debug(
+        "%s: checkpoint of %s",
+        *(chunk.name, units.many(num_rows, "row")),
+        extra=event("checkpoint", chunk=chunk.name, key=key, bytes=len(data)),
+    )
     if num_rows:
-        fields = {"chunk": chunk.name, "key": key, "bytes": len(data)}
-        logger.debug(
-            "%s: checkpoint of %s",
-            *(chunk.name, units.many(num_rows, "row")),
-            extra=event("checkpoint", **fields),
-        )
         hall.note_saved(num_rows)
 
 
-def save_beside(life: Life, hall: Hall) -> None:
-    """Save the rows of a chunk that its own thread is publishing, which may take longer than the worker has."""
-    save(life, hall)
-    if life.is_published:
-        _remove_late_segments(life, hall.run)
-
-
-def _end(life: Life, chunk: OpenChunk, hall: Hall, ending: Ending) -> None:
+def _give_back(life: Life, chunk: OpenChunk, hall: Hall) -> None:
     """Save what is not saved, and give the claim back. The worker's loop removes the local files."""
-    if isinstance(ending, Published):
-        life.note_published()
-        _remove_late_segments(life, hall.run)
-        return
+    run = hall.run
     try:
         while (chunk.has_unsaved_rows or life.notes) and not save(life, hall):
             if not hall.is_ending or hall.clock.monotonic() >= hall.deadline():
@@ -387,31 +330,26 @@ def _end(life: Life, chunk: OpenChunk, hall: Hall, ending: Ending) -> None:
     except BatchinferError as error:
         logger.warning("%s: not everything could be saved (%s)", chunk.name, error)
     try:
-        _give_back(chunk, hall.run)
+        if run.claims.release(chunk.name, chunk.claim_etag):
+            return
+        # Whoever has the claim now may have published the chunk, and removed only the segments that were there then.
+        if run.publisher.current_marker(chunk.name, chunk.generation) is not None:
+            run.store.delete(chunk.segment_keys)
     except BatchinferError as error:
         logger.warning("%s: claim not released (%s); it lapses by itself", chunk.name, error)
 
 
-def _give_back(chunk: OpenChunk, run: RunAccess) -> None:
-    if run.claims is None or not chunk.claim_etag:
-        return
-    if run.claims.release(chunk.name, chunk.claim_etag):
-        return
-    # Whoever has the claim now may have published the chunk, and removed only the segments that were there then.
-    if run.publisher.current_marker(chunk.name, chunk.generation) is not None:
-        run.store.delete(chunk.segment_keys)
+def _pause(life: Life, hall: Hall, error: BatchinferError, what: str, attempts: int) -> None:
+    """Wait after a failed attempt, but not longer than until the worker ends.
 
-
-def _remove_late_segments(life: Life, run: RunAccess) -> None:
-    """Remove segments that were written while the chunk was published, as they are when a worker must end."""
-    assert life.chunk is not None
-    if late := life.chunk.segment_keys[life.num_tidied :]:
-        with contextlib.suppress(BatchinferError):
-            run.store.delete(late)
-
-
-def _pause(life: Life, hall: Hall, seconds: float) -> None:
-    """Wait, but not longer than until the worker ends. Rows that are to be saved meanwhile are saved."""
+    Rows that are to be saved meanwhile are saved.
+    """
+    seconds = hall.limits.storage_delay_seconds(attempts)
+    logger.warning(
+        "%s: %s (%s); trying again in %.0f s",
+        *(life.name, what, error, seconds),
+        extra=event("chunk_retry", chunk=life.name),
+    )
     until = hall.clock.monotonic() + seconds
     while not (hall.is_ending or (hall.is_closing and life.chunk is None)):
         left = until - hall.clock.monotonic()
@@ -422,20 +360,10 @@ def _pause(life: Life, hall: Hall, seconds: float) -> None:
             save(life, hall)
 
 
-def _give_up(life: Life, error: BatchinferError, what: str) -> GivenUp:
+def _give_up(life: Life, error: BatchinferError, what: str) -> BatchinferError:
     logger.error(
         "%s: %s (%s); given up, going on with the other chunks",
         *(life.name, what, error),
         extra=event("chunk_failed", chunk=life.name),
     )
-    return GivenUp(error)
-
-
-def _say_again(
-    life: Life, error: BatchinferError, what: str, limits: Limits, attempts: int
-) -> None:
-    logger.warning(
-        "%s: %s (%s); trying again in %.0f s",
-        *(life.name, what, error, limits.storage_delay_seconds(attempts)),
-        extra=event("chunk_retry", chunk=life.name),
-    )
+    return error

@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -20,9 +20,9 @@ from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import value_of, values_of
 from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
 from batchinfer.cli.settings import common_options, show_config
+from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.options import Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
 from batchinfer.prompts import PromptConfig, Sampling, make_body
@@ -46,8 +46,6 @@ class Look(Record, frozen=True, kw_only=True):
 
     show_config: bool = False
     """Show every option, where its value comes from, and stop; reads no storage."""
-    preview: Annotated[Count | None, Opt(metavar="N")] = None
-    """Show the first N requests and stop; loads no engine."""
 
 
 @click.command("worker", cls=ServerCommand)
@@ -66,18 +64,14 @@ def command(**options: Any) -> dict[str, Any]:
     and go to the server, as in --max-model-len 8192. A settings file (--config) may group options by section.
     """  # noqa: D301 - \b keeps click from wrapping the example
     if options["prompt_template"] == "list":
-        from batchinfer.worker.preview import show_templates
+        from batchinfer.prompts.templates import NAMED_TEMPLATES
 
-        return show_templates()
+        for name, template in NAMED_TEMPLATES.items():
+            say(f"{name}: {template.description}")
+        return {"templates": list(NAMED_TEMPLATES)}
     if options["show_config"]:
         parts = {"engine": engine_config(options), "prompt": prompt_config(options)}
         return show_config(click.get_current_context(), parts)
-    if options["preview"]:
-        from batchinfer.storage.opening import open_store
-        from batchinfer.worker.preview import run_preview
-
-        config = make_config(options, dict(os.environ))
-        return run_preview(config, options["preview"], open_store=open_store)
     return work(options, dict(os.environ))
 
 

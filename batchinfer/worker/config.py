@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -41,11 +41,9 @@ class Limits(Record, frozen=True, kw_only=True):
     """Fetch links of rows from addresses of a private network, too."""
     media_timeout_seconds: Annotated[float, NO_OPTION] = 30.0
     """Seconds that one attempt to fetch from a web server may take."""
-    max_row_memory: Annotated[Count, Opt(section="behaviour", metavar="MIB")] = 256
-    """Memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it; one row is
-    always taken."""
-    prefix_window: Annotated[int, Meta(ge=0), Opt(section="behaviour", metavar="ROWS")] = 0
-    """Run rows whose prompts begin alike next to each other, within so many; 0: in input order."""
+    max_row_memory: Annotated[int, NO_OPTION] = 256
+    """MiB of memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it; one row
+    is always taken."""
     max_open_chunks: Annotated[int, NO_OPTION] = 64
     """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
     max_openings: Annotated[int, NO_OPTION] = 4
@@ -113,17 +111,13 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     """Number of finished rows after which a checkpoint is made also."""
     lease_seconds: Positive = 120.0
     """Without a heartbeat for so long, others take a worker's chunks."""
-    claims: bool = True
-    """Whether to agree with other workers on who does what."""
-    steal: bool = True
-    """Take others' chunks, too, once the own are taken."""
     grace_seconds: NotNegative = 20.0
     """Time to finish rows after SIGTERM or SIGINT."""
     retry_errors: bool = False
     """Do the error rows of a finished run again. A repair that was begun is ended first."""
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail with one
-    error, or every row of the run; 1 never stops."""
+    error, or every row of the worker; 1 never stops."""
     min_errors: Count = 20
     """Failed rows before --max-error-rate counts."""
     max_attempts: Count = 5
@@ -182,10 +176,13 @@ class RunAccess:
     fingerprint: str = ""
     """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
-    claims: Claims | None
-    """The claims of this worker; None if claims are switched off."""
+    claims: Claims
     publisher: Publisher
     scratch: Scratch
+    sources: dict[str, Store]
+    """The stores that chunks are read from, by URL."""
+    checkpointed: Container[str]
+    """Names of the chunks that had checkpoints when the worker started."""
 
 
 def real_environment(
@@ -194,12 +191,12 @@ def real_environment(
     """Make the environment of a real worker: real threads, the system's clock, and storage that is opened by URL."""
     from batchinfer.engines import create_engine, identify_model
     from batchinfer.storage.opening import check_preconditions, open_store
-    from batchinfer.worker.background import Stopper, ThreadBackground
+    from batchinfer.worker.background import Background, Stopper
 
     clock = SystemClock()
     return Environment(
         clock=clock,
-        background=ThreadBackground(),
+        background=Background(),
         open_store=open_store,
         probe=check_preconditions,
         create_engine=create_engine,

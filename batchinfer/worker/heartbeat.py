@@ -49,7 +49,7 @@ def check_stop_request(store: Store) -> None:
 class Heartbeat:
     """Renews the worker's lease regularly, and requests a stop when the worker must end.
 
-    What `telemetry` has counted is written beside the lease, every `statistics_seconds` and at the end. Stop requests
+    What `telemetry` has counted is written beside the lease, with each heartbeat and at the end. Stop requests
     go to `stopper`.
     """
 
@@ -60,8 +60,6 @@ class Heartbeat:
         telemetry: Telemetry,
         stopper: Stopper,
         clock: Clock,
-        *,
-        statistics_seconds: float,
     ) -> None:
         self._store = store
         self._telemetry = telemetry
@@ -71,8 +69,6 @@ class Heartbeat:
         self._lapsed_at = 0.0
         self._turned_at = clock.monotonic()
         self._statistics = Statistics(store, lease.worker_id)
-        self._statistics_seconds = statistics_seconds
-        self._statistics_at = float("-inf")
         self.lease = lease
 
     def turned(self) -> None:
@@ -104,15 +100,8 @@ class Heartbeat:
                 hint="fix the cause, then start it with a higher --max-attempts",
             )
         pause = self.lease.heartbeat_seconds
-        repeating = background.every(pause, self.beat)
-        stack.callback(repeating.cancel)
-        telemetry.when_urgent(
-            partial(background.submit, self._beat_at_once), beats_every_seconds=pause
-        )
-
-    def _beat_at_once(self) -> None:
-        self._statistics_at = float("-inf")
-        self.beat()
+        stack.callback(background.every(pause, self.beat))
+        telemetry.when_urgent(partial(background.submit, self.beat))
 
     def _take(self) -> tuple[WorkerLease | None, Worker | None]:
         """Take the lease, and begin the statistics where the last start left them. Return what it left of both."""
@@ -136,53 +125,32 @@ class Heartbeat:
             return
         try:
             lease.renew(self._telemetry.latest)
-            self._write_statistics()
+            if lease.error is None and lease.is_held():  # the statistics are still this start's
+                self._statistics.write(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self._stopper.request(error)
-        # `silent_seconds` counts from the moment at which the last successful heartbeat was sent, so it can be long
-        # even right after a success. The next lines therefore end the worker only if the newest write failed.
-        is_refused = lease.error is not None
-        if is_refused and lease.silent_seconds >= lease.give_up_seconds:
-            reason = (
-                f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
-            )
-            hint = "start the same command again once the bucket can be written"
-            self._stopper.request(StorageError(reason, hint=hint))
-        else:
-            self._check_lapses()
+        self._check_held()
 
-    def _write_statistics(self) -> None:
-        """Write the statistics if they are due, and the record is still this start's."""
-        now = self._clock.monotonic()
-        # A beat that comes a little early, or a lease that lapses, puts them off.
-        is_due = now - self._statistics_at >= 0.9 * self._statistics_seconds
-        if is_due and self.lease.error is None and self.lease.is_held():
-            self._statistics_at = now
-            self._statistics.write(self._telemetry.up_to_date())
-
-    def _check_lapses(self) -> None:
+    def _check_held(self) -> None:
         """Request a stop if, for long enough, the lease had lapsed at the end of every heartbeat.
 
-        A heartbeat that takes longer to write than the lease lasts renews it too late: the worker can publish nothing.
+        So it is with a bucket that is away, and with one that takes a heartbeat later than the lease lasts: the worker
+        can publish nothing.
         """
-        lease = self.lease
-        now = self._clock.monotonic()
+        lease, now = self.lease, self._clock.monotonic()
         if lease.is_held():
             self._num_lapses = 0
             return
         if not self._num_lapses:
             self._lapsed_at = now
         self._num_lapses += 1
-        seconds = now - self._lapsed_at
+        seconds = now - self._lapsed_at + lease.lease_seconds
         if self._num_lapses > LAPSES_WITHOUT_STORAGE and seconds >= lease.give_up_seconds:
-            reason = (
-                f"{self._store.url}: for {seconds:.0f} s each heartbeat of worker {lease.worker_id} took longer than "
-                f"its lease of {lease.lease_seconds:g} s, so nothing can be published"
-            )
-            hint = "start the same command again once the bucket answers faster, or with more --lease-seconds"
+            reason = f"{self._store.url}: for {seconds:.0f} s no heartbeat of {lease.worker_id} was written in time"
+            hint = "start the same command again once the bucket can be written, or with more --lease-seconds"
             self._stopper.request(StorageError(reason, hint=hint))
 
     def _end(self, background: Background) -> None:

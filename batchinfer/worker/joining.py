@@ -14,23 +14,30 @@ import msgspec
 from batchinfer import __version__
 from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
-from batchinfer.core import units
+from batchinfer.core import layout, units
 from batchinfer.core.counts import most_common
-from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded, InputError
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.replies import failure_of
-from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
+from batchinfer.ledger.jobs import (
+    Assignment,
+    ChunkRef,
+    check_columns,
+    job_chunks,
+    manifest_chunks,
+    read_assignment,
+    split_name,
+)
 from batchinfer.ledger.runs import (
     UNKNOWN,
     check_same,
     confirm_run,
     join_run,
     read_run,
-    refuse_foreign,
 )
 from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
@@ -67,8 +74,6 @@ class Membership:
         """The worker's configuration. If it names no revision of the model, `check` adds the one in run.json."""
         self.run: Run | None = None
         """The content of run.json; None until this worker has found or created the file."""
-        self._marked: dict[str, str] = {}
-        """Fingerprints in those markers of other workers and earlier starts that were compared, by chunk."""
 
     def check(self) -> None:
         """Refuse a configuration that cannot work, before an engine is loaded and run.json is written. Writes nothing.
@@ -99,19 +104,6 @@ class Membership:
         """Whether the worker that made the run at this place has found that the store honours preconditions."""
         return self.run is not None and self.run.recorded.get("store") == redact(self._store.url)
 
-    def compare(self, marked: dict[str, str]) -> None:
-        """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
-
-        Args:
-            marked: The fingerprints in markers, by chunk.
-
-        Raises:
-            RunMismatch: a chunk was done with another configuration.
-        """
-        self._marked |= marked
-        if self.run is not None:
-            refuse_foreign(self._marked, self.run.fingerprint, url=self._store.url)
-
     def confirm(self) -> None:
         """Check at the end that the run still has this worker's configuration.
 
@@ -121,16 +113,10 @@ class Membership:
         assert self.run is not None, "a worker without run.json joins the run before its end"
         confirm_run(self._store, self.run)
 
-    def join(self, info: EngineInfo, *, nonce: str) -> Run:
+    def join(self, info: EngineInfo, *, nonce: str, marked: dict[str, str]) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
-        self.run = join_run(
-            self._store,
-            self._run_config(info),
-            self._recorded(info),
-            nonce=nonce,
-            marked=self._marked,
-        )
-        self.compare({})
+        config, recorded = self._run_config(info), self._recorded(info)
+        self.run = join_run(self._store, config, recorded, nonce=nonce, marked=marked)
         return self.run
 
     def make_builder(
@@ -160,9 +146,17 @@ class Membership:
 
     @property
     def may_steal(self) -> bool:
-        """Whether this worker may take other workers' chunks after it has none of its own left."""
+        """Whether this worker may take other workers' chunks after it has none of its own left.
+
+        A manifest that `split` has not written says what is to be done, and no more.
+        """
         config = self.config
-        return config.steal and self.assignment.job is not None and not config.retry_errors
+        job = self.assignment.job
+        if job is None or config.retry_errors:
+            return False
+        own = manifest_chunks(job)
+        names = [split_name(manifest)[1] for manifest in config.manifests]
+        return all(f"{layout.MANIFESTS}{name}" in own for name in names)
 
     def all_chunks(self) -> dict[str, ChunkRef]:
         """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""
@@ -193,10 +187,6 @@ class Membership:
             "adapters": self._adapters,
             "server_command": engine.server_command,
             "server_options": without_secrets(engine.answer_options),
-            # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
-            "folders": []
-            if assignment.job
-            else sorted({redact(ref.root) for ref in assignment.chunks}),
             "max_model_len": info.max_model_len if info else UNKNOWN,
             "prompt": msgspec.to_builtins(config.prompt),
             "seed": config.run_seed,
@@ -251,8 +241,13 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
         limit=config.limit,
         open_store=environment.open_store,
     )
+    if assignment.job is None:
+        raise InputError(
+            f"{config.manifests[0]}: its job is not known",
+            hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
+        )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
-    if assignment.job is not None and store.url.rstrip("/") in own_places:
+    if store.url.rstrip("/") in own_places:
         raise ConfigError(
             f"--output {store.url}: is the job's own place",
             hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",
@@ -267,16 +262,11 @@ def make_result(
     run: Run | None,
     info: EngineInfo | None,
     error: BatchinferError | None,
-    has_answers: bool,
 ) -> dict[str, Any]:
-    """Make the JSON object that the worker prints as its last line.
-
-    Without `has_answers`, every row of the run failed. The status is then not SUCCESS, even if --max-error-rate 1
-    allows that.
-    """
+    """Make the JSON object that the worker prints as its last line."""
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
-        "status": "FAILED" if error is not None else "SUCCESS" if has_answers else "ERRORS",
+        "status": "SUCCESS" if error is None else "FAILED",
         "run_id": run_id(run),
         "fingerprint": run.fingerprint if run else "",
         "output": config.output,
@@ -324,65 +314,47 @@ def run_id(run: Run | None) -> str:
     return datetime.fromtimestamp(created, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
-def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending: int = 0) -> None:
+def check_error_rate(
+    config: WorkerConfig, telemetry: Telemetry, *, num_pending: int = 0, is_end: bool = False
+) -> None:
     """Raise ErrorRateExceeded if a larger share of this worker's rows failed than --max-error-rate allows.
 
-    The error's text names the three commonest errors. With fewer than `min_errors` failed rows nothing is raised.
-    Without --max-error-rate, `_check_first_rows` decides.
+    Without --max-error-rate it is raised if nearly all rows of this start failed with one code, as with a wrong prompt
+    option. Rows that have a call and have not finished count as good ones: rows without one fail at once, so they are
+    the first to finish even if they are few. At the end it is also raised if every row of the manifests failed.
 
     Args:
         config: The worker's configuration.
         telemetry: The worker's counters.
         num_pending: Number of rows that have a call and have not finished.
-    """
-    if config.max_error_rate is None:
-        _check_first_rows(config, telemetry, num_pending)
-        return
-    if telemetry.counts.rows_error < config.min_errors:
-        return
-    rate = telemetry.counts.rows_error / telemetry.counts.rows_done
-    if rate <= config.max_error_rate:
-        return
-    commonest = most_common(telemetry.counts.errors)[:3]
-    lines = [f"  {count} x {code}{_example(telemetry, code)}" for code, count in commonest]
-    allowed = f"{config.max_error_rate:.1%}"
-    raise ErrorRateExceeded(
-        f"{rate:.1%} of {telemetry.counts.rows_done} rows failed, --max-error-rate allows {allowed}:\n"
-        + "\n".join(lines),
-        hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
-    )
-
-
-def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: int) -> None:
-    """Raise ErrorRateExceeded if nearly all rows of this start failed with one code, as with a wrong prompt option.
-
-    Rows that have a call and have not finished count as good ones. Rows without one fail at once, so they are
-    the first to finish even if they are few.
+        is_end: Whether all work is done.
     """
     counts = telemetry.counts
-    most = _NEARLY_ALL * (counts.rows_done + num_pending)
-    if config.retry_errors or counts.rows_done < _ROWS_TO_JUDGE or counts.rows_error < most:
+    if not counts.rows_error:
         return
-    code, count = most_common(counts.errors)[0]
-    if count >= most:
+    commonest = most_common(counts.errors)[:3]
+    if config.max_error_rate is not None:
+        rate = counts.rows_error / counts.rows_done
+        if counts.rows_error >= config.min_errors and rate > config.max_error_rate:
+            lines = [f"  {count} x {code}{_example(telemetry, code)}" for code, count in commonest]
+            allowed = f"{config.max_error_rate:.1%}"
+            raise ErrorRateExceeded(
+                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {allowed}:\n"
+                + "\n".join(lines),
+                hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
+            )
+        return
+    code, count = commonest[0]
+    is_nearly_all = counts.rows_done >= _ROWS_TO_JUDGE and count >= _NEARLY_ALL * (
+        counts.rows_done + num_pending
+    )
+    is_alone = not (telemetry.rows_resumed or telemetry.chunks_skipped)
+    is_every = is_end and is_alone and counts.rows_error == counts.rows_done
+    if (is_nearly_all or is_every) and not config.retry_errors:
         raise ErrorRateExceeded(
             f"{count} of the first {counts.rows_done} rows failed with {code}{_example(telemetry, code)}",
             hint=f"{_advice(code)}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
         )
-
-
-def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
-    """Raise ErrorRateExceeded for a run in which every row failed, unless --max-error-rate is 1."""
-    if config.max_error_rate == 1:
-        logger.warning("every row of the run failed; see `errors` in the result")
-        return
-    commonest = most_common(telemetry.counts.errors)
-    code = commonest[0][0] if commonest else ""
-    raise ErrorRateExceeded(
-        "every row of the run failed"
-        + (f", most with {code}{_example(telemetry, code)}" if code else ""),
-        hint=f"{_advice(code)}; `batchinfer status` counts the errors, and --max-error-rate 1 accepts such a run",
-    )
 
 
 def _advice(code: str) -> str:

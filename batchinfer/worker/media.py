@@ -85,7 +85,7 @@ class MediaFetcher:
                 if num_bytes > most:
                     raise RowProblem(
                         Code.MEDIA_TOO_LARGE,
-                        f"the row's media have more than {most} bytes in all (--max-row-memory)",
+                        f"the row's media have more than {most} bytes in all",
                     )
         except RowProblem as problem:
             return problem.as_failure()

@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.events import event
-from batchinfer.core.records import RowKey
+from batchinfer.core.records import Marker, RowKey
 from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.claims import Held
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.chunk_life import Ending, GivenUp, Hall, Life, Released, live, save_beside
+from batchinfer.worker.chunk_life import Ending, Hall, Life, live
 from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
-from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opener
-from batchinfer.worker.ring import Candidate, Ring
+from batchinfer.worker.ring import Ring
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,12 @@ class OpenChunks:
         self,
         environment: Environment,
         run: RunAccess,
-        opener: Opener,
         ring: Ring,
         telemetry: Telemetry,
         config: WorkerConfig,
     ) -> None:
         self._environment = environment
-        self._opener = opener
+        self._run = run
         self._ring = ring
         self._telemetry = telemetry
         self._limits = config.limits
@@ -68,13 +68,10 @@ class OpenChunks:
             max(_MOST_LIVES, config.limits.max_open_chunks)
         )
         self._hall = Hall(
+            environment,
             run,
-            opener,
-            environment.clock,
-            environment.background,
-            config.limits,
-            checkpoint_seconds=config.checkpoint_seconds,
-            has_rows_left=lambda: any(chunk.num_left for chunk in list(self.open.values())),
+            config,
+            lambda: any(chunk.num_left for chunk in list(self.open.values())),
         )
         self._lives: dict[str, tuple[Life, Pending[Ending]]] = {}
         self._rows_per_chunk = 1
@@ -82,8 +79,6 @@ class OpenChunks:
         self.open: dict[str, OpenChunk] = {}
         """Chunks whose rows the engine may have, by name."""
         self.failures: dict[str, BatchinferError] = {}
-        self.published: set[str] = set()
-        """Names of the chunks whose marker this process has written."""
 
     # -- state
 
@@ -113,11 +108,7 @@ class OpenChunks:
     def unsaved_seconds(self) -> float:
         """Seconds since which all rows that were finished then are on storage."""
         now = self._environment.clock.monotonic()
-        unsaved = [
-            life.saved_at
-            for life, _ in self._lives.values()
-            if life.chunk is not None and life.chunk.has_unsaved_rows
-        ]
+        unsaved = [life.saved_at for life, _ in self._lives.values() if life.has_unsaved_rows]
         return now - min(unsaved, default=now)
 
     # -- what the worker calls while it runs and when it ends
@@ -137,7 +128,7 @@ class OpenChunks:
         cushion = int(2 * demand.rows_per_second * self._opening_seconds)
         rows_wanted = demand.rows_wanted + cushion
         if not self.is_closing:
-            rows_ahead += sum(self._expected_rows(life.candidate) for life in self._opening())
+            rows_ahead += sum(self._expected_rows(life.ref) for life in self._opening())
             self._ring.tick(is_hungry=rows_ahead < rows_wanted)
             self._begin_lives(rows_ahead, rows_wanted)
         self._telemetry.workload.done(*self._ring.take_found_done() - self.open.keys())
@@ -156,7 +147,7 @@ class OpenChunks:
     def checkpoint(self) -> None:
         """Have those finished rows saved that no segment holds yet."""
         for life, _ in self._lives.values():
-            if life.chunk is not None and life.chunk.has_unsaved_rows:
+            if life.has_unsaved_rows:
                 life.ask()
 
     def close(self) -> None:
@@ -184,8 +175,6 @@ class OpenChunks:
         hall, environment = self._hall, self._environment
         hall.end(deadline)
         for life, _ in self._lives.values():
-            if life.is_publishing and life.chunk is not None and life.chunk.has_unsaved_rows:
-                environment.background.submit(partial(save_beside, life, hall))
             life.wake()
         while self._lives and environment.clock.monotonic() < deadline():
             on_turn()
@@ -213,22 +202,19 @@ class OpenChunks:
             and len(self._lives) < most
             and self._has_disk_left()
         ):
-            candidate = self._ring.next()
-            if candidate is None:
+            ref = self._ring.next()
+            if ref is None:
                 return
-            self._ring.started(candidate.ref.name)
+            self._ring.started(ref.name)
             environment = self._environment
-            now = environment.clock.monotonic()
-            life = Life(candidate, environment.background.event(), now)
-            pending = self._threads.submit(partial(live, life, self._hall))
-            self._lives[life.name] = life, pending
-            rows_ahead += self._expected_rows(candidate)
+            life = Life(ref, environment.background.event(), environment.clock.monotonic())
+            self._lives[ref.name] = life, self._threads.submit(partial(live, life, self._hall))
+            rows_ahead += self._expected_rows(ref)
 
-    def _expected_rows(self, candidate: Candidate) -> int:
-        has_checkpoints = candidate.ref.name in self._opener.chunks_with_checkpoints
-        if candidate.ref.generation or has_checkpoints:
+    def _expected_rows(self, ref: ChunkRef) -> int:
+        if ref.generation or ref.name in self._run.checkpointed:
             return 1  # most rows may be done already, so only one is counted on
-        return candidate.ref.rows or self._rows_per_chunk
+        return ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:
         chunks = self.open.values()
@@ -258,24 +244,15 @@ class OpenChunks:
         self._rows_per_chunk = max(1, chunk.num_rows)
         self.open[life.name] = chunk
         self._telemetry.chunk_opened(chunk)
-        if life.candidate.take_over is not None:
-            owner = life.candidate.take_over.claim.worker
-            is_own = owner == self._hall.run.lease.worker_id
-            whose = "an earlier start of this worker" if is_own else f"worker {owner}"
-            logger.info(
-                "%s: taken over%s",
-                *(life.name, f" from {whose}" if owner else ""),
-                extra=event("chunk_taken_over", chunk=life.name, worker=owner),
-            )
 
     def _ended(self, life: Life, ending: Ending) -> None:
         name, ring, telemetry = life.name, self._ring, self._telemetry
         outcome = "released"
-        if isinstance(ending, AlreadyDone):
+        if isinstance(ending, Marker):
             ring.finished(name)
             telemetry.chunk_skipped(name)
-        elif isinstance(ending, HeldByOther):
-            owner = ending.held.claim.worker
+        elif isinstance(ending, Held):
+            owner = ending.claim.worker
             logger.info(
                 "%s: worker %s has it",
                 *(name, owner),
@@ -284,13 +261,9 @@ class OpenChunks:
             ring.held_by_other(name)
         elif isinstance(ending, Published):
             outcome = "done" if ending.is_ours else "lost"
-            if ending.is_ours:
-                self.published.add(name)
             ring.finished(name)
-        elif isinstance(ending, GivenUp):
-            self.failures[name] = ending.error
+        elif isinstance(ending, BatchinferError):
+            self.failures[name] = ending
             ring.gave_up(name)
-        else:
-            assert isinstance(ending, Released)
         if life.chunk is not None:
             telemetry.chunk_closed(life.chunk, outcome)

@@ -9,8 +9,8 @@ import json
 import logging
 import time
 import warnings
-from functools import cached_property
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import msgspec
 
@@ -26,27 +26,55 @@ MARKED_LINES = "BATCHINFER_PROGRESS_LINES"
 """Name of the environment variable that asks for marked lines, if it is set."""
 _MARK = "\x1eprogress "
 """Beginning of a marked line. Log lines never hold this control character."""
-_shown_decoder = msgspec.json.Decoder(tuple[int, int | None, str])
-_BAR_FORMAT = "{percentage:3.0f}% |{bar}| {desc}"
+_shown_decoder = msgspec.json.Decoder(tuple[int, int, str])
 
 
-class ShowProgress(Protocol):
-    """Shows how far the worker is. It may be called as often as wanted."""
+class Progress:
+    """Shows how far the worker is, every so many seconds. It may be called as often as wanted."""
+
+    def __init__(
+        self,
+        show: Callable[[Telemetry], None],
+        seconds: float,
+        *,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._show = show
+        self._seconds = seconds
+        self._end = end
+        """Called after a last `show`, if there was one; None for progress that needs none."""
+        self._due = time.monotonic() + (0.0 if end else seconds)
+        self._shown: Telemetry | None = None
 
     def __call__(self, telemetry: Telemetry) -> None:
         """Show the progress, if it is time to show it again."""
-        ...
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._shown = telemetry
+            self._show(telemetry)
 
     def close(self) -> None:
-        """Leave the terminal ready for other texts. Must be the last call."""
-        ...
+        """Leave a bar as it is at the end, and the terminal ready for other texts. Must be the last call."""
+        if self._shown is not None and self._end is not None:
+            self._show(self._shown)
+            self._end()
+        self._due = float("inf")
 
 
-def progress_for(stream: TextIO, *, as_marked_lines: bool = False) -> ShowProgress:
-    """Return a function that shows progress: as a bar if `stream` is a terminal, else as log lines or marked lines."""
+def progress_for(stream: TextIO, *, as_marked_lines: bool = False) -> Progress:
+    """Return what shows progress: as a bar if `stream` is a terminal, else as log lines or marked lines."""
+
+    def write(telemetry: Telemetry) -> None:
+        stream.write(f"{_MARK}{json.dumps(_shown(telemetry))}\n")
+        stream.flush()
+
     if as_marked_lines:
-        return _MarkedLines(stream)
-    return _ProgressBar(stream) if stream.isatty() else _ProgressLines()
+        return Progress(write, BAR_SECONDS, end=stream.flush)
+    if not stream.isatty():
+        return Progress(_log, LINE_SECONDS)
+    bar = Bar(stream)
+    return Progress(lambda telemetry: bar.show(*_shown(telemetry)), BAR_SECONDS, end=bar.close)
 
 
 def describe(telemetry: Telemetry) -> str:
@@ -59,9 +87,8 @@ def describe(telemetry: Telemetry) -> str:
     long this worker alone would need for all rows that are left; other workers make it shorter.
     """
     work, counts = telemetry.workload, telemetry.counts
-    of = "" if work.rows is None else f"/{_count(work.rows)}"
-    own = "" if work.own_rows is None else f" (own {_count(work.own_rows)})"
-    parts = [f"{_count(work.rows_done)}{of} rows{own}"]
+    own = "" if work.own_rows == work.rows else f" (own {_count(work.own_rows)})"
+    parts = [f"{_count(work.rows_done)}/{_count(work.rows)} rows{own}"]
     if telemetry.is_loading:
         parts.append(f"loading the engine for {_duration(telemetry.run_seconds)}")
     elif counts.rows_done:
@@ -69,10 +96,9 @@ def describe(telemetry: Telemetry) -> str:
         rate = counts.rows_done / seconds
         parts.append(f"{units.short(rate)}/s")
         parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s")
-        left = 0 if work.rows is None else work.rows - work.rows_done
-        if left > 0:
+        if work.rows > work.rows_done:
             most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
-            parts.append(f"{most}{_duration(left / rate)} left")
+            parts.append(f"{most}{_duration((work.rows - work.rows_done) / rate)} left")
     if counts.rows_error:
         parts.append(f"{_count(counts.rows_error)} failed")
     return ", ".join(parts)
@@ -90,99 +116,39 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class _ProgressLines:
-    def __init__(self) -> None:
-        self._due = time.monotonic() + LINE_SECONDS
-
-    def __call__(self, telemetry: Telemetry) -> None:
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + LINE_SECONDS
-            sums = {
-                "rows": telemetry.counts.rows_done,
-                "rows_resumed": telemetry.rows_resumed,
-                "rows_error": telemetry.counts.rows_error,
-                "prompt_tokens": telemetry.counts.prompt_tokens,
-                "completion_tokens": telemetry.counts.completion_tokens,
-            }
-            logger.info("%s", describe(telemetry), extra=event("progress", **sums))
-
-    def close(self) -> None:
-        """See `ShowProgress`."""
+def _shown(telemetry: Telemetry) -> tuple[int, int, str]:
+    work = telemetry.workload
+    return work.rows_done, work.rows, describe(telemetry)
 
 
-class _Redrawn:
-    """Progress that is shown every `BAR_SECONDS`, and once more at the end. Implements ShowProgress."""
+def _log(telemetry: Telemetry) -> None:
+    sums = {
+        "rows": telemetry.counts.rows_done,
+        "rows_resumed": telemetry.rows_resumed,
+        "rows_error": telemetry.counts.rows_error,
+        "prompt_tokens": telemetry.counts.prompt_tokens,
+        "completion_tokens": telemetry.counts.completion_tokens,
+    }
+    logger.info("%s", describe(telemetry), extra=event("progress", **sums))
 
-    def __init__(self, stream: TextIO) -> None:
+
+class Bar:
+    """A progress bar on `stream`; without one on stderr, or in a cell of a notebook."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
-        self._due = 0.0
-        self._shown: Telemetry | None = None
-
-    def __call__(self, telemetry: Telemetry) -> None:
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + BAR_SECONDS
-            self._shown = telemetry
-            self.show(telemetry)
-
-    def show(self, telemetry: Telemetry) -> None:
-        """Show the progress now."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Finish the display, after its last `show`."""
-
-    def close(self) -> None:
-        """See `ShowProgress`."""
-        if self._shown is not None:
-            self.show(self._shown)
-            self.end()
-            self._shown = None
-        self._due = float("inf")
-
-
-class _ProgressBar(_Redrawn):
-    @cached_property
-    def _bar(self) -> Any:
-        """The bar. It is made at first use, so that a worker that fails before its first progress shows no bar."""
-        from tqdm import tqdm
-
-        return tqdm(
-            total=0,
-            file=self._stream,
-            dynamic_ncols=True,
-            bar_format=_BAR_FORMAT,
-        )
-
-    def show(self, telemetry: Telemetry) -> None:
-        """See `_Redrawn.show`."""
-        work = telemetry.workload
-        if work.rows is None:
-            self._bar.bar_format = "{desc}"
-        self._bar.total = work.rows
-        self._bar.n = work.rows_done
-        self._bar.set_description_str(describe(telemetry), refresh=True)
-
-    def end(self) -> None:
-        """Leave the bar, which shows how the start ended."""
-        self._bar.close()
-
-
-class _MarkedLines(_Redrawn):
-    def show(self, telemetry: Telemetry) -> None:
-        """See `_Redrawn.show`."""
-        work = telemetry.workload
-        shown = [work.rows_done, work.rows, describe(telemetry)]
-        self._stream.write(f"{_MARK}{json.dumps(shown)}\n")
-        self._stream.flush()
-
-
-class BarOfLines:
-    """A progress bar on stderr, or in a cell of a notebook, from the marked lines of another process."""
-
-    def __init__(self) -> None:
         self._bar: Any = None
+
+    def show(self, done: int, rows: int, text: str) -> None:
+        """Show the bar. It is made at first use, so that a worker that fails before shows none."""
+        if self._bar is None:
+            form = "{percentage:3.0f}% |{bar}| {desc}"
+            self._bar = _bar_class()(
+                total=rows, file=self._stream, dynamic_ncols=True, bar_format=form
+            )
+        self._bar.total = rows
+        self._bar.n = done
+        self._bar.set_description_str(text, refresh=True)
 
     def take(self, line: str) -> bool:
         """Show the progress that a line tells. Returns whether it is a marked line; others are for people to read.
@@ -192,14 +158,9 @@ class BarOfLines:
         if not line.startswith(_MARK):
             return False
         try:
-            done, rows, text = _shown_decoder.decode(line.removeprefix(_MARK))
+            self.show(*_shown_decoder.decode(line.removeprefix(_MARK)))
         except (msgspec.DecodeError, UnicodeError):
             return False
-        if self._bar is None:
-            self._bar = _bar_class()(total=rows, bar_format=_BAR_FORMAT, dynamic_ncols=True)
-        self._bar.total = rows
-        self._bar.n = done
-        self._bar.set_description_str(text, refresh=True)
         return True
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -24,14 +23,12 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo
+from batchinfer.core.records import EngineInfo, Marker
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
-from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
-from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.publishing import Publisher, find_marker
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
-from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
 from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
@@ -41,13 +38,11 @@ from batchinfer.worker.joining import (
     check_error_rate,
     make_result,
     read_work,
-    refuse_only_errors,
 )
 from batchinfer.worker.limits import limits_result, watch_limits
-from batchinfer.worker.marker_looks import MarkerLooks
 from batchinfer.worker.metrics import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
-from batchinfer.worker.opening import Opener
+from batchinfer.worker.repairs import to_repair
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
@@ -56,6 +51,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_FEW = 20
+"""Markers that are read where run.json is missing."""
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
@@ -94,18 +91,12 @@ class _Start:
             self.worker_id, environment.clock, host=config.host, money=config.money
         )
         self.store = environment.open_store(config.output)
-        self.looks = MarkerLooks(
-            environment, self.store, self._await, partial(self._unless_stopped, may_finish=True)
-        )
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
         self._rows_saved = 0
         self._snapshot_at = float("-inf")
-        self._has_answers = True
         self._turn: Callable[[], None] = lambda: None
         """Tells the heartbeat that the main loop has turned."""
-        self._done_before: dict[str, SeenMarker] = {}
-        """The markers that this start found at its beginning."""
 
     def run(self) -> None:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
@@ -115,14 +106,15 @@ class _Start:
             membership = self._look()
             scratch = Scratch(self.config.scratch_dir)
             stack.callback(scratch.close)
-            heartbeat = Heartbeat(
+            lease = Lease(
                 self.store,
-                self._make_lease(),
-                self.telemetry,
-                self.environment.stopper,
+                self.worker_id,
                 self.clock,
-                statistics_seconds=self.config.checkpoint_seconds,
+                lease_seconds=self.config.lease_seconds,
+                nonce=self.nonce,
             )
+            stopper = self.environment.stopper
+            heartbeat = Heartbeat(self.store, lease, self.telemetry, stopper, self.clock)
             self._turn = heartbeat.turned
             heartbeat.start(
                 self.environment.background, stack, max_attempts=self.config.max_attempts
@@ -138,7 +130,6 @@ class _Start:
                 engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
-                self._look_for_answers()
                 self.telemetry.set_state("done")
             except BatchinferError as error:
                 self.telemetry.end_with(error)
@@ -175,15 +166,6 @@ class _Start:
             on_turn=self._turn,
         )
 
-    def _make_lease(self) -> Lease:
-        return Lease(
-            self.store,
-            self.worker_id,
-            self.clock,
-            lease_seconds=self.config.lease_seconds,
-            nonce=self.nonce,
-        )
-
     # -- the work
 
     def _work(
@@ -201,46 +183,34 @@ class _Start:
         )
         loading = self._begin_loading(engine, stack)
         markers = self._await(listed)
-        self.looks.compare(membership, markers)
-        self._done_before = markers
         done = {name: marker.generation for name, marker in markers.items()}
-        done = self.looks.without_foreign(membership.assignment.chunks, done)
-        access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
+        access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
         self._log_work(membership.assignment.chunks, checkpointed)
         info = self._await(loading, ring)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
-            self.looks.confirm(membership, markers, ())
+            self._unless_stopped(membership.confirm, may_finish=True)
             return
         self.info = info
         # Before run.json is written: if the server refuses the options, none may be there that forbids better ones.
         builder = self._unless_stopped(partial(membership.make_builder, engine, info))
-        access = dataclasses.replace(access, fingerprint=self._join(membership, info))
-        opener = Opener(access, self._open_sources(membership), checkpointed)
-        open_chunks = OpenChunks(environment, access, opener, ring, self.telemetry, config)
+        access = dataclasses.replace(access, fingerprint=self._join(membership, info, done))
+        open_chunks = OpenChunks(environment, access, ring, self.telemetry, config)
         environment.background.submit(heartbeat.beat)  # so that `status` says running
         stream = RowStream(
             environment, open_chunks, builder, self.telemetry, config.limits, info=info
         )
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
-        self.looks.confirm(membership, markers, open_chunks.published)
-
-    def _look_for_answers(self) -> None:
-        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
-        counts = self.telemetry.counts
-        if counts.rows_done == counts.rows_error and not self.looks.has_answers(self._done_before):
-            self._has_answers = False
-            refuse_only_errors(self.config, self.telemetry)
+        self._unless_stopped(membership.confirm, may_finish=True)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
         """Open the engine in the background.
 
         The loading is told to stop when the worker is asked to stop, and when `stack` is left.
         """
-        self.telemetry.engine_loading()
         stop_loading = WhileLoading(self.environment.stopper)
         loading = self.environment.background.submit(partial(engine.open, stop_loading))
         stack.callback(self._end_loading, loading, stop_loading)
@@ -249,9 +219,14 @@ class _Start:
         logger.info("loading %s", name, extra=event("engine_loading", engine=kind, model=name))
         return loading
 
-    def _join(self, membership: Membership, info: EngineInfo) -> str:
-        """Agree with the other workers on the run's configuration, and return its fingerprint."""
-        join = partial(membership.join, info, nonce=self.nonce)
+    def _join(self, membership: Membership, info: EngineInfo, done: dict[str, int]) -> str:
+        """Agree with the other workers on the run's configuration, and return its fingerprint.
+
+        Where run.json is missing, some of the run's markers are read: they may be of another configuration.
+        """
+        few = {} if membership.run is not None else dict(list(done.items())[:_FEW])
+        marked = {name: marker.fingerprint for name, marker in self._read_markers(few).items()}
+        join = partial(membership.join, info, nonce=self.nonce, marked=marked)
         run = self._unless_stopped(join, may_finish=True)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
@@ -280,30 +255,35 @@ class _Start:
             self._save(open_chunks)
             raise
 
-    def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
-        claims = Claims(self.store, lease, self.clock) if self.config.claims else None
-        publisher = Publisher(self.store, nonce=self.nonce, require_lease=lease.require)
-        return RunAccess(
-            store=self.store, lease=lease, claims=claims, publisher=publisher, scratch=scratch
-        )
-
-    def _open_sources(self, membership: Membership) -> dict[str, Store]:
-        """Open the stores that chunks are read from. Returns them by their URL."""
+    def _access_run(
+        self,
+        membership: Membership,
+        lease: Lease,
+        scratch: Scratch,
+        checkpointed: dict[str, int],
+    ) -> RunAccess:
         assignment = membership.assignment
-        roots = {ref.root for ref in assignment.chunks}
-        if assignment.job is not None:
-            # Also the job's own store: this worker may take chunks that are not in its manifests.
-            roots.add(assignment.job_url)
-        return {root: self.environment.open_store(root) for root in roots}
+        # Also the job's own store: this worker may take chunks that are not in its manifests.
+        roots = {*(ref.root for ref in assignment.chunks), *filter(None, [assignment.job_url])}
+        return RunAccess(
+            store=self.store,
+            lease=lease,
+            claims=Claims(self.store, lease, self.clock),
+            publisher=Publisher(self.store, nonce=self.nonce, require_lease=lease.require),
+            scratch=scratch,
+            sources={root: self.environment.open_store(root) for root in roots},
+            checkpointed=checkpointed,
+        )
 
     def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:
         """Find out which chunks of the manifests are left to do, and make the ring from them."""
         own = membership.assignment.chunks
         left = [ref for ref in own if ref.name not in done]
         if self.config.retry_errors:
-            left = self.looks.to_repair(own, done)
+            names = {ref.name: done[ref.name] for ref in own if ref.name in done}
+            left = to_repair(own, done, self._read_markers(names))
         names_left = {ref.name for ref in left}
-        may_steal = access.claims is not None and membership.may_steal
+        may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job
         if may_steal and job is not None:
             work.set_job(rows_by_chunk(job, self.config.limit))
@@ -318,11 +298,21 @@ class _Start:
             done=done if not self.config.retry_errors else (),
         )
 
+    def _read_markers(self, generations: dict[str, int]) -> dict[str, Marker]:
+        """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
+        background = self.environment.background
+        reads = {
+            name: background.submit(partial(find_marker, self.store, name, generation))
+            for name, generation in generations.items()
+        }
+        found = {name: self._await(read) for name, read in reads.items()}
+        return {name: marker for name, marker in found.items() if marker is not None}
+
     def _log_work(self, own: list[ChunkRef], checkpointed: dict[str, int]) -> None:
         """Log how much of this worker's manifests is done already, by what storage holds."""
         work = self.telemetry.workload
         found = [ref for ref in own if ref.name in checkpointed and not work.is_done(ref.name)]
-        rows = sum(min(checkpointed[ref.name], _num_rows(ref) or sys.maxsize) for ref in found)
+        rows = sum(min(checkpointed[ref.name], _num_rows(ref)) for ref in found)
         logger.info(
             "%s in the manifests, %d done before; checkpoints of the others hold %s",
             units.many(work.chunks, "chunk"),
@@ -378,7 +368,7 @@ class _Start:
         self._keep_books(stream, open_chunks)
         try:
             for replies in batches:
-                self.telemetry.rows_in_engine(stream.num_in_flight, stream.num_pending)
+                self.telemetry.rows_in_engine(stream.num_in_flight)
                 stream.handle(replies)
                 self._keep_books(stream, open_chunks)
                 self._round(engine, stream, open_chunks)
@@ -439,7 +429,7 @@ class _Start:
             self.environment.show_progress(self.telemetry)
             if not open_chunks.is_drained:
                 self.environment.background.wait(_POLL_SECONDS)
-        check_error_rate(self.config, self.telemetry)
+        check_error_rate(self.config, self.telemetry, is_end=True)
 
     def _save(self, open_chunks: OpenChunks, *, is_patient: bool = False) -> None:
         """Prepare an early end: checkpoint the finished rows, then release the claims.
@@ -467,7 +457,6 @@ class _Start:
             run=None if self.membership is None else self.membership.run,
             info=self.info,
             error=error,
-            has_answers=self._has_answers,
         )
         return result | limits_result(self.config, self.telemetry.latest)
 
@@ -484,9 +473,9 @@ class _Start:
         )
 
 
-def _num_rows(ref: ChunkRef) -> int | None:
-    """Number of rows to do of a chunk; None as long as it is not known."""
-    return ref.rows if ref.row_limit is None else ref.row_limit
+def _num_rows(ref: ChunkRef) -> int:
+    """Number of rows to do of a chunk."""
+    return (ref.rows or 0) if ref.row_limit is None else ref.row_limit
 
 
 def _close(batches: Iterator[object]) -> None:

@@ -19,27 +19,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from batchinfer.core import units
-from batchinfer.core.codec import raw
 from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
 from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
-from batchinfer.prompts import Prepared, PromptBuilder, finish_call
+from batchinfer.prompts import Prepared, PromptBuilder, RawRow, finish_call
 from batchinfer.worker.background import Pending
-from batchinfer.worker.building import BuiltRows, build, build_suspects, num_bytes_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.media import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import Demand, OpenChunks
-from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -65,6 +62,13 @@ def _call_of(flight: _Flight) -> Call:
     call = flight.prepared.call
     assert call is not None, "a row without a call is finished when it is built"
     return call
+
+
+class _Built(NamedTuple):
+    """Rows of one chunk whose calls were built."""
+
+    chunk: OpenChunk
+    rows: list[Prepared]
 
 
 class _Fetching(NamedTuple):
@@ -101,52 +105,33 @@ class RowStream:
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
         """Bytes of memory of all rows that wait or are in flight, about."""
-        self._building: Pending[list[BuiltRows]] | None = None
-        self._is_building_suspects = False
+        self._building: Pending[list[_Built]] | None = None
         self._num_building = 0
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._fetching: list[_Fetching] = []
         """Rows with media that are not fetched yet, in order."""
-        self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
-        self._window = PrefixWindow(limits.prefix_window, _call_of)
+        self._ready: deque[_Flight] = deque()
         self._in_flight: dict[RowKey, _Flight] = {}
-        self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
-        """Waiting rows of the group of suspects that runs now. Rows with media come once these are fetched."""
         self._is_isolating = False
-        """Whether a group of suspects runs. Then all rows in the engine are of this group, and others wait."""
+        """Whether a group of suspects is built or runs. No other row is built meanwhile."""
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
 
     # -- the engine
 
-    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
-        """Hand out the calls of rows that are ready; see engines.RequestSource.
-
-        Without a prefix window, `free_slots` is ignored.
-        """
+    def take(self, max_calls: int) -> list[Call] | None:
+        """Hand out the calls of rows that are ready; see engines.RequestSource."""
         if self._open_chunks.is_closing:
             return None
-        if not self._window.size or not free_slots:
-            free_slots = [max_requests]
-        queues = self._suspects if self._is_isolating else self._ready
-        if self._is_isolating:
-            queues.set_number(len(free_slots))
-        else:
-            self._release(free_slots)
-        calls: list[Call] = []
-        for index, num_free in enumerate(free_slots):
-            most = min(max_requests, len(calls) + num_free)
-            while queues and len(calls) < most:
-                calls.append(self._send(queues.pop(index)))
-        return calls
+        return [self._send(self._ready.popleft()) for _ in range(min(max_calls, len(self._ready)))]
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until a call may be ready, or the time is up; see engines.RequestSource.
 
         Returns at once if rows wait for the engine already, or if no more rows will come.
         """
-        if not self._has_takeable and not self._open_chunks.is_closing:
+        if not self._ready and not self._open_chunks.is_closing:
             self._background.wait(timeout_seconds)
 
     # -- the worker's loop
@@ -173,7 +158,8 @@ class RowStream:
         for flight in killed:
             # A suspect's call is built again when its group runs.
             if not flight.is_suspect:
-                self._put_back(flight)
+                self._num_bytes += flight.num_bytes
+                self._ready.appendleft(flight)
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
         """Note that the worker's engine ended while it worked on the rows of these keys."""
@@ -190,11 +176,11 @@ class RowStream:
     def demand(self) -> Demand:
         """How many rows are ahead of the engine, and how many it needs there."""
         return Demand(
-            rows_ahead=self._num_waiting
+            rows_ahead=len(self._ready)
             + len(self._fetching)
             + self._num_building
             + self._open_chunks.num_unread,
-            rows_wanted=self._max_in_flight + self._window.size,
+            rows_wanted=self._max_in_flight,
             # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
             rows_per_second=self._rate or float(self._max_in_flight),
         )
@@ -205,11 +191,11 @@ class RowStream:
         When no other row is left, prepare the next group of suspects. When no suspect is left and no chunk can be
         opened any more, end the stream.
         """
-        if self._is_isolating and not self._in_flight and not self._suspects:
-            self._is_isolating = any(each.flight.is_suspect for each in self._fetching)
+        if not self._in_flight and not self._ready and self._building is None:
+            self._is_isolating = False
         self._build_more()
         self._fetch_more()
-        if self._open_chunks.is_closing or self._in_flight or self._num_waiting or self._fetching:
+        if self._open_chunks.is_closing or self._in_flight or len(self._ready) or self._fetching:
             return
         if self._building is not None or self._open_chunks.num_unread:
             return
@@ -226,7 +212,7 @@ class RowStream:
     @property
     def num_pending(self) -> int:
         """Number of rows that have a call and have not finished."""
-        return len(self._in_flight) + self._num_waiting + len(self._fetching)
+        return len(self._in_flight) + len(self._ready) + len(self._fetching)
 
     @property
     def is_complete(self) -> bool:
@@ -234,32 +220,6 @@ class RowStream:
         return not self._in_flight and self._open_chunks.is_drained
 
     # -- inside
-
-    @property
-    def _num_waiting(self) -> int:
-        """Number of rows that have a call and wait until the engine takes them."""
-        return len(self._ready) + len(self._window) + len(self._suspects)
-
-    @property
-    def _has_takeable(self) -> bool:
-        """Whether a row waits that the engine may take now. While a group of suspects runs, only its rows count."""
-        return bool(self._suspects) if self._is_isolating else self._num_waiting > 0
-
-    def _release(self, free_slots: Sequence[int]) -> None:
-        """Move the rows of the prefix window to the queues of ready rows, if the queues cannot fill all free slots.
-
-        If the window is not full yet, its rows are moved only when the queues are empty.
-        """
-        self._ready.set_number(len(free_slots))
-        if self._ready.has(free_slots) or not len(self._window):
-            return
-        if self._window.is_full or not self._ready:
-            self._ready.extend(self._window.release())
-
-    def _put_back(self, flight: _Flight) -> None:
-        """Let a row wait again that came back from the engine unfinished. A suspect waits with its group."""
-        self._num_bytes += flight.num_bytes
-        (self._suspects if self._is_isolating else self._ready).put_back(flight)
 
     def _send(self, flight: _Flight) -> Call:
         call = _call_of(flight)
@@ -270,16 +230,13 @@ class RowStream:
         row = encode_row(prepared, result)
         if row.failure is not None:
             self._telemetry.row_failed(*prepared.key, row.failure)
-        return FinishedRow(
-            line=prepared.key[1],
+        return FinishedRow.of(
+            prepared.key[1],
+            row.usage,
+            row.line,
             ok=row.ok,
             code=row.code,
             finish_reason=row.finish_reason,
-            prompt_tokens=row.usage.prompt_tokens,
-            cached_tokens=row.usage.cached_tokens,
-            completion_tokens=row.usage.completion_tokens,
-            reasoning_tokens=row.usage.reasoning_tokens or 0,
-            output=raw(row.line),
         )
 
     def _finish(self, name: str, rows: list[FinishedRow]) -> None:
@@ -287,12 +244,9 @@ class RowStream:
         self._open_chunks.finish(name, rows)
 
     def _build_more(self) -> None:
-        if self._building is not None or self._open_chunks.is_closing:
+        if self._building is not None or self._is_isolating or self._open_chunks.is_closing:
             return
-        if self._window.is_full and self._num_waiting >= self._max_in_flight:
-            return
-        num_ahead = self._num_waiting + len(self._fetching)
-        if self._fetching and num_ahead >= self._max_in_flight + self._window.size:
+        if len(self._ready) + len(self._fetching) >= self._max_in_flight:
             return
         num_bytes_left = self._max_bytes - self._num_bytes
         if num_bytes_left <= 0:
@@ -305,7 +259,7 @@ class RowStream:
         self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, num_rows, max_bytes),
+            lambda: _build_next(builder, chunks, num_rows, max_bytes),
             is_urgent=True,
         )
 
@@ -343,11 +297,11 @@ class RowStream:
             group[0][1].line,
             units.many(len(group), "row"),
         )
-        builder = self._builder
+        builder, media = self._builder, self._media
         self._num_building = len(group)
-        self._is_building_suspects = True
+        self._is_isolating = True
         self._building = self._background.submit(
-            lambda: build_suspects(builder, parts), is_urgent=True
+            lambda: _build_lines(builder, parts, media), is_urgent=True
         )
         return True
 
@@ -356,20 +310,15 @@ class RowStream:
             return
         building, self._building = self._building, None
         self._num_building = 0
-        is_isolating, self._is_building_suspects = self._is_building_suspects, False
-        suspects: list[_Flight] = []
         for chunk, prepared_rows in building.result():
             good = [
                 prepared
                 for prepared in prepared_rows
                 if prepared.failure is None and not chunk.is_culprit(prepared.key[1])
             ]
-            flights = [_Flight(chunk, prepared, num_bytes_of(prepared)) for prepared in good]
+            flights = [_Flight(chunk, prepared, _num_bytes_of(prepared)) for prepared in good]
             self._num_bytes += sum([flight.num_bytes for flight in flights])
-            if is_isolating:
-                suspects += flights
-            else:
-                self._take(flights)
+            self._take(flights)
             if len(good) < len(prepared_rows):
                 failed = [
                     self._encode(prepared, self._failure_of(chunk, prepared))
@@ -377,20 +326,14 @@ class RowStream:
                     if prepared.failure is not None or chunk.is_culprit(prepared.key[1])
                 ]
                 self._finish(chunk.name, failed)
-        if suspects:
-            self._is_isolating = True
-            self._suspects.extend(self._queue_for_media(suspects))
 
     def _take(self, flights: list[_Flight]) -> None:
         """Let rows wait for the engine. Those with media that are not fetched yet wait for these first."""
-        self._window.extend(self._queue_for_media(flights))
-
-    def _queue_for_media(self, flights: list[_Flight]) -> list[_Flight]:
-        """Queue the rows with media that are not fetched yet. Return the other rows."""
-        if not any(flight.prepared.media for flight in flights):
-            return flights
-        self._fetching += [_Fetching(flight, None) for flight in flights if flight.prepared.media]
-        return [flight for flight in flights if not flight.prepared.media]
+        for flight in flights:
+            if flight.prepared.call is None:
+                self._fetching.append(_Fetching(flight, None))
+            else:
+                self._ready.append(flight)
 
     def _fetch_more(self) -> None:
         """Begin to fetch media of the next rows.
@@ -401,7 +344,7 @@ class RowStream:
         if self._open_chunks.is_closing:
             return
         num_free = NUM_THREADS - sum(each.pending is not None for each in self._fetching)
-        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._has_takeable
+        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._ready
         for index, (flight, pending) in enumerate(self._fetching):
             if num_free <= 0:
                 break
@@ -427,16 +370,15 @@ class RowStream:
         for flight, pending in done:
             assert pending is not None
             self._num_bytes -= flight.num_bytes
-            prepared, failure = _with_media(flight.prepared, pending.result())
-            if failure is not None:
-                failed[flight.chunk.name].append(self._encode(prepared, failure))
+            prepared = _with_media(flight.prepared, pending.result())
+            if prepared.failure is not None:
+                failed[flight.chunk.name].append(self._encode(prepared, prepared.failure))
                 continue
-            fetched.append(_Flight(flight.chunk, prepared, num_bytes_of(prepared)))
+            fetched.append(_Flight(flight.chunk, prepared, _num_bytes_of(prepared)))
             self._num_bytes += fetched[-1].num_bytes
         for name, rows in failed.items():
             self._finish(name, rows)
-        self._suspects.extend([flight for flight in fetched if flight.is_suspect])
-        self._window.extend(flight for flight in fetched if not flight.is_suspect)
+        self._ready.extend(fetched)
 
     def _failure_of(self, chunk: OpenChunk, prepared: Prepared) -> Failure:
         """Return why a row does not go to the engine: its call cannot be built, or it kills engines."""
@@ -460,11 +402,61 @@ class RowStream:
             self._rate_since = (now, self._num_finished)
 
 
-def _with_media(
-    prepared: Prepared, found: list[bytes] | Failure
-) -> tuple[Prepared, Failure | None]:
-    """Return a row with the fetched media in its call, and why it has none."""
+def _with_media(prepared: Prepared, found: list[bytes] | Failure) -> Prepared:
+    """Return a row with the fetched media in its call, or with the reason why it has none."""
     if isinstance(found, Failure):
-        return prepared, found
-    prepared = finish_call(prepared, found)
-    return prepared, prepared.failure
+        return msgspec.structs.replace(prepared, failure=found, draft=None, media=[])
+    return finish_call(prepared, found)
+
+
+def _build_next(
+    builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int
+) -> list[_Built]:
+    """Read the next rows of the chunks and build their calls. Runs on a background thread.
+
+    No more rows are read once `max_rows` rows or `max_bytes` bytes of rows have been read.
+    """
+    batch: list[_Built] = []
+    for chunk in chunks:
+        rows = chunk.read_rows(max_rows, max_bytes)
+        if rows:
+            batch.append(_build(builder, chunk, rows))
+            max_rows -= len(rows)
+            max_bytes -= sum(len(row.data) for row in rows)
+        if max_rows <= 0 or max_bytes <= 0:
+            break
+    return batch
+
+
+def _build_lines(
+    builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]], media: MediaFetcher
+) -> list[_Built]:
+    """Read the rows of these lines of each chunk and build their calls, media included. Runs on a background thread."""
+    built = [_build(builder, chunk, chunk.read_lines(lines)) for chunk, lines in parts]
+    return [
+        _Built(
+            chunk,
+            [_with_media(row, media.fetch_now(row.media)) if row.media else row for row in rows],
+        )
+        for chunk, rows in built
+    ]
+
+
+def _build(builder: PromptBuilder, chunk: OpenChunk, rows: list[RawRow]) -> _Built:
+    return _Built(chunk, builder.build(chunk.name, chunk.ref.first_row, rows))
+
+
+def _num_bytes_of(prepared: Prepared) -> int:
+    """Return the bytes of memory that a row takes while it waits and while it is in the engine, about."""
+    if prepared.call is not None:
+        return len(prepared.call.body)
+    return _size(prepared.draft)
+
+
+def _size(value: object) -> int:
+    """Return the characters of the texts in a body that is not encoded yet."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 8

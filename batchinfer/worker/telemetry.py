@@ -32,7 +32,6 @@ from batchinfer.core.records import (
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow, count_rows
 from batchinfer.ledger.claims import ENDED_STATES
-from batchinfer.ledger.spending import up_seconds_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.minutes import Minutes
 from batchinfer.worker.workload import Workload
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_STARTS = 200
 _MAX_MESSAGE = 500
 
-FIRST_SECONDS = 2.0
-"""Seconds after the engine is ready at which the record is first written; then after 4, 8, … s until heartbeats do."""
 WAITING_SECONDS = 30.0
 """Seconds after which a start whose engine is ready, but which has had no chunk, counts as waiting for other workers.
 A waiting start does not count as an attempt."""
@@ -63,8 +60,7 @@ class Telemetry:
         self._clock = clock
         self._money = money
         self._host = host
-        self._began = self._loading_since = clock.monotonic()
-        self._has_sent_rows = False
+        self._began = clock.monotonic()
         self.counts = Counts()
         """Sums over the rows that this start finished. Rows taken over from storage are not counted."""
         self.examples: dict[str, ErrorExample] = {}
@@ -97,12 +93,10 @@ class Telemetry:
         self._has_had_a_chunk = False
         self._write_now: Callable[[], object] = lambda: None
         self._engine: dict[str, Any] = {}
-        self._open: dict[str, OpenChunk] = {}
-        self._due_seconds, self._beats_every_seconds = FIRST_SECONDS, 0.0
         self._running_since: float | None = None
         self._running_until: float | None = None
-        self._load_seconds = 0.0
-        self._num_in_engine = self._num_waiting = 0
+        self._num_in_engine = 0
+        self._has_sent_rows = False
         self._checkpointed = 0.0
         self.latest = self._base
 
@@ -116,60 +110,40 @@ class Telemetry:
             earlier: The statistics that it left; None without any.
         """
         base = self._base if earlier is None else msgspec.structs.replace(earlier, host=self._host)
-        ends = list(base.ends)
-        if base.starts:
-            ended = (base.heartbeat, base.state)
-            ends.append(ended if before is None else (before.heartbeat, before.state))
         self.attempts = 1 if before is None else before.attempts + 1
         starts = [*base.starts, self._clock.now()][-MAX_STARTS:]
-        ends = ends[-(len(starts) - 1) :] if len(starts) > 1 else []
-        self._base = msgspec.structs.replace(base, starts=starts, ends=ends, open_chunks={})
+        self._base = msgspec.structs.replace(base, starts=starts, open_chunks={})
+        self._minutes = Minutes(base.minutes)
         return self.snapshot()
 
     def log_start(self, before: WorkerLease | None) -> None:
         """Log that this start holds its lease, and how the last start ended. `before` is the last start's lease."""
+        worker, start = self._base.id, len(self._base.starts)
+        fields = {"worker": worker, "start": start, "attempt": self.attempts}
+        logger.info("worker %s: start %d", worker, start, extra=event("worker_started", **fields))
+        if before is None:
+            return
+        is_kill = before.state not in ENDED_STATES
+        how = f"ended as {before.state}"
+        if is_kill:
+            how = "was killed, or still runs and will end now (workers that run at once need an id each)"
+        fields = {"before": before.state, "is_kill": is_kill, "rows": self._base.rows_done}
         logger.info(
-            "worker %s: start %d",
-            self._base.id,
-            len(self._base.starts),
-            extra=event(
-                "worker_started",
-                worker=self._base.id,
-                start=len(self._base.starts),
-                attempt=self.attempts,
-            ),
+            "worker %s: the last start %s", worker, how, extra=event("worker_resumed", **fields)
         )
-        if before is not None:
-            is_kill = before.state not in ENDED_STATES
-            logger.info(
-                "worker %s: the last start %s",
-                self._base.id,
-                "was killed, or still runs and will end now (workers that run at once need an id each)"
-                if is_kill
-                else f"ended as {before.state}",
-                extra=event(
-                    "worker_resumed",
-                    before=before.state,
-                    is_kill=is_kill,
-                    rows=self._base.rows_done,
-                ),
-            )
 
     def log_end(self) -> None:
-        """Log the failed rows by error code, and how this start ended."""
-        if self.counts.errors:
-            logger.info(
-                "failed rows: %s",
-                ", ".join(f"{count} x {code}" for code, count in most_common(self.counts.errors)),
-                extra=event("row_errors", errors=self.counts.errors),
-            )
+        """Log how this start ended, and its failed rows by error code."""
+        errors = most_common(self.counts.errors)
+        failed = f" ({', '.join(f'{count} x {code}' for code, count in errors)})" if errors else ""
         logger.info(
-            "worker %s: %s after %.0f s, %s, %d failed%s",
+            "worker %s: %s after %.0f s, %s, %d failed%s%s",
             self._base.id,
             self._state,
             self.run_seconds,
             units.many(self.counts.rows_done, "row"),
             self.counts.rows_error,
+            failed,
             f" ({self._reason})" if self._reason else "",
             extra=event(
                 "worker_ended",
@@ -179,6 +153,7 @@ class Telemetry:
                 seconds=round(self.run_seconds, 3),
                 rows=self.counts.rows_done,
                 rows_error=self.counts.rows_error,
+                errors=self.counts.errors,
                 rows_resumed=self.rows_resumed,
                 chunks_done=self.chunks_done,
                 prompt_tokens=self.counts.prompt_tokens,
@@ -191,14 +166,9 @@ class Telemetry:
         """Whether the engine has not loaded yet."""
         return self._running_since is None
 
-    def engine_loading(self) -> None:
-        """Note that the engine begins to load."""
-        self._loading_since = self._clock.monotonic()
-
     def engine_ready(self, info: EngineInfo) -> None:
         """Note that the engine has loaded."""
         self._engine = msgspec.to_builtins(info)
-        self._load_seconds = info.load_seconds
         self._running_since = self._clock.monotonic()
         self.set_state("running")
 
@@ -206,35 +176,24 @@ class Telemetry:
         """Note that all rows that were finished so many seconds ago are on storage."""
         self._checkpointed = self._clock.now() - seconds_ago
 
-    def rows_in_engine(self, count: int, num_pending: int = 0) -> None:
-        """Note how many rows are in the engine, and how many have a prompt and have not finished.
-
-        When the first rows are in the engine, log how long each part of the start-up took.
-        """
-        self._num_in_engine, self._num_waiting = count, max(0, num_pending - count)
-        if not count or self._has_sent_rows or self._running_since is None:
-            return
-        self._has_sent_rows = True
-        now = self._clock.monotonic()
-        seconds = {
-            "seconds": now - self._began,
-            "reading_seconds": self._loading_since - self._began,
-            "loading_seconds": self._running_since - self._loading_since,
-            "building_seconds": now - self._running_since,
-        }
-        logger.info(
-            "first rows in the engine %.1f s after the start: %.1f s to read what there is to do, "
-            "%.1f s to load the engine, %.1f s to build the first calls",
-            *seconds.values(),
-            extra=event("first_rows", **{name: round(part, 3) for name, part in seconds.items()}),
-        )
+    def rows_in_engine(self, count: int) -> None:
+        """Note how many rows are in the engine, and log when the first ones are."""
+        self._num_in_engine = count
+        if count and not self._has_sent_rows:
+            self._has_sent_rows = True
+            seconds = round(self.run_seconds, 3)
+            logger.info(
+                "first rows in the engine %.1f s after the start",
+                seconds,
+                extra=event("first_rows", seconds=seconds),
+            )
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Set the state that the worker's record shows; records.Worker lists the states."""
         self._state = state
         self._reason = redact(reason)
         if state in ENDED_STATES:
-            self._num_in_engine = self._num_waiting = 0
+            self._num_in_engine = 0
             self._running_until = self._clock.monotonic()
         if state == "done":
             self.attempts = 0
@@ -267,7 +226,6 @@ class Telemetry:
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
         """Count a chunk that has just been opened, and its rows that were taken over from storage."""
-        self._open[chunk.name] = chunk
         self.workload.opened(chunk)
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
@@ -293,7 +251,6 @@ class Telemetry:
 
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
-        self._open.pop(chunk.name, None)
         self._resumed_in_closed += chunk.counts.rows_resumed
         if outcome == "released":
             self.workload.released(chunk.name)
@@ -329,11 +286,6 @@ class Telemetry:
         counts = count_rows(rows)
         self.counts = self.counts.plus(counts)
         self._minutes.add(counts, int(self._clock.now() // 60))
-        if self.busy_seconds >= self._due_seconds < self._beats_every_seconds:
-            # The next heartbeat may be half a minute away, and people look whether the first rows come out.
-            self._due_seconds *= 2
-            self.snapshot()
-            self._write_now()
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
@@ -358,10 +310,9 @@ class Telemetry:
         """Number of chunks of the workload that another worker or an earlier start has done."""
         return self.workload.chunks_done - self.chunks_done
 
-    def when_urgent(self, write_now: Callable[[], object], *, beats_every_seconds: float) -> None:
+    def when_urgent(self, write_now: Callable[[], object]) -> None:
         """Set the function to call when `latest` must be written to storage without waiting for the next heartbeat."""
         self._write_now = write_now
-        self._beats_every_seconds = beats_every_seconds
 
     @property
     def busy_seconds(self) -> float:
@@ -378,7 +329,7 @@ class Telemetry:
     def rows_resumed(self) -> int:
         """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
         return self._resumed_in_closed + sum(
-            chunk.counts.rows_resumed for chunk in self._open.values()
+            chunk.counts.rows_resumed for chunk in self.workload.open.values()
         )
 
     @property
@@ -401,21 +352,17 @@ class Telemetry:
             attempts=max(0, self.attempts - self._is_waiting),
             engine=self._engine or base.engine,
             open_chunks={
-                name: chunk.num_rows - chunk.num_left for name, chunk in self._open.items()
+                name: chunk.num_rows - chunk.num_left for name, chunk in self.workload.open.items()
             },
             examples=dict(list((self.examples | base.examples).items())[:MAX_CODES]),
-            minutes=self._minutes.on_top_of(base.minutes),
+            minutes=self._minutes.series(),
             chunks_done=base.chunks_done + self.chunks_done,
-            chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,
-            engine_steps=base.engine_steps + self.stats.steps,
             replicas_lost=self.stats.replicas_lost,
             engine_restarts=base.engine_restarts + self.stats.restarts,
             rows_in_engine=self._num_in_engine,
-            rows_waiting=self._num_waiting,
             checkpointed=self._checkpointed,
             busy_seconds=base.busy_seconds + self.busy_seconds,
-            load_seconds=base.load_seconds + self._load_seconds,
         )
         self.latest = self.up_to_date()
         return self.latest
@@ -430,7 +377,7 @@ class Telemetry:
         if money is not None and money.price_per_hour is not None:
             rate = money.price_per_hour / 3600
             before = base.money.cost if base.money is not None else None
-            earlier = rate * up_seconds_of(base) if before is None else before
+            earlier = rate * base.up_seconds if before is None else before
             money = msgspec.structs.replace(money, cost=earlier + rate * seconds)
         return msgspec.structs.replace(
             self.latest,

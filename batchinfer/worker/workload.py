@@ -15,46 +15,48 @@ class Workload:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, int | None] = {}
-        """Number of rows of each chunk; None as long as it is not known."""
+        self._rows: dict[str, int] = {}
         self._own: set[str] = set()
         self._mine: set[str] = set()
         """Own chunks, and others that this worker has open or has closed done."""
-        self._open: dict[str, OpenChunk] = {}
+        self.open: dict[str, OpenChunk] = {}
+        """Chunks that this worker has open."""
         self._done: set[str] = set()
-        self._num_rows = self._num_own = self._num_done = self._num_unknown = 0
+        self._num_done = 0
+        self.rows = 0
+        """Number of rows of the job, or of the worker's own manifests if it keeps to them."""
+        self.own_rows = 0
+        """Number of rows of the worker's own manifests."""
 
-    def set_own(self, rows: Mapping[str, int | None]) -> None:
-        """Set the chunks of this worker's manifests: the number of rows by name, None where it is not known yet."""
-        self._own = set(rows)
-        self._mine |= self._own
-        self._num_own = sum(number or 0 for number in rows.values())
+    def set_own(self, rows: Mapping[str, int]) -> None:
+        """Set the number of rows of each chunk of this worker's manifests, by the chunk's name."""
+        self._own, self._mine = set(rows), set(rows)
+        self.own_rows = sum(rows.values())
         self.set_job(rows)
 
-    def set_job(self, rows: Mapping[str, int | None]) -> None:
+    def set_job(self, rows: Mapping[str, int]) -> None:
         """Set the chunks of the whole job, own ones included."""
-        for name, number in rows.items():
-            self._set_rows(name, number)
+        self._rows = dict(rows)
+        self.rows = sum(rows.values())
 
     def opened(self, chunk: OpenChunk) -> None:
         """Note that this worker has opened a chunk."""
-        self._set_rows(chunk.name, chunk.num_rows)
         self._mine.add(chunk.name)
-        self._open[chunk.name] = chunk
+        self.open[chunk.name] = chunk
 
     def released(self, name: str) -> None:
         """Note that this worker has closed a chunk that is not done."""
-        self._open.pop(name, None)
+        self.open.pop(name, None)
         if name not in self._own and name not in self._done:
             self._mine.discard(name)
 
     def done(self, *names: str) -> None:
         """Note that chunks have their marker. Names of other chunks are ignored."""
         for name in names:
-            self._open.pop(name, None)
+            self.open.pop(name, None)
             if name in self._rows and name not in self._done:
                 self._done.add(name)
-                self._num_done += self._rows[name] or 0
+                self._num_done += self._rows[name]
 
     def is_done(self, name: str) -> bool:
         """Whether a chunk is known to have its marker."""
@@ -71,23 +73,7 @@ class Workload:
         return len(self._mine & self._done)
 
     @property
-    def rows(self) -> int | None:
-        """Number of rows of the job; None if a chunk's number is not known yet, or if there are no chunks."""
-        return self._num_rows if self._rows and not self._num_unknown else None
-
-    @property
-    def own_rows(self) -> int | None:
-        """Number of rows of the worker's own manifests; None if they are all that `rows` counts."""
-        return self._num_own if len(self._rows) > len(self._own) else None
-
-    @property
     def rows_done(self) -> int:
         """Number of rows of chunks known to have their marker, plus the finished rows of the chunks open here."""
-        is_open = sum(chunk.num_rows - chunk.num_left for chunk in self._open.values())
+        is_open = sum(chunk.num_rows - chunk.num_left for chunk in self.open.values())
         return self._num_done + is_open
-
-    def _set_rows(self, name: str, number: int | None) -> None:
-        before = self._rows.get(name)
-        self._num_unknown += (number is None) - (name in self._rows and before is None)
-        self._num_rows += (number or 0) - (before or 0)
-        self._rows[name] = number

@@ -278,9 +278,8 @@ class Campaign:
 def check_answers(run: str, rows: int) -> None:
     """The echo engine answers with the prompt: so every row must hold its own."""
     from batchinfer.core import layout
-    from batchinfer.ledger.survey import finished_chunks
     from batchinfer.storage.opening import open_store
-    from making import default_row, read_marker, said
+    from making import default_row, finished_chunks, read_marker, said
 
     store = open_store(run)
     found = []

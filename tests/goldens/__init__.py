@@ -90,7 +90,8 @@ def make_late_death() -> None:
 SPLIT = ["split", "a.jsonl", "--output", "job", "--num-chunks", "3", "--num-workers", "2"]
 WORKER = ["worker", "--job", "job", "--output", "run", *ECHO]
 PROMPT = ["--prompt-column", "prompt"]
-LISTED = ["worker", "--manifest", "list.txt", "--output", "run", *ECHO, *PROMPT]
+REFER = ["split", "--by-reference", "list.txt", "--output", "job"]
+LISTED = [*WORKER, *PROMPT]
 SAMPLED = ["--temperature", "0.7", "--n", "2", "--seed", "11", "--max-tokens", "3", "--stop", "x"]
 SAMPLED += ["--sampling", "top_k=5"]
 
@@ -134,6 +135,7 @@ SCENES: dict[str, Scene] = {
     "list": Scene(
         make_broken,
         [
+            REFER,
             LISTED,
             [*LISTED, "--retry-errors"],
         ],
@@ -141,6 +143,7 @@ SCENES: dict[str, Scene] = {
     "stopped": Scene(
         make_broken,
         [
+            REFER,
             [*LISTED, "--max-error-rate", "0.1", "--min-errors", "2"],
             ["status", "run", "--json"],
             ["verify", "run"],
@@ -182,7 +185,7 @@ SCENES: dict[str, Scene] = {
 _TIMED = (
     r"nonce|host|created|started|ended|heartbeat|time|minutes|spans|open_spans|starts|ends"
     r"|clock_offset_seconds|\w*_?seconds|\w+_time_sec|\w+_load_sec|run_time_sec|eta_seconds"
-    r"|engine_steps|beat|hours|checkpointed|rows_in_engine|rows_waiting"
+    r"|engine_steps|beat|hours|checkpointed|rows_in_engine"
 )
 _VALUE = r"\[(?:[^\[\]]|\[[^\]]*\])*\]|\{[^{}]*\}|[-+.\de]+|null"
 _MASKS = [
@@ -219,18 +222,20 @@ def record(name: str, folder: Path) -> str:
                 parts.append(f"== {path}\n{text}\n")
                 if path.match("outputs/*.jsonl") and mask(text) != text:
                     timed.append(hashlib.sha256(path.read_bytes()).hexdigest())
-        fingerprint = _fingerprint_of_a_place()
+        timed += _checksums_of_a_place()
     text = "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
     for checksum in timed:
         text = text.replace(checksum, "CHECKSUM")
-    return mask(text.replace(fingerprint, "FINGERPRINT") if fingerprint else text)
+    return mask(text)
 
 
-def _fingerprint_of_a_place() -> str:
-    """A list's run has its folder in its fingerprint; that of a job's run is the same everywhere, and recorded."""
+def _checksums_of_a_place() -> list[str]:
+    """Those of a run whose job is by reference, which names its folder; of others they are the same everywhere."""
     path = Path("run/run.json")
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found["fingerprint"] if found and found["config"]["folders"] else ""
+    if not path.exists() or not Path("list.txt").exists():
+        return []
+    run = json.loads(path.read_text())
+    return [run["fingerprint"], run["config"]["job_sha256"]]
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:

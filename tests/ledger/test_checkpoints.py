@@ -82,39 +82,6 @@ def test_outputs_are_cut_out_of_their_records_by_position() -> None:
     assert data.count(b"\n") == 2
 
 
-def test_rows_of_all_segments_are_found_in_order_with_their_copies(store: MemoryStore) -> None:
-    keys = [
-        segment(store, encoded(row(0, "a"), row(2, "c")), seq=1),
-        segment(store, encoded(row(2, "later"), row(1, "b", ok=False)), worker="w1", seq=1),
-    ]
-    found, rows = read(store)
-    assert [(each.line, bytes(each.output)) for each in rows] == [
-        (0, b'{"t":"a"}'),
-        (2, b'{"t":"c"}'),
-        (2, b'{"t":"later"}'),
-        (1, b'{"t":"b"}'),
-    ]
-    assert (rows[3].ok, rows[3].code, rows[0].prompt_tokens) == (False, "c", 3)
-    assert sorted(found.keys) == sorted(keys)
-    assert not found.has_vanished
-    assert found.num_outdated == 0
-
-
-def test_tokens_of_reasoning_come_back_and_rows_without_them_have_the_bytes_of_before(
-    store: MemoryStore,
-) -> None:
-    plain = row(0, "a")
-    segment(store, encoded(plain, msgspec.structs.replace(row(1, "b"), reasoning_tokens=7)))
-    assert [each.reasoning_tokens for each in read(store)[1]] == [0, 7]
-    assert b"reasoning" not in encoded(plain)
-
-
-def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
-    segment(store, encode_deaths([1, 2], 9))
-    segment(store, encode_deaths([2], 4), seq=2)
-    assert read(store)[0].deaths == {1: (1, 9), 2: (2, 4)}
-
-
 def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:

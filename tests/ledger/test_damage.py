@@ -10,12 +10,18 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.records import Claim
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, Built, Publisher, build_output
-from batchinfer.ledger.survey import finished_chunks
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore, marker_record
-from making import make_job, output_key, overwrite, put_raw, read_marker, run_worker_here
+from making import (
+    finished_chunks,
+    make_job,
+    output_key,
+    overwrite,
+    put_raw,
+    read_marker,
+    run_worker_here,
+)
 
 CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)
@@ -81,67 +87,3 @@ def test_a_claim_whose_owner_cannot_be_read_has_lapsed(job: str) -> None:
     run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", nonce="n")))
     put_raw(run, layout.worker_key("w9"), b"{")
     assert run_worker_here(job, run.url, "--lease-seconds", "1")["chunks_done"] == 3
-
-
-class TestThePublisher:
-    @pytest.fixture
-    def store(self, request: pytest.FixtureRequest) -> MemoryStore:
-        return MemoryStore(f"memory://{request.node.name}")
-
-    @staticmethod
-    def publisher(store: MemoryStore, nonce: str) -> Publisher:
-        return Publisher(store, nonce=nonce, require_lease=lambda: None)
-
-    @staticmethod
-    def built(folder: Path, text: bytes) -> Built:
-        return build_output(folder / text.decode(), [text])
-
-    def test_a_sound_marker_is_never_overwritten(self, store: MemoryStore, tmp_path: Path) -> None:
-        marker = marker_record()
-        first = self.publisher(store, "n1").publish(
-            self.built(tmp_path, b"one"), marker, chunk=CHUNK, leftovers=[]
-        )
-        data = store.get(MARKER).data
-        second = self.publisher(store, "n2").publish(
-            self.built(tmp_path, b"two"), marker, chunk=CHUNK, leftovers=[]
-        )
-        assert (first.is_ours, second.is_ours) == (True, False)
-        assert store.get(MARKER).data == data
-
-    def test_of_two_workers_that_fix_it_one_wins_and_the_other_discards_its_output(
-        self, store: MemoryStore, tmp_path: Path
-    ) -> None:
-        self.publisher(store, "n0").publish(
-            self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
-        )
-        store.delete([output_key(store, CHUNK)])
-        fixers = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
-        assert [fixer.current_marker(CHUNK, 0) for fixer in fixers] == [None, None]
-
-        published = [
-            fixer.publish(self.built(tmp_path, text), marker_record(), chunk=CHUNK, leftovers=[])
-            for fixer, text in zip(fixers, (b"one", b"two"), strict=True)
-        ]
-
-        assert [entry.is_ours for entry in published] == [True, False]
-        assert is_sound(store, CHUNK)
-        assert len(list(store.list(layout.OUTPUTS))) == 2
-
-    def test_until_the_new_marker_stands_the_old_one_never_names_other_bytes(
-        self, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.publisher(store, "n0").publish(
-            self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
-        )
-        old = output_key(store, CHUNK)
-        store.delete([old])
-        fixer = self.publisher(store, "n1")
-        fixer.current_marker(CHUNK, 0)
-
-        def killed(*_: object) -> str:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(store, "create", killed)
-        with pytest.raises(KeyboardInterrupt):
-            fixer.publish(self.built(tmp_path, b"new"), marker_record(), chunk=CHUNK, leftovers=[])
-        assert old not in {info.key for info in store.list(layout.OUTPUTS)}

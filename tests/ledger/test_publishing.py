@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AccessDenied, StorageError, Superseded
+from batchinfer.core.errors import AccessDenied, StorageError
 from batchinfer.core.records import Marker
 from batchinfer.ledger.publishing import Built, Publisher, build_output
 from fakes import MemoryStore, marker_record
@@ -36,13 +36,6 @@ def keys(store: MemoryStore) -> list[str]:
 
 def current_marker(store: MemoryStore) -> Marker:
     return codec.decode(store.get(layout.marker_key(CHUNK)).data, Marker, name="marker")
-
-
-def test_an_output_is_its_lines_each_with_a_newline(tmp_path: Path) -> None:
-    output = built(tmp_path)
-    data = output.path.read_bytes()
-    assert data == b'{"a":1}\n{"a":2}\n'
-    assert (output.bytes, output.sha256) == (len(data), codec.sha256(data))
 
 
 def test_a_large_output_is_hashed_in_blocks_without_a_seam(tmp_path: Path) -> None:
@@ -89,25 +82,6 @@ def test_the_lease_is_asked_for_right_before_every_write(
     assert events == ["lease", "write"] * (len(events) // 2)
 
 
-@pytest.mark.parametrize("failing", ["put_file", "create"])
-def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    output = built(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(store, failing, _fail)
-        with pytest.raises(StorageError):
-            publisher(store, "n1").publish(
-                output, marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
-            )
-    found = keys(store)
-    if layout.marker_key(CHUNK) in found:
-        assert layout.output_key(current_marker(store).output) in found
-    again = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
-    assert again.is_ours
-    assert current_marker(store).output in {key.removeprefix(layout.OUTPUTS) for key in keys(store)}
-
-
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
 def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -123,84 +97,3 @@ def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
     )
     assert published.is_ours
     assert layout.output_key(current_marker(store).output) in keys(store)
-
-
-def _fail(*_: object, **__: object) -> None:
-    raise StorageError("the bucket is away")
-
-
-def test_the_first_marker_wins_and_the_second_discards_its_own_output(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    publisher(store, "n1").publish(
-        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
-    )
-    second = publisher(store, "n2").publish(
-        built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
-    )
-    assert not second.is_ours
-    assert second.marker.worker == "first"
-    assert keys(store) == [layout.output_key(second.marker.output), layout.marker_key(CHUNK)]
-
-
-def test_every_try_has_a_name_of_its_own(store: MemoryStore, tmp_path: Path) -> None:
-    """A name that is used again may be deleted by whoever had it before, or be overwritten by a late write."""
-    ours, names = publisher(store, "n1"), set()
-    for number in range(3):
-        published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
-        names.add(published.marker.output)
-        store.delete(keys(store))
-        assert len(names) == number + 1
-
-
-def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    publisher(store, "n1").publish(
-        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
-    )
-    publisher(store, "n2").publish(
-        built(tmp_path), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
-    )
-    assert layout.output_key(current_marker(store).output) in keys(store)
-
-
-def test_leftovers_go_only_after_the_marker(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.create("checkpoints/part-00000/000001-w0-000001.jsonl", b"{}")
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "create", _fail)
-        with pytest.raises(StorageError):
-            publisher(store, "n1").publish(
-                built(tmp_path),
-                marker_record(),
-                chunk=CHUNK,
-                leftovers=["checkpoints/part-00000/000001-w0-000001.jsonl"],
-            )
-    assert "checkpoints/part-00000/000001-w0-000001.jsonl" in keys(store)
-
-
-def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path: Path) -> None:
-    def superseded() -> None:
-        raise Superseded("a newer start exists")
-
-    ghost = Publisher(store, nonce="n", require_lease=superseded)
-    with pytest.raises(Superseded):
-        ghost.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
-    assert keys(store) == []
-
-
-def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    publisher(store, "n1").publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
-    repaired = publisher(store, "n2").publish(
-        built(tmp_path, [b'{"a":1}', b'{"a":3}']),
-        marker_record(generation=1),
-        chunk=CHUNK,
-        leftovers=[],
-    )
-    assert repaired.marker.output != current_marker(store).output
-    assert layout.marker_key(CHUNK, 1) in keys(store)
-    assert store.get(layout.output_key(current_marker(store).output)).data == b'{"a":1}\n{"a":2}\n'

@@ -13,10 +13,7 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Claim, WorkerLease
-from batchinfer.ledger.claims import Claims as RealClaims
-from batchinfer.ledger.claims import Held
-from batchinfer.ledger.survey import look_at_owners
+from batchinfer.core.records import Claim
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
 from fakes import lease_record
@@ -272,17 +269,14 @@ def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_sta
 
 def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> None:
     """What was complete waited for a fresh heartbeat, and that for the bucket; now it ends with 34."""
-    for claims in (True, False):
-        with Stage([["mine"] * 6]) as stage:
+    with Stage([["mine"] * 6]) as stage:
 
-            def hook(
-                _number: int, _method: str, _key: str, _process: object, stage: Stage = stage
-            ) -> str | None:
-                return "refused" if stage.scheduler.now > 2.5 else None
+        def hook(_number: int, _method: str, _key: str, _process: object) -> str | None:
+            return "refused" if stage.scheduler.now > 2.5 else None
 
-            ending = stage.run(hook=hook, claims=claims, lease_seconds=6.0, within_seconds=200)
-            assert isinstance(ending.error, StorageError)
-            assert ending.error.exit_status == 34
+        ending = stage.run(hook=hook, lease_seconds=6.0, within_seconds=200)
+        assert isinstance(ending.error, StorageError)
+        assert ending.error.exit_status == 34
 
 
 def test_clean_on_a_machine_whose_clock_was_ahead_did_not_take_the_living_for_dead() -> None:
@@ -383,27 +377,6 @@ def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
         stage.run(hook=hook, checkpoint_seconds=0.5)
         assert len(stage.finished) == 4
         assert saved_lines(stage) == {0, 1, 2, 3}
-
-
-def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_since() -> None:
-    """It had seemed gone at the look's first claim, and the second was taken from it by that."""
-    with Stage([["mine"], ["theirs"]]) as stage:
-        hold(stage, "part-00000", "w9")
-        hold(stage, "part-00001", "w9")
-        record = lease_record(id="w9", nonce="n", lease_seconds=6.0)
-        looks: list[str] = []
-
-        class Claims:
-            def look(self, held: Held) -> WorkerLease | None:
-                looks.append(held.claim.worker)
-                return None if len(looks) == 1 else record
-
-        store = StillStore("s3://sim/run", stage.server, Process(stage.scheduler, "looker"))
-        survey = look_at_owners(
-            store, cast("RealClaims", Claims()), {"part-00000": 0, "part-00001": 0}
-        )
-        assert list(survey.lapsed) == ["part-00000"]
-        assert list(survey.alive) == ["part-00001"]
 
 
 def beat_for_ever(

@@ -24,7 +24,6 @@ def test_ten_workers_of_which_machines_are_lost_finish_near_the_ideal() -> None:
     assert result["machines_lost"] > 0
     assert 1.0 <= result["of_ideal"] < 1.2
     assert result["done_twice"] < 0.03
-    assert result["done_twice"] == pytest.approx(sum(result["done_twice_by"].values()), abs=1e-4)
     places = result["requests_by_place"]
     assert places["PUT markers"] >= 200
     assert places["GET job.json"] == plan.num_workers + result["machines_lost"]

@@ -557,14 +557,14 @@ def test_seed_form_by_local_manifest_finishes_its_own_share(tmp_path, skypilot):
         "DATA_BUCKET": str(job),
         "DATA_METADATA": str(job / "manifests" / "worker-00001.txt"),
         "BATCHINFER_EXTRA": "cpu",
-        "WORKER_ARGS": "--engine echo --prompt-column prompt --no-steal",
+        "WORKER_ARGS": "--engine echo --prompt-column prompt",
     }
     task = skypilot.read_file("worker.yaml", envs=envs, gpus="none")
     machine = Machine(tmp_path / "machine", task, machine_environment(0, 1))
     assert machine.start().wait(timeout=240) == 0, machine.log()
     mine = (job / "manifests" / "worker-00001.txt").read_text().split()
     done = {marker.name.removesuffix(".succeed") for marker in run.glob("outputs/*.succeed")}
-    assert done == {Path(chunk).stem for chunk in mine}
+    assert done >= {Path(chunk).stem for chunk in mine}
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[str]:
 def run(job: str) -> Store:
     """A run with two of three chunks done, whose workers have ended."""
     for index in (0, 1):
-        run_worker_here(job, f"{job}/runs/a", "--no-steal", "--worker-id", f"w{index}", index=index)
+        run_worker_here(job, f"{job}/runs/a", "--worker-id", f"w{index}", only=index)
     return open_store(f"{job}/runs/a")
 
 

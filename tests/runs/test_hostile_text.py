@@ -74,7 +74,6 @@ COMMANDS = {
     "collect partial": ["collect", "RUN", "DEST", "--partial"],
     "no run": ["status", PATH],
     "usage": ["verify", "RUN", PATH],
-    "preview": ["worker", "--preview", "9", "--prompt-column", "x", "--manifest", "LIST"],
     "manifest": ["worker", "--engine", "echo", "--prompt-column", "x", "--manifest", "LIST"],
     "option": ["worker", "--engine", "echo", "--prompt-column", EVIL, "--manifest", "JOB"],
 }

@@ -443,6 +443,22 @@ def replaced_run_is_not_noticed() -> Defect:
     return mock.patch.object(Membership, "confirm", return_value=None)
 
 
+def lease_is_not_asked() -> Defect:
+    """Outputs and markers are written whether or not the lease is held."""
+    real = Publisher.__init__
+
+    def init(self: Publisher, store: Any, *, nonce: str, require_lease: Any) -> None:
+        del require_lease
+        real(self, store, nonce=nonce, require_lease=lambda: None)
+
+    return mock.patch.object(Publisher, "__init__", init)
+
+
+def deaths_are_not_noted() -> Defect:
+    """Nobody writes which rows were in an engine that died, so the next start begins its search anew."""
+    return mock.patch.object(chunk_life.Life, "note_death", return_value=None)
+
+
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
@@ -482,5 +498,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         every_claim_of_the_id_is_ours,
         clean_ignores_chunks_at_work,
         replaced_run_is_not_noticed,
+        lease_is_not_asked,
+        deaths_are_not_noted,
     )
 }

@@ -87,14 +87,6 @@ class _Job:
         return self._value
 
 
-class _Timer:
-    def __init__(self) -> None:
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
 class _Event:
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -112,6 +104,8 @@ class _Event:
             self._process.wake(self._waiting, timeout_seconds)
             self._process.block()
             self._waiting = None
+
+    def clear(self) -> None:
         self._is_set = False
 
 
@@ -121,29 +115,29 @@ class _Gate:
         self._num_free = number
         self._waiting: deque[tuple[Any, int]] = deque()
 
-    def enter(self, *, wait: bool) -> bool:
+    def acquire(self, *, blocking: bool = True) -> bool:
         while not self._num_free:
-            if not wait:
+            if not blocking:
                 return False
             self._waiting.append(self._process.ticket())
             self._process.block()
         self._num_free -= 1
         return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self._num_free += 1
         if self._waiting:
             self._process.wake(self._waiting.popleft())
 
     def __enter__(self) -> None:
-        self.enter(wait=True)
+        self.acquire()
 
     def __exit__(self, *_error: object) -> None:
-        self.leave()
+        self.release()
 
 
 class SimBackground:
-    """As background.ThreadBackground: some hands for all work, one for urgent work, and timers."""
+    """As background.Background: some hands for all work, one for urgent work, and timers."""
 
     def __init__(
         self,
@@ -180,18 +174,18 @@ class SimBackground:
     def gate(self, number: int) -> _Gate:
         return _Gate(self._process, number)
 
-    def every(self, interval_seconds: float, work: Callable[[], None]) -> _Timer:
-        timer = _Timer()
+    def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], object]:
+        cancelled: list[bool] = []
 
         def loop() -> None:
             while True:
                 self._process.sleep(interval_seconds)
-                if timer.is_cancelled:
+                if cancelled:
                     return
                 work()
 
         self._process.spawn(loop)
-        return timer
+        return lambda: cancelled.append(True)
 
     def beside(self, num_threads: int) -> SimBackground:
         return SimBackground(

@@ -22,7 +22,6 @@ import shutil
 import sys
 import tempfile
 import time
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +40,7 @@ from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.bucket import BucketStore
-from batchinfer.worker import joining, marker_looks, minutes
+from batchinfer.worker import joining, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
 
@@ -326,16 +325,13 @@ class Campaign:
         self.server = LargeServer(plan)
         self.network = CalmNetwork(self.scheduler, self.server)
         total = plan.num_chunks * plan.steps
-        self._finished_by = array("i", bytes(4 * total))
-        """Number of the machine that finished each of the engine's rows first, counted from 1; 0 for none yet."""
-        self.twice_by: Counter[str] = Counter()
-        """Rows that were finished again, by whether the same machine had finished them before, or another one."""
+        self._finished = bytearray(total)
+        """Which of the engine's rows were finished."""
         self.num_finished = 0
         self.num_distinct = 0
         self.lost_in_flight = 0.0
         """Parts of the engine's rows that were computed and lost with a machine, or dropped at a worker's end."""
         self.num_losses = 0
-        self.num_backups = 0
         self.marked_at = 0.0
         self.ends: list[tuple[float, float]] = []
         """When each worker that came to its end began, and when it ended."""
@@ -357,7 +353,7 @@ class Campaign:
         put_job(self.server, [lines] * plan.num_chunks, num_workers=plan.num_workers)
 
     def _report(self) -> None:
-        hours, total = self.scheduler.now / 3600, len(self._finished_by)
+        hours, total = self.scheduler.now / 3600, len(self._finished)
         print(f"{hours:.2f} h: {self.num_distinct / total:.1%}", file=sys.stderr, flush=True)
         self.scheduler.after(600.0, self._report)
 
@@ -379,7 +375,7 @@ class Campaign:
                 self.scheduler.run(float("inf"), lambda: not self.num_running)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-        assert self.num_distinct == len(self._finished_by), "rows are missing"
+        assert self.num_distinct == len(self._finished), "rows are missing"
         markers = [key for key in self.server.keys(RUN + layout.OUTPUTS) if ".succeed" in key]
         assert len(markers) == self.plan.num_chunks, f"{len(markers)} markers"
         self.marked_at = max(self.server.objects[key].modified - EPOCH for key in markers)
@@ -453,17 +449,12 @@ class Campaign:
     def died(self, in_flight: list[Any]) -> None: ...
 
     def yielded(self, process: Process, replies: list[Reply]) -> None:
-        machine = 1 + int(process.name[1:].partition("#")[0])
         for reply in replies:
             chunk, line = reply.key
             index = int(chunk.rpartition("-")[2]) * self.plan.steps + line
             self.num_finished += 1
-            before = self._finished_by[index]
-            if before:
-                self.twice_by["one worker" if before == machine else "two workers"] += 1
-            else:
-                self._finished_by[index] = machine
-                self.num_distinct += 1
+            self.num_distinct += not self._finished[index]
+            self._finished[index] = True
 
     def lost(self, part: float) -> None:
         """Note that a part of a row was computed for nothing."""
@@ -510,20 +501,10 @@ class Outcome:
             "engine_rows": total,
             "machines_lost": campaign.num_losses,
             "makespan_seconds": round(ended_at),
-            "last_worker_began_and_ended": [
-                round(each) for each in max(campaign.ends, key=lambda each: each[1])
-            ],
             "last_marker_seconds": round(campaign.marked_at),
             "ideal_seconds": round(ideal),
             "of_ideal": round(ended_at / ideal, 4),
             "done_twice": round(again / total, 5),
-            "done_twice_by": {
-                name: round(count / total, 5)
-                for name, count in [
-                    *campaign.twice_by.items(),
-                    ("parts of rows", campaign.lost_in_flight),
-                ]
-            },
             "machine_hours": round(
                 sum(machine.paid_seconds for machine in campaign.machines) / 3600, 1
             ),
@@ -546,7 +527,7 @@ def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
-        mock.patch.object(minutes, "merge_minutes", return_value=[]),
+        mock.patch.object(minutes.Minutes, "series", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
     ):
@@ -614,7 +595,7 @@ def _known_listings() -> Iterator[None]:
         return known[beginning][1]
 
     with ExitStack() as stack:
-        for module in (survey, worker_start, marker_looks):
+        for module in (survey, worker_start):
             stack.enter_context(mock.patch.object(module, "newest_markers", shared))
         yield
 

@@ -115,7 +115,6 @@ class Plot:
 
     chance: random.Random
     is_calm: bool = False
-    claims: bool = True
     steal: bool = True
     compression: str = "none"
     limit: int | None = None
@@ -155,7 +154,6 @@ def draw_plot(seed: int) -> Plot:
         return value * chance.random() if not is_calm and chance.random() < share else 0.0
 
     plot = Plot(chance, is_calm=is_calm)
-    plot.claims = chance.random() > 0.1
     plot.steal = chance.random() > 0.2
     plot.compression = "zstd" if chance.random() < 0.15 else "none"
     plot.has_retry = chance.random() < 0.2
@@ -623,8 +621,6 @@ class Scenario:
             limit=plot.limit,
             retry_errors=self.is_retrying,
             max_error_rate=1.0,  # a run of few rows may by chance have bad ones only
-            claims=plot.claims,
-            steal=plot.steal,
             lease_seconds=plot.lease_seconds,
             checkpoint_seconds=plot.checkpoint_seconds,
             checkpoint_rows=plot.checkpoint_rows,
@@ -639,6 +635,8 @@ class Scenario:
         slots = []
         for index in range(self.num_workers):
             manifest = layout.worker_manifest(index, self.num_workers)
+            if not self.plot.steal:
+                manifest = own_manifest(index)
             if chance.random() < 0.3:
                 manifest = layout.ALL_MANIFEST
             lines = self.server.objects[JOB + manifest].data.decode().split()
@@ -698,6 +696,11 @@ class Scenario:
         return truth
 
 
+def own_manifest(index: int) -> str:
+    """Key of a list of one worker's chunks that `split` would not write: whoever works by it takes no others."""
+    return f"{layout.MANIFESTS}only-{index}.txt"
+
+
 def put_job(
     server: Server,
     parts: list[list[bytes]],
@@ -730,6 +733,7 @@ def put_job(
     for worker in range(num_workers):
         start, end = worker * len(keys) // num_workers, (worker + 1) * len(keys) // num_workers
         manifests[layout.worker_manifest(worker, num_workers)] = keys[start:end]
+        manifests[own_manifest(worker)] = keys[start:end]
     for manifest, lines in manifests.items():
         server.put(JOB + manifest, "".join(f"{line}\n" for line in lines).encode())
     job = Job(

@@ -155,16 +155,3 @@ def test_options_that_cannot_work_are_refused(
     assert done.status == 2
     assert said in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_a_preview_shows_adapter_and_constraint(call: Call, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "sql")
-    rows = [{"prompt": "hi", "c": "sql"}, {"prompt": "ho", "c": ""}]
-    make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=rows.__getitem__)
-    given = ("--lora", f"sql={adapter}", "--column", "lora=c", "--choices", "yes,no")
-    done = call(arguments(tmp_path, *given, "--preview", "2"))
-    assert done.status == 0, done.stderr
-    shown = [row["body"] for row in done.result["preview"]]
-    assert [body["model"] for body in shown] == ["sql", "echo"]
-    assert [body["structured_outputs"] for body in shown] == [{"choice": ["yes", "no"]}] * 2
-    assert 'structured_outputs: {"choice":["yes","no"]}' in done.stderr

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from batchinfer.worker.background import Pending, ThreadBackground
+from batchinfer.worker.background import Background, Pending
 
 
 @pytest.fixture
-def background() -> Iterator[ThreadBackground]:
-    made = ThreadBackground(num_threads=1)
+def background() -> Iterator[Background]:
+    made = Background(num_threads=1)
     yield made
     made.close()
 
 
-def test_results_and_errors_come_back_to_who_asks(background: ThreadBackground) -> None:
+def test_results_and_errors_come_back_to_who_asks(background: Background) -> None:
     def fail() -> None:
         raise KeyError("x")
 
@@ -32,7 +32,7 @@ def test_results_and_errors_come_back_to_who_asks(background: ThreadBackground) 
         bad.result()
 
 
-def finish(background: ThreadBackground, *jobs: Pending[Any]) -> None:
+def finish(background: Background, *jobs: Pending[Any]) -> None:
     for _ in range(100):
         if all(job.is_done() for job in jobs):
             return
@@ -40,7 +40,7 @@ def finish(background: ThreadBackground, *jobs: Pending[Any]) -> None:
     raise AssertionError("the work is not done")
 
 
-def test_urgent_work_does_not_wait_for_other_work(background: ThreadBackground) -> None:
+def test_urgent_work_does_not_wait_for_other_work(background: Background) -> None:
     release = threading.Event()
     other = background.submit(release.wait)
     finish(background, background.submit(lambda: None, is_urgent=True))
@@ -49,7 +49,7 @@ def test_urgent_work_does_not_wait_for_other_work(background: ThreadBackground) 
     finish(background, other)
 
 
-def test_as_many_threads_work_at_once_as_there_may_be(background: ThreadBackground) -> None:
+def test_as_many_threads_work_at_once_as_there_may_be(background: Background) -> None:
     beside = background.beside(3)
     meeting = threading.Barrier(3)
     jobs = [beside.submit(lambda: meeting.wait(30)) for _ in range(3)]
@@ -59,7 +59,7 @@ def test_as_many_threads_work_at_once_as_there_may_be(background: ThreadBackgrou
 
 def test_threads_end_after_the_work_submitted_so_far() -> None:
     before = set(threading.enumerate())
-    background = ThreadBackground(num_threads=1)
+    background = Background(num_threads=1)
     jobs = [background.submit(lambda: 1, is_urgent=each) for each in (False, False, True)]
     threads = set(threading.enumerate()) - before
     background.close()
@@ -70,30 +70,8 @@ def test_threads_end_after_the_work_submitted_so_far() -> None:
     assert [job.result() for job in jobs] == [1, 1, 1]
 
 
-def test_an_event_wakes_whoever_waits_or_will_wait_once(background: ThreadBackground) -> None:
-    event = background.event()
-    event.set()
-    event.wait(30)
-    job = background.submit(lambda: event.wait(30))
-    event.set()
-    finish(background, job)
-    event.wait(0.001)
-
-
-def test_a_gate_lets_so_many_in(background: ThreadBackground) -> None:
-    gate = background.gate(1)
-    assert gate.enter(wait=False)
-    assert not gate.enter(wait=False)
-    with_gate = background.submit(lambda: gate.enter(wait=True))
-    gate.leave()
-    finish(background, with_gate)
-    gate.leave()
-    with gate:
-        assert not gate.enter(wait=False)
-
-
 def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
-    background: ThreadBackground,
+    background: Background,
 ) -> None:
     release = threading.Event()
     job = background.submit(release.wait)
@@ -105,18 +83,18 @@ def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
     assert job.is_done()
 
 
-def test_repeating_work_runs_until_it_is_cancelled(background: ThreadBackground) -> None:
+def test_repeating_work_runs_until_it_is_cancelled(background: Background) -> None:
     runs = threading.Semaphore(0)
-    repeating = background.every(0.001, runs.release)
+    cancel = background.every(0.001, runs.release)
     for _ in range(3):
         assert runs.acquire(timeout=10)
-    repeating.cancel()
+    cancel()
 
 
 def test_a_hanging_upload_does_not_hold_up_the_exit() -> None:
     code = (
-        "import time; from batchinfer.worker.background import ThreadBackground;"
-        "ThreadBackground().submit(lambda: time.sleep(600)); print('end')"
+        "import time; from batchinfer.worker.background import Background;"
+        "Background().submit(lambda: time.sleep(600)); print('end')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

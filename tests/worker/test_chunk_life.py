@@ -80,30 +80,6 @@ class SlowUploads:
         self.process.kill()
 
 
-def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_rows() -> None:
-    """Its checkpoints waited behind the uploads until the grace period was over."""
-    uploads = SlowUploads()
-    with Stage([["say", "say"]] * 12) as stage:
-        stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=1000.0)
-        assert len(uploads.keys) == 4
-        assert len(stage.finished) > 2 * len(uploads.keys)
-        assert len({each for part in records(stage) for each in part}) == len(stage.finished)
-
-
-def test_a_checkpoint_does_not_wait_for_uploads() -> None:
-    uploads = SlowUploads()
-    finished: list[int] = []
-    with Stage([["say"]] * 8 + [[f"say {index}" for index in range(1000)]]) as stage:
-        stage.engine.max_in_flight = 4
-        stage.scheduler.after(20.0, lambda: finished.append(len(stage.finished)))
-        stage.scheduler.after(30.0, uploads.kill)
-        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
-        assert len(uploads.keys) == 4
-        assert finished[0] > 20
-        assert sum(len(part) for part in records(stage)) >= finished[0] - len(uploads.keys)
-
-
 def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
     """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
     uploads = SlowUploads()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import logging
@@ -19,8 +18,10 @@ import zstandard
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, Interrupted, StorageError
+from batchinfer.core.records import Marker
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.storage import Object, Store
@@ -29,15 +30,12 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import AlreadyDone, Opener, good_rows
+from batchinfer.worker.opening import Opened, good_rows, open_chunk
 from fakes import marker_record
 from making import said
-from simulation.machine import FLAKY, prompt_config
+from simulation.machine import prompt_config
 from simulation.oracle import RUN
-from simulation.scenario import JOB, good_row
-from simulation.stage import Stage, when
-
-CHUNK = "part-00000"
+from simulation.stage import Stage
 
 
 @pytest.fixture
@@ -47,83 +45,12 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# --------------------------------------------------------------------------- a list whose files are edited
-
-
-def put_list(stage: Stage, prompts: list[str]) -> None:
-    """Put a list of one JSONL file, which no job.json vouches for, in the job's place."""
-    rows = [good_row(index, text).line for index, text in enumerate(prompts)]
-    stage.server.put(f"{JOB}texts.jsonl", b"".join(row + b"\n" for row in rows))
-    stage.server.put(f"{JOB}list.txt", b"texts.jsonl\n")
-
-
 def published(stage: Stage) -> list[dict[str, Any]]:
     """The output lines that the newest marker names."""
     found = stage.objects(layout.OUTPUTS)
     markers = sorted(key for key in found if ".succeed" in key)
     output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
     return [json.loads(line) for line in output.splitlines()]
-
-
-def alone(prompts: list[str]) -> list[dict[str, Any]]:
-    """What a run over this list gives when nothing happens to it."""
-    with Stage([["unused"]]) as stage:
-        put_list(stage, prompts)
-        assert stage.run(manifest="list.txt").is_success
-        return published(stage)
-
-
-OLD = [f"old {index}" for index in range(6)]
-NEW = ["put in front", *OLD[:3], "new 4", "new 5", "new 6"]
-DIES_AFTER_A_CHECKPOINT = when(
-    lambda method, key: method == "put_object" and "checkpoints/" in key, "dies_after"
-)
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("new", [NEW, NEW[:3]], ids=["longer", "shorter"])
-def test_a_file_edited_between_a_kill_and_a_start_has_no_rows_of_its_old_text(
-    new: list[str],
-) -> None:
-    with Stage([["unused"]]) as stage:
-        put_list(stage, OLD)
-        stage.engine.max_in_flight = 2
-        killed = stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
-        assert killed.is_killed
-        assert stage.objects(layout.CHECKPOINTS)
-        put_list(stage, new)
-        ending = stage.run(manifest="list.txt")
-        assert ending.is_success, ending.error
-        assert ending.result["rows_resumed"] == 0
-        assert published(stage) == alone(new)
-        assert not stage.objects(layout.CHECKPOINTS)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_file_that_nobody_edited_goes_on_from_its_checkpoints() -> None:
-    with Stage([["unused"]]) as stage:
-        put_list(stage, OLD)
-        stage.engine.max_in_flight = 2
-        stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
-        ending = stage.run(manifest="list.txt")
-        assert ending.result["rows_resumed"] >= 2
-        assert published(stage) == alone(OLD)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old_text() -> None:
-    """--retry-errors took the good lines of the published output, which were those of other rows."""
-    with Stage([["unused"]]) as stage:
-        put_list(stage, [*OLD, FLAKY])
-        stage.engine.is_mended = False
-        assert stage.run(manifest="list.txt", max_error_rate=1.0).is_success
-        before = published(stage)
-        assert before[-1]["error"]["code"] == "invalid_request"
-        put_list(stage, ["put in front", *OLD])
-        ending = stage.run(manifest="list.txt", retry_errors=True)
-        assert ending.error is not None
-        assert "texts: was changed after it was done" in str(ending.error)
-        assert published(stage) == before
 
 
 # --------------------------------------------------------------------------- a run whose run.json was removed
@@ -194,19 +121,25 @@ def publisher(run: Store) -> Publisher:
     return Publisher(run, nonce="n", require_lease=lambda: None)
 
 
-def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
+def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened:
+    claims = SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True)
     access = SimpleNamespace(
-        store=run, fingerprint="f", claims=None, publisher=publisher(run), scratch=scratch
+        store=run,
+        fingerprint="f",
+        claims=claims,
+        publisher=publisher(run),
+        scratch=scratch,
+        sources={"job": source},
+        checkpointed=(),
     )
-    return Opener(cast("RunAccess", access), {"job": source}, set())
+    return open_chunk(ref, cast("RunAccess", access), now=0.0)
 
 
 def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
     """Open a chunk all of whose rows are finished already; return the most bytes that were held meanwhile."""
-    opens = opener(run, source, scratch)
     tracemalloc.start()
     try:
-        chunk = opens.open(ref, now=0.0)
+        chunk = opened(ref, run, source, scratch)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -287,7 +220,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    chunk = opener(run, source, scratch).open(ref, now=0.0)
+    chunk = opened(ref, run, source, scratch)
     assert isinstance(chunk, OpenChunk)
     assert chunk.num_unread == 1
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
@@ -322,15 +255,15 @@ def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker
     row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
     write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    opened = opener(run, source, scratch).open(ref, now=0.0)
+    found = opened(ref, run, source, scratch)
     assert not list(run.list(layout.CHECKPOINTS))
     if is_published:
-        assert isinstance(opened, AlreadyDone)
-        assert opened.marker.rows_ok == 1
+        assert isinstance(found, Marker)
+        assert found.rows_ok == 1
     else:
-        assert isinstance(opened, OpenChunk)
-        assert (opened.num_left, opened.counts.rows_resumed) == (1, 0)
-        opened.close()
+        assert isinstance(found, OpenChunk)
+        assert (found.num_left, found.counts.rows_resumed) == (1, 0)
+        found.close()
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
@@ -352,21 +285,8 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     run.create(key, b"\n".join([failed, output_line(2), b""]))
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
-        opener(run, source, scratch).open(ref, now=0.0)
+        opened(ref, run, source, scratch)
     assert "--redo texts" in caught.value.hint
-
-
-def test_a_disk_that_fails_is_said_in_a_line(scratch: Scratch, tmp_path: Path, run: Store) -> None:
-    """The worker ended with a traceback and exit 1, which no job manager starts again."""
-    source, _ = put_chunk(tmp_path)
-    chunk = opener(run, source, scratch).open(
-        ChunkRef(name="texts", root="job", key="texts.jsonl"), now=0.0
-    )
-    assert isinstance(chunk, OpenChunk)
-    chunk.local.path.unlink()
-    with pytest.raises(StorageError, match="cannot be used"):
-        chunk.read_rows(1, 1)
-    chunk.close()
 
 
 class HalfStore(LocalStore):
@@ -413,24 +333,6 @@ def test_a_compressed_file_that_is_nothing_but_repetition_takes_little_memory() 
         tracemalloc.stop()
     assert num_bytes == 200 << 20
     assert peak < 80 << 20
-
-
-def test_a_disk_that_has_become_read_only_is_said_in_a_line(
-    scratch: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was left of a download could not be removed either, and that error took the place of the first."""
-    put_chunk(tmp_path)
-
-    def refuse(self: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(StorageError, match="reset"):
-        fetch(
-            HalfStore(tmp_path / "job"),
-            ChunkRef(name="texts", root="job", key="texts.jsonl"),
-            scratch,
-        )
 
 
 def test_a_compressed_file_may_have_many_frames(scratch: Scratch, tmp_path: Path) -> None:

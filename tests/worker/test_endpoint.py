@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-import batchinfer
 from batchinfer.cli import main
 from batchinfer.core import layout
 from batchinfer.engines import dispatch
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
-from making import finish_process, make_job, read_marker, said, start_process
+from making import finished_chunks, make_job, read_marker, said
 
 KEY = "sk-a1B2c3D4e5F6"
 
@@ -208,45 +204,7 @@ def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_p
     assert [message["role"] for message in last["messages"]] == ["system", "user"]
 
 
-def test_several_endpoints_share_the_rows(endpoint, job, call):
-    with fake_endpoint(delay_seconds=0.02) as other:
-        endpoint.delay_seconds = 0.02
-        status, result, log = call(
-            *worker(job, endpoint, "--base-url", other.url, "--max-concurrency", "2")
-        )
-        assert (status, result["replicas"]) == (0, 2), log
-        assert len(endpoint.bodies) > 5 < len(other.bodies)
-    assert [line["_row"] for line in lines(job / "runs/a")] == list(range(40))
-
-
 # --------------------------------------------------------------------------- what goes wrong
-
-
-def test_a_killed_worker_goes_on_where_it_was(endpoint, job):
-    endpoint.delay_seconds = 0.05
-    command = worker(job, endpoint, "--worker-id", "w", "--max-concurrency", "2",
-                     "--checkpoint-seconds", "0.1", "--lease-seconds", "5")  # fmt: skip
-    process = start_process(command)
-    while len(endpoint.bodies) < 25:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.kill()
-    finish_process(process)
-    endpoint.delay_seconds = 0.0
-    done = finish_process(start_process(command))
-    assert done.status == 0, done.stderr
-    assert done.result["rows_resumed"] + sum(
-        marker.rows_ok for marker in markers(job) if not marker.rows_resumed
-    ) > 0  # fmt: skip
-    assert len(endpoint.texts) < 40 + 25, "finished rows are not asked for again"
-    found = lines(job / "runs/a")
-    assert [line["_row"] for line in found] == list(range(40))
-    assert all("error" not in line for line in found)
-
-
-def markers(job: Path) -> list[Any]:
-    store = open_store(str(job / "runs/a"))
-    return [read_marker(store, name) for name in finished_chunks(store)]
 
 
 def test_a_key_that_is_refused_in_the_middle_ends_with_2_and_keeps_the_rows(endpoint, job, call):
@@ -295,14 +253,6 @@ def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endp
     assert call(*worker(job, endpoint, "--sampling", "top_k=9"))[0] == 0
 
 
-def test_another_model_is_another_run(endpoint, job, call):
-    assert call(*worker(job, endpoint, "--limit", "10"))[0] == 0
-    endpoint.models = ["other-model"]
-    status, _, log = call(*worker(job, endpoint, "--limit", "10", "--model", "other-model"))
-    assert status == 2
-    assert "other-model" in log
-
-
 def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):
     code = (
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
@@ -315,17 +265,3 @@ def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):
         check=True,
     )
     assert done.stdout.strip().splitlines()[-1] == "[] 0"
-
-
-def test_the_python_interface(endpoint, tmp_path):
-    answered = batchinfer.run(
-        [{"text": f"word {i}"} for i in range(3)],
-        work=tmp_path / "work",
-        engine="openai",
-        base_url=endpoint.url,
-        model="echo-model",
-        max_concurrency=2,
-    )
-    assert [row["text"] for row in answered.rows()] == ["word 0", "word 1", "word 2"]
-    assert os.environ["OPENAI_API_KEY"] == KEY
-    assert endpoint.headers[-1]["authorization"] == f"Bearer {KEY}"

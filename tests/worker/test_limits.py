@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import LimitReached
 from batchinfer.core.records import Worker
-from batchinfer.worker.limits import watch_limits
 from simulation.stage import Stage
 
 COST = {"price_per_hour": 36.0, "max_cost": 0.6}
@@ -72,21 +68,3 @@ def test_starts_that_end_at_the_limit_are_no_attempts_in_vain(stage: Stage) -> N
 
 def test_without_a_limit_a_worker_goes_on_to_its_end(stage: Stage) -> None:
     assert stage.run(price_per_hour=1e6).is_success
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
-    is_stopped: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Cost is looked at once a second, and a worker may be done between two looks."""
-    logging.disable(logging.NOTSET)
-    record: Any = SimpleNamespace(id="w0", money=SimpleNamespace(cost=0.1), up_seconds=1.0)
-    telemetry: Any = SimpleNamespace(latest=record, up_to_date=lambda: record)
-    background: Any = SimpleNamespace(every=lambda *_: SimpleNamespace(cancel=lambda: None))
-    stopper: Any = SimpleNamespace(is_requested=is_stopped)
-    config: Any = SimpleNamespace(max_cost=0.5, max_hours=None)
-    with contextlib.ExitStack() as stack:
-        watch_limits(config, telemetry, stopper, background, stack)
-        record.money.cost = 0.75
-    said = "worker w0 has cost $0.75, --max-cost is $0.50: its work was done before that was seen"
-    assert (said in caplog.text) == (not is_stopped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,10 +13,8 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
-from batchinfer.core.row_codes import Code
 from batchinfer.ledger.runs import read_run
-from batchinfer.ledger.survey import finished_chunks
-from batchinfer.prompts import MediaRef, RowProblem
+from batchinfer.prompts import MediaRef
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
@@ -26,20 +23,17 @@ from batchinfer.worker.command import command as worker
 from batchinfer.worker.config import Limits
 from batchinfer.worker.media import (
     UNAVAILABLE_SECONDS,
-    MediaCache,
     MediaFetcher,
     check_media,
     split_object,
 )
 from fake_endpoint import fake_endpoint
 from making import (
-    finish_process,
+    finished_chunks,
     make_job,
     output_key,
     run_worker_here,
     said,
-    start_process,
-    worker_arguments,
 )
 from pictures import as_data_url, as_hub, picture
 from web_server import WebServer, in_turn, plain
@@ -177,45 +171,6 @@ def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
     assert sum(isinstance(each, Failure) for each in found) == 8
 
 
-def test_the_cache_drops_what_was_used_last_of_all() -> None:
-    cache = MediaCache(3 * 2001)
-    asked: list[str] = []
-
-    def get(name: str) -> None:
-        def fetch() -> bytes:
-            asked.append(name)
-            return b"x" * 1000
-
-        assert cache.get(name, fetch) == b"x" * 1000
-
-    for name in "abcabda":
-        get(name)
-    assert asked == ["a", "b", "c", "d"]
-    get("c")
-    assert asked[-1] == "c"
-
-
-def test_an_image_that_could_not_be_fetched_is_asked_for_again_after_a_while() -> None:
-    now = [0.0]
-    cache = MediaCache(10**6, lambda: now[0])
-    asked: list[str] = []
-
-    def get(name: str, code: Code) -> None:
-        def fetch() -> bytes:
-            asked.append(name)
-            raise RowProblem(code, "no")
-
-        with pytest.raises(RowProblem) as caught:
-            cache.get(name, fetch)
-        assert caught.value.code == code
-
-    for seconds in (0.0, UNAVAILABLE_SECONDS - 1, UNAVAILABLE_SECONDS + 1, UNAVAILABLE_SECONDS + 2):
-        now[0] = seconds
-        get("away", Code.MEDIA_UNAVAILABLE)
-        get("large", Code.MEDIA_TOO_LARGE)
-    assert asked == ["away", "large", "away"]
-
-
 def test_a_row_gets_its_image_once_the_server_is_well_again(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,18 +182,6 @@ def test_a_row_gets_its_image_once_the_server_is_well_again(
     assert len(server.seen) == 2
     monkeypatch.setattr(rows._cache, "_now", lambda: time.monotonic() + UNAVAILABLE_SECONDS + 1)
     assert isinstance(rows.fetch_now([ref]), list)
-
-
-def test_the_cache_counts_long_places() -> None:
-    cache = MediaCache(20_000)
-    for index in range(100):
-        with pytest.raises(RowProblem):
-            cache.get(f"{index}" + "x" * 5000, too_large)
-    assert len(cache._kept) == 3
-
-
-def too_large() -> bytes:
-    raise RowProblem(Code.MEDIA_TOO_LARGE, "too large")
 
 
 def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:
@@ -264,13 +207,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
     assert isinstance(found, Failure)
     assert found.code == "internal_error"
     assert "ZeroDivisionError: oh (test_media.py:" in found.message
-
-
-def test_rows_that_name_many_buckets_leave_few_of_them_open() -> None:
-    found = fetcher()
-    for index in range(200):
-        assert isinstance(found.fetch_now([MediaRef(place=f"memory://b{index}/a")]), Failure)
-    assert len(found._stores) <= 64
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -326,38 +262,6 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_
         "of every place comes the same image, and of the column another, or none"
     )
     assert server.seen.count("/a.png") == 1
-
-
-def test_a_killed_worker_goes_on_and_the_answers_are_the_same(
-    server: WebServer, tmp_path: Path
-) -> None:
-    pictures = [picture("red", 40 + index) for index in range(60)]
-    for index, data in enumerate(pictures):
-        server.answers[f"/{index}"] = plain(200, data)
-
-    def row(index: int) -> dict[str, Any]:
-        image = f"{server.url}/{index}" if index % 2 else as_hub(pictures[index])
-        return {"prompt": f"row {index}", "image": image}
-
-    job = tmp_path / "job"
-    make_job(job, rows=60, per_chunk=20, make_row=row)
-    more = option(tmp_path)
-    slow = ["--echo-latency-seconds", "0.2", "--max-num-seqs", "4", "--checkpoint-seconds", "0.1"]
-    process = start_process(worker_arguments(job, tmp_path / "killed", *more, *slow))
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    try:
-        while not list(checkpoints.rglob("*.jsonl")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-    assert finish_process(process).status == -signal.SIGKILL
-    assert not list((tmp_path / "killed/outputs").glob("part-00002*"))
-    assert run_worker_here(job, tmp_path / "killed", *more)["rows_resumed"] > 0
-    run_worker_here(job, tmp_path / "whole", *more)
-    assert answers(tmp_path / "killed") == answers(tmp_path / "whole")
-    assert len(answers(tmp_path / "whole")) == 60
 
 
 # --------------------------------------------------------------------------- options

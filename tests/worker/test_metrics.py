@@ -15,9 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from batchinfer.cli.main import main
-from batchinfer.core import codec
 from batchinfer.ledger.metrics import WorkerSample, families_of
-from batchinfer.storage.opening import open_store
 from fakes import worker_record
 from making import make_job, run_worker_here, start_process, worker_arguments
 from metrics_reader import KINDS, NAMES, parse, port_of, scrape
@@ -113,23 +111,6 @@ def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
     assert "goes on without metrics" in caplog.text
 
 
-@pytest.mark.parametrize("host", ["999.1.2.3", "no such host", "a..b", ""])
-def test_a_host_that_is_none_is_no_error_either(job: Path, tmp_path: Path, host: str) -> None:
-    where = ("--metrics", f"{host}:0")
-    done = run_worker_here(job, tmp_path / "run", *where, "--limit", "5")
-    assert done["status"] == "SUCCESS"
-
-
-def test_status_prints_metrics_once_and_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for option in ("--json", "--watch"):
-        assert main(["status", str(tmp_path / "run"), "--prometheus", option]) == 2
-        shown = capfd.readouterr()
-        assert "--prometheus" in shown.err
-        assert not shown.out
-
-
 def test_hostile_texts_stay_within_their_labels() -> None:
     name = 'w"} 1\nbatchinfer_rows_total{worker="other\x1b[2J\\'
     record = worker_record(id=name, errors={'x"}\n': 1, "fine": 2, "also not fine": 3})
@@ -153,22 +134,6 @@ def test_hostile_texts_stay_within_their_labels() -> None:
     assert codes == {"invalid": 4, "fine": 2}
 
 
-def test_a_damaged_record_takes_no_metric_from_the_others(
-    job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    run_worker_here(job, run, "--worker-id", "w0", "--limit", "5")
-    odd = worker_record(id="w1", state="done", engine={"load_seconds": "long", "num_replicas": []})
-    store = open_store(str(run))
-    store.create("workers/w1.json", codec.encode(odd))
-    store.create("workers/w2.json", b"{")
-    assert main(["status", str(run), "--prometheus"]) == 0
-    sys.stdout.flush()
-    text = capfd.readouterr().out
-    rows = {dict(labels)["worker"]: n for labels, n in parse(text)["batchinfer_rows_total"].items()}
-    assert rows == {"w0": 5, "w1": 0}
-
-
 class TestDocuments:
     def test_every_query_of_the_dashboard_uses_metrics_that_exist(self) -> None:
         board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
@@ -179,16 +144,3 @@ class TestDocuments:
         assert used == NAMES, "the dashboard shows every metric, and no other"
         spent = [query for query in queries if "cost_dollars" in query]
         assert all(query.startswith("sum(") for query in spent), "`launch` divides --max-cost"
-
-    def test_panels_do_not_lie_on_each_other(self) -> None:
-        board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
-        places = [panel["gridPos"] for panel in board["panels"]]
-        cells = [
-            (x, y)
-            for one in places
-            for x in range(one["x"], one["x"] + one["w"])
-            for y in range(one["y"], one["y"] + one["h"])
-        ]
-        assert len(cells) == len(set(cells))
-        assert max(x for x, _ in cells) < 24
-        assert len({panel["id"] for panel in board["panels"]}) == len(places)

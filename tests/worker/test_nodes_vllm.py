@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core import layout
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from making import finish_process, free_ports, read_marker, run_process, said, start_process
+from making import (
+    finish_process,
+    finished_chunks,
+    free_ports,
+    read_marker,
+    run_process,
+    said,
+    start_process,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/demo-model"

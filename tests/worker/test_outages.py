@@ -54,16 +54,6 @@ def test_rows_of_a_chunk_that_is_given_up_are_saved() -> None:
         assert stage.run().result["rows_resumed"] == 20
 
 
-def test_a_chunk_is_given_up_though_nothing_can_be_saved() -> None:
-    with Stage([[f"say {index}" for index in range(20)]]) as stage:
-        hook = refuse(stage, "/part-00000", until_seconds=float("inf"))
-        stage.scheduler.after(3.0, lambda: setattr(stage.network, "hook", hook))
-        stage.engine.max_in_flight = 2
-        ending = stage.run(limits=IMPATIENT, checkpoint_seconds=1000.0)
-        assert isinstance(ending.error, StorageError)
-        assert ending.error.exit_status == 34
-
-
 def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:
     """A damaged transfer ended the worker with 34; a chunk that is damaged in the store still does."""
     with Stage([["say a"], ["say b"]]) as stage:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
-from batchinfer.worker.progress import MARKED_LINES, BarOfLines, describe
+from batchinfer.worker.progress import MARKED_LINES, Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
 from making import make_job, run_worker_here, run_worker_process, worker_arguments
@@ -140,7 +140,7 @@ def test_the_total_is_that_of_the_job_and_the_own_share_is_named() -> None:
     """A worker with an eighth of the job said that under one minute was left of eleven."""
     work = Workload()
     work.set_own({"own": 10})
-    assert (work.rows, work.own_rows) == (10, None)
+    assert (work.rows, work.own_rows) == (10, 10)
     work.set_job({"own": 10, "other": 70})
     assert (work.rows, work.own_rows) == (80, 10)
     work.done("other")
@@ -160,43 +160,10 @@ def test_a_chunk_of_another_worker_is_among_mine_while_it_is_open_and_once_it_is
     assert state(work) == (7, 17, 1, 2)
 
 
-def test_rows_that_are_resumed_after_a_release_count_once() -> None:
-    work = Workload()
-    work.set_own({"a": 10, "b": 10})
-    work.opened(chunk("a", 10, left=4))
-    work.released("a")
-    work.opened(chunk("a", 10, left=3))
-    assert state(work) == (7, 20, 0, 2)
-    work.done("a")  # whoever has published it
-    work.done("a")
-    work.done("never heard of")
-    assert state(work) == (10, 20, 1, 2)
-
-
-def test_the_total_is_unknown_until_every_chunk_has_told_its_rows() -> None:
-    work = Workload()
-    assert work.rows is None
-    work.set_own({"a": None, "b": 5})
-    assert work.rows is None
-    work.opened(chunk("a", 3, left=3))
-    assert state(work) == (0, 8, 0, 2)
-
-
 def test_progress_of_a_start_without_rows_has_no_rate() -> None:
     telemetry = Telemetry("w0", SystemClock(), host={})
     telemetry.workload.set_own({"a": 5})
     assert describe(telemetry) == "0/5 rows, loading the engine for 0:00"
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_done_never_exceeds_the_total(is_own: bool) -> None:
-    work = Workload()
-    work.set_own({"a": 4} if is_own else {})
-    for left in (3, 0):
-        work.opened(chunk("a", 4, left))
-        assert work.rows_done <= (work.rows or 0)
-    work.done("a")
-    assert (work.rows_done, work.rows) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +171,8 @@ def test_done_never_exceeds_the_total(is_own: bool) -> None:
     ["", "[3, 10", '[3, 10, "3/10 ro', "[3, 10]", "5", '["a", 10, "b"]', "[3, 10, Traceback", "\ud800"],
 )  # fmt: skip
 def test_a_marked_line_that_is_cut_is_for_people_to_read(rest: str) -> None:
-    bar = BarOfLines()
+    bar = Bar()
     assert not bar.take(f"\x1eprogress {rest}")
-    assert bar.take('\x1eprogress [3, null, "3 rows"]')
     assert bar.take('\x1eprogress [4, 10, "4/10 rows"]')
     assert not bar.take("an ordinary line")
     bar.close()

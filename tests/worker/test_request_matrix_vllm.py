@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from batchinfer.core import layout
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from making import read_marker
+from making import finished_chunks, read_marker
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
 from tiny_model import DEMO_MODEL
 

@@ -19,7 +19,7 @@ from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
 from batchinfer.worker import ring
 from batchinfer.worker.config import Environment, RunAccess
-from batchinfer.worker.ring import Candidate, Ring
+from batchinfer.worker.ring import Ring
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
 
@@ -27,14 +27,9 @@ LEASE_SECONDS = 120.0
 
 
 class Idle:
-    """A worker that has no chunks of its own left, in a run over `num_chunks` chunks.
+    """A worker that has no chunks of its own left, in a run over `num_chunks` chunks."""
 
-    With `is_alone` all chunks are its own, and it takes no others.
-    """
-
-    def __init__(
-        self, name: str, num_chunks: int, *, is_alone: bool = False, num_workers: int = 2
-    ) -> None:
+    def __init__(self, name: str, num_chunks: int, *, num_workers: int = 2) -> None:
         self.clock = FakeClock()
         self.memory = MemoryStore(f"memory://ring-{name}")
         self.store = CountingStore(self.memory)
@@ -48,10 +43,10 @@ class Idle:
         background = SimpleNamespace(submit=Done)
         outside = SimpleNamespace(clock=self.clock, background=background)
         self.ring = Ring(
-            list(refs.values()) if is_alone else [],
+            [],
             environment=cast("Environment", outside),
             run=cast("RunAccess", SimpleNamespace(store=self.store, lease=lease, claims=claims)),
-            everything=None if is_alone else lambda: refs,
+            everything=lambda: refs,
             num_workers=num_workers,
             done=(),
         )
@@ -82,7 +77,7 @@ class Idle:
         self.ring.tick(is_hungry=True)
         self.ring.tick(is_hungry=False)
 
-    def find(self, most_ticks: int) -> Candidate | None:
+    def find(self, most_ticks: int) -> ChunkRef | None:
         """Ask for a chunk until there is one, every second."""
         for _ in range(most_ticks):
             found = self.ring.next()
@@ -99,9 +94,9 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
     assert idle.store.requests["list"] <= 3  # a block of the run, not all of it
     found = idle.find(most_ticks=10)
     assert found is not None
-    assert found.ref.name == idle.names[3210]
-    idle.ring.started(found.ref.name)
-    idle.ring.finished(found.ref.name)
+    assert found.name == idle.names[3210]
+    idle.ring.started(found.name)
+    idle.ring.finished(found.name)
     assert idle.find(most_ticks=10) is None
     assert idle.store.requests["list"] <= 16
 
@@ -137,21 +132,6 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     assert idle.clock.monotonic() - began > 0.8 * most
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again(*, is_alone: bool) -> None:
-    """The look's result names it, as unclaimed or with a claim that has lapsed. The worker crashed over that."""
-    idle = Idle(f"given-up-{is_alone}", 1, is_alone=is_alone)
-    [name] = idle.names
-    if is_alone:
-        idle.ring.next()
-        idle.ring.started(name)
-        idle.ring.held_by_other(name)
-    idle.ring.tick(is_hungry=True)  # begins a look
-    idle.ring.gave_up(name)
-    idle.ring.tick(is_hungry=True)  # takes its result in
-    assert idle.ring.next() is None
-
-
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
     idle = Idle("away", 3000)
     idle.finish(*idle.names[1:])
@@ -172,24 +152,7 @@ def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker
     is_away = False
     found = idle.find(most_ticks=60)
     assert found is not None
-    assert found.ref.name == idle.names[0]
-
-
-def test_chunks_that_a_look_found_long_ago_are_not_tried() -> None:
-    idle = Idle("stale", 50)
-    idle.tick()
-    assert idle.ring.next() is not None
-    idle.finish(*idle.names)
-    idle.tick(seconds=61.0)
-    assert idle.find(most_ticks=30) is None
-
-
-def test_a_worker_with_enough_rows_looks_at_no_block() -> None:
-    idle = Idle("busy", 5000)
-    for _ in range(20):
-        idle.clock.sleep(11.0)
-        idle.ring.tick(is_hungry=False)
-    assert idle.store.requests["list"] == 0
+    assert found.name == idle.names[0]
 
 
 def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat() -> None:

@@ -81,57 +81,6 @@ def test_a_newer_job_is_refused_with_both_versions(
         assert "hint: upgrade batchinfer" in said
 
 
-def test_a_damaged_job_json_names_what_makes_it_anew(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = job / "runs/a"
-    run_worker_here(job, run)
-    (job / layout.JOB_KEY).write_text('{"rows"')
-    said = refused("verify", run, capsys)
-    assert f"batchinfer split SOURCE… --output {job} --overwrite" in said
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_folder_of_a_jobs_runs_is_answered_with_them(
-    command: str, job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_worker_here(job, f"{job}/runs/a")
-    said = refused(command, job / "runs", capsys)
-    assert f"{job}/runs: holds runs, expected one of them (a)" in said
-    assert f"give {job}/runs/a" in said
-
-
-def test_a_run_in_the_jobs_own_place_is_refused_by_any_name(
-    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(job.parent)
-    before = contents(job)
-    arguments = ["worker", "--engine", "echo", "--prompt-column", "prompt"]
-    for name in (str(job), "job", "./job/"):
-        assert main([*arguments, "--job", name, "--output", "job"]) == 2
-        assert "is the job's own place" in capsys.readouterr().err
-    assert contents(job) == before
-
-
-def test_a_scratch_folder_that_cannot_be_one_is_a_mistake_not_a_crash(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = job / "runs/a"
-    run_worker_here(job, run)
-    file = job.parent / "file"
-    file.write_text("x")
-    for arguments in (
-        ["verify", str(run), "--deep"],
-        ["collect", str(run), str(job.parent / "out")],
-        ["worker", "--job", str(job), "--engine", "echo", "--prompt-column", "prompt"],
-    ):
-        for folder in (file, file / "below"):
-            assert main([*arguments, "--scratch-dir", str(folder)]) == 2
-            said = capsys.readouterr().err
-            assert f"scratch folder {folder}: cannot be made" in said
-            assert "--scratch-dir" in said
-
-
 def test_places_for_results_that_cannot_be_one_are_mistakes(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

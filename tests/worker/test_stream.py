@@ -29,8 +29,6 @@ PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
 WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, columns={"image": ["image"]})
 RED = 'say","image":"memory://pictures/red.png'
 """Text of a row with an image, as `ChunksPutByHand.put` takes it."""
-BLUE = 'say","image":"memory://pictures/blue.png'
-NO_IMAGE = 'say","image":null,"more":"'
 FORBIDDEN = 'say","image":"/etc/passwd'
 
 
@@ -134,7 +132,6 @@ def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
 def stream_over(
     chunks: ChunksPutByHand,
     *,
-    prefix_window: int = 0,
     max_in_flight: int = 4,
     max_row_memory: int = 256,
     prompt: PromptConfig = PROMPT,
@@ -152,7 +149,7 @@ def stream_over(
         cast("OpenChunks", chunks),
         PromptBuilder(prompt, None, rules=EngineRules(model="m")),
         cast("Telemetry", telemetry),
-        Limits(prefix_window=prefix_window, max_row_memory=max_row_memory),
+        Limits(max_row_memory=max_row_memory),
         info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
     )
 
@@ -297,19 +294,6 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
     assert len(chunks.finished) == 40
 
 
-def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 8, [RED]).deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
-    stream = stream_over(chunks, max_in_flight=8, prompt=WITH_IMAGES)
-    normal = take_all(stream)
-    assert [call.key[1] for call in normal] == [1, 2, 4, 5, 6, 7]
-    stream.handle([answer(call) for call in normal])
-    group = take_all(stream)
-    assert [call.key[1] for call in group] == [0, 3]
-    assert all(b"data:image/png;base64" in call.body for call in group)
-    stream.handle([answer(call) for call in group])
-    assert len(chunks.finished) == 8
-
-
 def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
     chunks: ChunksPutByHand,
 ) -> None:
@@ -347,53 +331,11 @@ def suspects_with_images(chunks: ChunksPutByHand, name: str, number: int) -> Non
 def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
     chunks: ChunksPutByHand,
 ) -> None:
-    """The worker waited for ever: it fetched no more images before the whole group had its own."""
     suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
     stream = stream_over(chunks, prompt=WITH_IMAGES)
     while group := take_all(stream):
         stream.handle([answer(call) for call in group])
     assert len(chunks.finished) == 2 * NUM_THREADS + 1
-
-
-def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wait(
-    chunks: ChunksPutByHand,
-) -> None:
-    """They were in the engine together with the suspects, or were taken into their group."""
-    background = FetchesLater()
-    suspects_with_images(chunks, "first", 1)
-    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background)
-    assert not take(stream)
-    chunks.put("second", 1, [NO_IMAGE])
-    chunks.put("third", 1, [BLUE])
-    assert not take(stream), "the group of suspects has begun"
-    stream.wait(1.0)
-    assert background.num_waits == 1, "the engine may take none of the rows that wait"
-    background.num_fetched = 1
-    [suspect] = take_all(stream)
-    assert suspect.key == ("first", 0)
-    stream.handle([answer(suspect)])
-    assert [call.key for call in take_all(stream)] == [("second", 0)]
-    background.has_fetched = True
-    assert [call.key for call in take_all(stream)] == [("third", 0)]
-
-
-def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from_them(
-    chunks: ChunksPutByHand,
-) -> None:
-    background, number = FetchesLater(), NUM_THREADS + 4
-    suspects_with_images(chunks, "first", number)
-    stream = stream_over(
-        chunks, prompt=WITH_IMAGES, max_in_flight=100, max_row_memory=1, background=background
-    )
-    assert not take(stream)
-    chunks.put("second", 2, ["x" * MIB + NO_IMAGE])
-    assert not take_all(stream)
-    background.has_fetched = True
-    order = []
-    while group := take_all(stream):
-        order += [call.key[0] for call in group]
-        stream.handle([answer(call) for call in group])
-    assert order == ["first"] * number + ["second"] * 2
 
 
 def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
@@ -449,33 +391,6 @@ def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
     assert len(take_all(stream)) >= 1536
 
 
-def texts_for(stream: RowStream, *free_slots: int) -> str:
-    calls = stream.take(sum(free_slots), free_slots) or []
-    return "".join(json.loads(call.body)["prompt"] for call in calls)
-
-
-def test_with_a_window_each_replica_gets_rows_that_begin_alike(chunks: ChunksPutByHand) -> None:
-    """The sorted rows were dealt out: two replicas computed nearly every prefix of the window, eight all the more."""
-    chunks.put("first", 16, texts="abcd")
-    stream = stream_over(chunks, prefix_window=16)
-    keep_books(stream)
-    keep_books(stream)
-    assert texts_for(stream, 2, 2) == "aacc"
-    assert texts_for(stream, 0, 3) == "ccd"
-    assert texts_for(stream, 3, 0) == "aab"
-    assert texts_for(stream, 1, 4) == "b" + "dddb", "who has none left gets another's last ones"
-    assert texts_for(stream, 5) == "b", "and one that is alone now all that is left"
-
-
-def test_without_a_window_the_free_slots_change_no_order(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 8, texts="abcd")
-    stream = stream_over(chunks)
-    keep_books(stream)
-    keep_books(stream)
-    assert texts_for(stream, 0, 3) == "abc"
-    assert texts_for(stream, 2, 3) == "dabcd"
-
-
 def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHand) -> None:
     """An engine's poll drove the bookkeeping of the chunks: how often depended on the engine."""
     chunks.put("first", 2)
@@ -486,17 +401,6 @@ def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHan
     keep_books(stream)
     assert [call.key for call in stream.take(4) or []] == [("first", 0), ("first", 1)]
     assert stream.take(4) == []
-
-
-def keys_after_reopening(chunks: ChunksPutByHand) -> list[RowKey]:
-    """The rows that the engine gets of a chunk that was closed and opened again after its prompts were built."""
-    stream = stream_over(chunks)
-    chunks.put("a", 2)
-    keep_books(stream)
-    keep_books(stream)
-    chunks.open.pop("a").close()
-    chunks.put("a", 2)
-    return [call.key for call in take(stream)]
 
 
 def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:

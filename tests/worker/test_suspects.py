@@ -12,7 +12,6 @@ import pytest
 
 from batchinfer.core import layout
 from simulation.machine import POISON
-from simulation.scheduler import Process
 from simulation.stage import Stage
 
 NUM_ROWS = 1000
@@ -65,14 +64,6 @@ def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(plac
         assert stage.scheduler.now < 300.0
 
 
-def test_several_rows_that_kill_the_engine_are_found_and_no_other() -> None:
-    poison = {3, 4, 90, 255}
-    with stage_of(256, poison, per_chunk=50) as stage:
-        run_to_the_end(stage)
-        assert error_rows(stage) == dict.fromkeys(poison, "engine_crash")
-        assert len(stage.deaths) <= 2 + len(poison) * math.log2(256) / 2
-
-
 def test_deaths_that_are_no_rows_fault_make_no_error_row() -> None:
     with stage_of(64, set(), per_chunk=10) as stage:
         stage.engine.dies = 1.0
@@ -91,19 +82,3 @@ def test_an_engine_that_is_replaced_within_the_worker_leads_to_the_same_row() ->
         sizes = [len(rows) for rows in stage.deaths]
         assert sizes[-1] == 1
         assert all(4 * group <= before + 3 for before, group in itertools.pairwise(sizes[1:]))
-
-
-def test_the_search_goes_on_where_a_kill_ended_it() -> None:
-    """What a death says of its rows is on storage before the next group runs."""
-    with stage_of(256, {77}, per_chunk=256) as stage:
-        stage.engine.restarts = 1.0
-
-        def dies_of_the_fourth(
-            _number: int, method: str, key: str, _process: Process
-        ) -> str | None:
-            return "dies_before" if method == "put_object" and len(stage.deaths) == 4 else None
-
-        assert stage.run(hook=dies_of_the_fourth).is_killed
-        assert stage.run(within_seconds=600.0).is_success
-        assert error_rows(stage) == {77: "engine_crash"}
-        assert [len(rows) for rows in stage.deaths] == [256, 256, 64, 16, 16, 4, 1]

@@ -93,19 +93,6 @@ def test_counters_add_up_over_epochs() -> None:
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
-def test_time_up_leaves_out_the_time_between_starts() -> None:
-    clock = FakeClock()
-    first = make_telemetry(clock)
-    first.begin(None, None)
-    clock.seconds += 100
-    before = first.snapshot()
-    clock.seconds += 5000  # the machine was gone
-    second = make_telemetry(clock)
-    second.begin(lease_of(before), before)
-    clock.seconds += 10
-    assert second.snapshot().up_seconds == 110
-
-
 def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
@@ -118,79 +105,8 @@ def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) 
     clock.seconds += 900
     record = make_telemetry(clock).begin(lease_of(before), before)
     assert record.open_chunks == {}
-    assert record.ends == [(before.heartbeat, "running")]
     assert len(record.starts) == 2
     chunk.close()
-
-
-def test_in_the_first_minute_the_record_is_written_as_rows_come_out() -> None:
-    """`status` said for half a minute that a worker whose rows came out had none."""
-    clock = FakeClock()
-    telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None, None)
-    facts = {"name": "vllm", "version": "1", "model": "m", "max_in_flight": 1}
-    telemetry_.engine_ready(msgspec.convert(facts, EngineInfo))
-    written: list[tuple[float, int]] = []
-    ready = clock.seconds
-    telemetry_.when_urgent(
-        lambda: written.append((clock.seconds - ready, telemetry_.latest.rows_done)),
-        beats_every_seconds=30.0,
-    )
-    for index in range(1000):
-        clock.seconds += 0.5
-        telemetry_.rows_finished([finished(index)])
-    assert written == [(2.0, 4), (4.0, 8), (8.0, 16), (16.0, 32)]
-
-
-def test_the_gpu_is_in_the_record() -> None:
-    clock = FakeClock()
-    telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None, None)
-    info = EngineInfo(
-        name="vllm",
-        version="1",
-        model="m",
-        max_model_len=10,
-        max_num_seqs=1,
-        max_in_flight=1,
-        device="NVIDIA L4",
-        load_seconds=12.0,
-    )
-    telemetry_.engine_ready(info)
-    record = telemetry_.snapshot()
-    assert record.engine["device"] == "NVIDIA L4"
-    assert record.load_seconds == 12.0
-
-
-def test_the_first_rows_say_where_the_seconds_since_the_start_went(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    clock = FakeClock()
-    telemetry_ = make_telemetry(clock)
-    telemetry_.begin(None, None)
-    clock.seconds += 2
-    telemetry_.engine_loading()
-    clock.seconds += 20
-    facts = {"name": "vllm", "version": "1", "model": "m"}
-    sizes = {"max_model_len": 10, "max_num_seqs": 1, "max_in_flight": 1}
-    telemetry_.engine_ready(msgspec.convert({**facts, **sizes}, EngineInfo))
-    caplog.clear()
-    telemetry_.rows_in_engine(0)
-    clock.seconds += 1
-    telemetry_.rows_in_engine(5)
-    clock.seconds += 1
-    telemetry_.rows_in_engine(9)
-    (record,) = caplog.records
-    assert record.event == "first_rows"
-    assert record.fields == {
-        "seconds": 23.0,
-        "reading_seconds": 2.0,
-        "loading_seconds": 20.0,
-        "building_seconds": 1.0,
-    }
-    assert "23.0 s after the start" in record.getMessage()
-    assert "20.0 s to load the engine" in record.getMessage()
 
 
 # --------------------------------------------------------------------------- bounds
@@ -212,7 +128,6 @@ def test_a_record_is_bounded_whatever_happens() -> None:
         telemetry_.rows_finished([finished(0)])
     record = telemetry_.snapshot()
     assert len(record.starts) == MAX_STARTS
-    assert len(record.ends) == MAX_STARTS - 1
     assert len(record.examples) == MAX_CODES
     assert all(len(example.message) <= 500 for example in record.examples.values())
     assert len(record.errors) <= MAX_CODES + 1
@@ -221,17 +136,6 @@ def test_a_record_is_bounded_whatever_happens() -> None:
     assert len(record.minutes) <= MAX_MINUTES
     assert record.rows_done == 6 * MAX_CODES + 3000, "no row is lost by thinning"
     assert len(codec.encode(record)) < 400_000
-
-
-def test_replicas_lost_are_those_of_this_start() -> None:
-    """A new start loads all of them again."""
-    first = make_telemetry(FakeClock())
-    first.begin(None, None)
-    first.note_engine_stats(EngineStats(replicas_lost=1))
-    before = first.snapshot()
-    assert before.replicas_lost == 1
-    second = make_telemetry(FakeClock())
-    assert second.begin(lease_of(before), before).replicas_lost == 0
 
 
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:

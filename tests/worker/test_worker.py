@@ -18,17 +18,13 @@ from batchinfer.cli.main import main
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     AccessDenied,
-    ConfigError,
     ErrorRateExceeded,
     InputError,
     Interrupted,
-    NoProgress,
     RunMismatch,
     StorageError,
 )
-from batchinfer.core.records import Worker
 from batchinfer.engines.config import EngineConfig
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
@@ -39,8 +35,9 @@ from making import (
     ECHO,
     default_row,
     finish_process,
+    finished_chunks,
     make_job,
-    put_raw,
+    make_job_of,
     read_marker,
     run_worker_here,
     run_worker_process,
@@ -101,11 +98,6 @@ class TestTheMainJob:
         keys = {info.key.split("/")[0] for info in open_store(f"{job}/runs/a").list("")}
         assert keys == {"outputs", "run.json", "workers"}
 
-    def test_compressed_chunks_give_plain_outputs(self, tmp_path: Path) -> None:
-        make_job(tmp_path / "job", rows=25, per_chunk=10, compression="zstd")
-        run_worker_here(tmp_path / "job", tmp_path / "run")
-        assert_every_row_once(tmp_path / "run", 25)
-
     def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
         result = run_worker_here(
             job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
@@ -113,62 +105,15 @@ class TestTheMainJob:
         steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
-    def test_a_worker_helps_with_what_others_have_not_begun(self, job: str) -> None:
-        result = run_worker_here(job, f"{job}/runs/a", index=0)
-        assert_every_row_once(f"{job}/runs/a", 95)
-        assert (result["chunks_total"], result["chunks_done"]) == (10, 10)
-
-    def test_without_stealing_a_worker_keeps_to_its_manifest(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=1)
+    def test_by_a_manifest_of_ones_own_a_worker_does_no_other_chunks(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", only=1)
         assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
-
-    def test_a_second_start_skips_what_is_done(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=0)
-        result = run_worker_here(job, f"{job}/runs/a")
-        assert (result["chunks_skipped"], result["chunks_done"], result["request_count"]) == (
-            5,
-            5,
-            45,
-        )
-
-    def test_a_finished_run_is_left_as_it_is(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a")
-        before = list(open_store(f"{job}/runs/a").list("outputs/"))
-        result = run_worker_here(job, f"{job}/runs/a")
-        assert (result["status"], result["request_count"]) == ("SUCCESS", 0)
-        assert list(open_store(f"{job}/runs/a").list("outputs/")) == before
 
     def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
         run_worker_here(job, f"{job}/runs/a")
         result = run_worker_here(job, f"{job}/runs/a", "--echo-load-seconds", "200")
         assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
-
-    def test_a_limit_takes_the_first_rows_of_the_job(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--limit", "23")
-        assert_every_row_once(f"{job}/runs/a", 23)
-
-    def test_by_rank_every_manifest_has_one_taker(
-        self, job: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from batchinfer.worker.command import command
-
-        for rank in ("1", "0"):
-            monkeypatch.setenv("SKYPILOT_JOB_RANK", rank)
-            monkeypatch.setenv("SKYPILOT_NUM_JOBS", "2")
-            arguments = [
-                "--job",
-                job,
-                "--output",
-                f"{job}/runs/{rank}",
-                "--no-steal",
-                "--engine",
-                "echo",
-            ]
-            command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
-        assert sorted([*outputs(f"{job}/runs/0"), *outputs(f"{job}/runs/1")]) == sorted(
-            f"part-{index:05d}" for index in range(10)
-        )
 
     def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
         """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
@@ -181,16 +126,11 @@ class TestTheMainJob:
             str(copy),
             "--output",
             f"{job}/runs/a",
-            "--no-steal",
             "--engine",
             "echo",
         ]
         command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
         assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
-
-    def test_several_answers_a_row(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--n", "3")
-        assert {len(line["body"]["choices"]) for line in all_lines(f"{job}/runs/a")} == {3}
 
     @pytest.mark.s3
     def test_the_same_on_s3(self, s3_url: Any) -> None:
@@ -209,27 +149,6 @@ class TestStoppedAndStartedAgain:
         while not any(True for _ in store.list(prefix)):
             assert time.monotonic() < deadline, f"nothing appeared below {prefix}"
             time.sleep(0.05)
-
-    def test_a_killed_worker_goes_on_from_its_checkpoints(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        process = start_process(worker_arguments(job, run, *self.SLOW))
-        self.wait_for(open_store(run), layout.CHECKPOINTS)
-        process.kill()
-        finish_process(process)
-        again = run_worker_process(job, run, *FAST, "--worker-id", "w0")
-        assert again.status == 0, again.stderr
-        assert again.result["rows_resumed"] > 0
-        assert_every_row_once(run, 95)
-
-    def test_another_worker_takes_over_from_one_that_is_gone(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        process = start_process(worker_arguments(job, run, *self.SLOW))
-        self.wait_for(open_store(run), layout.CHECKPOINTS)
-        process.kill()
-        finish_process(process)
-        other = run_worker_process(job, run, *FAST, "--worker-id", "w1")
-        assert other.status == 0, other.stderr
-        assert_every_row_once(run, 95)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_it_with_75_and_every_finished_row_kept(
@@ -273,13 +192,6 @@ class TestStoppedAndStartedAgain:
         )
         assert result["request_count"] == 1
         assert time.monotonic() - begin < 40
-
-    def test_a_signal_while_the_engine_loads_ends_it_at_once(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        process = start_process(worker_arguments(job, run, "--echo-load-seconds", "300"))
-        self.wait_for(open_store(run), layout.WORKERS)
-        process.terminate()
-        assert finish_process(process, timeout_seconds=60).status == 75
 
     @pytest.mark.s3
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -358,94 +270,11 @@ class TestStoppedAndStartedAgain:
             silence.set()
         assert not outputs(f"{job}/runs/a")
 
-    def test_a_record_that_is_just_being_taken_is_closed(self, job: str) -> None:
-        """Who looks at the run, or starts the worker again, learns that it was stopped; it did not vanish."""
-        environment = real_environment(grace_seconds=20, show_progress=lambda *_: None)
-
-        class Slow(LocalStore):
-            def create(self, key: str, data: bytes) -> str:
-                if key.startswith(layout.WORKERS):
-                    environment.stopper.request(Interrupted("stopped by the test"))
-                    time.sleep(0.5)
-                return super().create(key, data)
-
-        config = WorkerConfig(
-            manifests=[f"{job}/manifests/all.txt"],
-            output=f"{job}/runs/a",
-            engine=EngineConfig(engine="echo"),
-            prompt=PromptConfig(prompt_column="prompt"),
-            worker_id="w0",
-        )
-        with pytest.raises(Interrupted):
-            run_worker(
-                config, dataclasses.replace(environment, open_store=lambda url: Slow(Path(url)))
-            )
-        record = codec.decode(
-            open_store(f"{job}/runs/a").get(layout.statistics_key("w0")).data, Worker, name="w0"
-        )
-        assert (record.state, len(record.starts)) == ("stopped", 1)
-
-    def test_two_workers_on_one_manifest_share_it(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
-        processes = [
-            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
-        ]
-        results = [finish_process(process) for process in processes]
-        assert [result.status for result in results] == [0, 0], results
-        assert sum(result.result["request_count"] for result in results) == 95, (
-            "no row was generated twice"
-        )
-        assert_every_row_once(run, 95)
-
-    def test_without_claims_two_workers_double_work_but_not_rows(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        slow = ("--no-claims", "--echo-latency-seconds", "0.2", "--max-num-seqs", "4")
-        processes = [
-            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
-        ]
-        assert [finish_process(process).status for process in processes] == [0, 0]
-        assert_every_row_once(run, 95)
-
-    def test_starts_without_a_new_row_end_in_3(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        for _ in range(2):
-            process = start_process(
-                worker_arguments(
-                    job,
-                    run,
-                    "--worker-id",
-                    "w0",
-                    "--max-attempts",
-                    "2",
-                    "--echo-load-seconds",
-                    "300",
-                )
-            )
-            deadline = time.monotonic() + 120
-            while num_starts(run) <= _ and time.monotonic() < deadline:
-                time.sleep(0.05)
-            process.kill()
-            finish_process(process)
-        with pytest.raises(NoProgress, match="2 starts in a row"):
-            run_worker_here(job, run, "--worker-id", "w0", "--max-attempts", "2")
-
-
-def num_starts(run: str) -> int:
-    """Number of starts in the record of worker w0, 0 if there is none."""
-    try:
-        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.stats.json").data)
-    except StorageError:
-        return 0
-    return len(record["starts"])
-
 
 class TestBadRows:
     def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
-        (tmp_path / "in").mkdir()
-        (tmp_path / "in/part.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-        (tmp_path / "in/list.txt").write_text("part.jsonl\n")
-        arguments = ["--manifest", str(tmp_path / "in/list.txt"), "--output", str(tmp_path / "run")]
+        make_job_of(tmp_path / "job", b"\n".join(lines) + b"\n")
+        arguments = ["--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")]
         from batchinfer.worker.command import command
 
         command.main(
@@ -481,16 +310,12 @@ class TestBadRows:
         )
         assert [said(line) for line in lines] == texts
 
-    def test_a_list_from_elsewhere_needs_no_row_numbers(self, tmp_path: Path) -> None:
-        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
-        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
-
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
         with pytest.raises(ErrorRateExceeded) as caught:
             self.rows(tmp_path, lines, "--max-error-rate", "0.5")
         assert caught.value.exit_status == 3
-        assert "30 x invalid_json, e.g. part line 10" in caught.value.message
+        assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
     def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
         self, tmp_path: Path
@@ -499,7 +324,7 @@ class TestBadRows:
         with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
             self.rows(tmp_path, lines)
         assert caught.value.exit_status == 3
-        assert "e.g. part line 2: column 'prompt' is not in the row" in caught.value.message
+        assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
         assert "--max-error-rate 1" in caught.value.hint
 
     def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(
@@ -511,25 +336,13 @@ class TestBadRows:
         assert ["error" in line for line in done] == [True] * 150 + [False] * 350
 
     @pytest.mark.parametrize("num_rows", [3, 150])
-    def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path, num_rows: int) -> None:
+    def test_a_start_whose_rows_all_fail_is_no_success(self, tmp_path: Path, num_rows: int) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=num_rows, per_chunk=50, make_row=lambda row: {"other": row})
-        for _ in range(2):  # a start that finds nothing left to do says the same
-            with pytest.raises(ErrorRateExceeded, match=r"of the (run|first)") as caught:
-                run_worker_here(job, run)
-            assert caught.value.result["status"] == "FAILED"
-        for _ in range(2):
-            result = run_worker_here(job, run, "--max-error-rate", "1")
-            assert result["status"] == "ERRORS"
-
-    def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(
-        self, tmp_path: Path
-    ) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=6, per_chunk=2, make_row=lambda row: {"prompt": "" if row < 4 else "x"})
-        assert run_worker_here(job, run)["status"] == "SUCCESS"
-        again = run_worker_here(job, run, "--retry-errors")
-        assert (again["request_count"], again["error_count"]) == (4, 4)
+        with pytest.raises(ErrorRateExceeded, match="of the first") as caught:
+            run_worker_here(job, run)
+        assert caught.value.result["status"] == "FAILED"
+        again = run_worker_here(job, run, "--max-error-rate", "1")
         assert again["status"] == "SUCCESS"
 
     def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
@@ -595,78 +408,6 @@ class TestBadInput:
         assert "prompt.body.temperature: the run has 0.5, this worker 0.7" in caught.value.message
         assert "--output" in caught.value.hint
 
-    @pytest.mark.parametrize("from_within", [False, True])
-    def test_another_data_set_in_the_same_run_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_within: bool
-    ) -> None:
-        """Lists from elsewhere have no job.json; files of one name must not pass for each other's answers."""
-        from batchinfer.worker.command import command
-
-        for folder in ("a", "b"):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "data.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
-            (tmp_path / folder / "list.txt").write_text("data.jsonl\n")
-        arguments = [
-            "--output",
-            str(tmp_path / "run"),
-            "--engine",
-            "echo",
-            "--prompt-column",
-            "prompt",
-        ]
-
-        def work_on(folder: str) -> Any:
-            monkeypatch.chdir(tmp_path / folder)
-            manifest = "list.txt" if from_within else str(tmp_path / folder / "list.txt")
-            return command.main(["--manifest", manifest, *arguments], standalone_mode=False)
-
-        work_on("a")
-        with pytest.raises(RunMismatch, match="folders"):
-            work_on("b")
-        # The same one is the same, however it is named.
-        monkeypatch.chdir(tmp_path)
-        result = command.main(["--manifest", "a/list.txt", *arguments], standalone_mode=False)
-        assert result["chunks_skipped"] == 1
-
-    def test_two_workers_that_give_up_different_chunks_do_not_wait_for_each_other(
-        self, job: str
-    ) -> None:
-        """A claim that was kept on a chunk given up held the other worker for ever."""
-        for index in (0, 1):
-            path = Path(job) / f"chunks/part-{index:05d}.jsonl"
-            path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
-        run = f"{job}/runs/a"
-        slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
-        processes = [
-            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
-        ]
-        results = [finish_process(process, timeout_seconds=90) for process in processes]
-        assert [result.status for result in results] == [34, 34], results
-        assert len(outputs(run)) == 8
-
-    @pytest.mark.parametrize("place", ["", "/chunks", "/manifests"])
-    def test_a_run_in_the_jobs_own_place(self, job: str, place: str) -> None:
-        with pytest.raises(ConfigError, match="the job's own place"):
-            run_worker_here(job, job + place)
-
-    def test_a_manifest_that_names_a_missing_chunk(self, job: str, tmp_path: Path) -> None:
-        (tmp_path / "m.txt").write_text("chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n")
-        from batchinfer.worker.command import command
-
-        arguments = [
-            "--manifest",
-            str(tmp_path / "m.txt"),
-            "--job",
-            job,
-            "--output",
-            f"{job}/runs/a",
-        ]
-        with pytest.raises(InputError, match=r"part-00077"):
-            command.main(
-                [*arguments, "--engine", "echo", "--prompt-column", "prompt"], standalone_mode=False
-            )
-        assert not list(open_store(f"{job}/runs/a").list("")), "nothing was written"
-
     def test_a_chunk_that_was_changed_is_reported_after_all_the_rest(self, job: str) -> None:
         path = Path(job) / "chunks/part-00003.jsonl"
         path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
@@ -677,39 +418,11 @@ class TestBadInput:
         assert "sha256" in caught.value.message
         assert len(outputs(f"{job}/runs/a")) == 9
 
-    def test_no_prompt_option_at_all(self, job: str) -> None:
-        from batchinfer.worker.command import command
-
-        arguments = [
-            "--manifest",
-            f"{job}/manifests/all.txt",
-            "--output",
-            f"{job}/runs/a",
-            "--engine",
-            "echo",
-        ]
-        with pytest.raises(ConfigError, match="prompt"):
-            command.main(arguments, standalone_mode=False)
-
     def test_an_output_that_cannot_be_written(self, job: str, tmp_path: Path, as_user: Any) -> None:
         (tmp_path / "closed").mkdir(mode=0o555)
         with as_user(), pytest.raises(AccessDenied) as caught:
             run_worker_here(job, str(tmp_path / "closed/run"))
         assert caught.value.exit_status == 2
-
-    def test_an_orphan_output_is_never_adopted(self, job: str) -> None:
-        store = open_store(f"{job}/runs/a")
-        store.create("outputs/part-00002.3f2a.jsonl", b"half a li")
-        run_worker_here(job, f"{job}/runs/a")
-        assert_every_row_once(f"{job}/runs/a", 95)
-        assert read_marker(store, "part-00002").output != "part-00002.3f2a.jsonl"
-        assert store.get("outputs/part-00002.3f2a.jsonl").data == b"half a li"
-
-    def test_an_empty_marker_counts_for_nothing(self, job: str) -> None:
-        store = open_store(f"{job}/runs/a")
-        put_raw(store, layout.marker_key("part-00002"), b"")
-        run_worker_here(job, f"{job}/runs/a")
-        assert_every_row_once(f"{job}/runs/a", 95)
 
     def test_a_worker_id_that_could_leave_its_folder(self, job: str) -> None:
         with pytest.raises(InputError, match="worker id"):
@@ -756,14 +469,6 @@ class TestOutputs:
         for line in all_lines(f"{job}/runs/a"):
             assert line["_id"] == default_row(line["_row"])["prompt"]
 
-    def test_every_prompt_setting_can_be_given_on_the_command_line(self) -> None:
-        from batchinfer.prompts import PromptConfig
-        from batchinfer.worker.command import command
-
-        names = {parameter.name for parameter in command.params}
-        made = {"body", "adapters"}  # of several options, of --lora
-        assert set(PromptConfig.__struct_fields__) - names == made
-
 
 @pytest.mark.parametrize(
     ("said", "host"),
@@ -792,14 +497,3 @@ def test_a_missing_model_or_unknown_engine_is_named_as_what_it_is(
     assert main(["worker", "--job", str(tmp_path / "job"), *rest, *options]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_misspelt_column_ends_before_the_run_exists(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,answer\nhello,1\n")
-    job = str(tmp_path / "job")
-    assert main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"]) == 0
-    assert main(["worker", "--job", job, "--engine", "echo", "--prompt-column", "promt"]) == 2
-    assert "did you mean 'prompt'?" in capsys.readouterr().err
-    assert not (tmp_path / "job/runs").exists()

@@ -16,10 +16,17 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.core import layout
 from batchinfer.core.records import Marker
-from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from making import Finished, finish_process, read_marker, run_process, said, start_process
+from making import (
+    Finished,
+    finish_process,
+    finished_chunks,
+    read_marker,
+    run_process,
+    said,
+    start_process,
+)
 from metrics_reader import port_of, scrape
 
 ROOT = Path(__file__).resolve().parents[2]
