@@ -90,6 +90,34 @@ def make_job(
     return job
 
 
+def make_job_of(url: str | Path, *files: bytes) -> Job:
+    """Write a job whose chunks are these JSON Lines, as `split --by-reference` would make one of them."""
+    store = open_store(str(url))
+    chunks: list[Chunk] = []
+    for index, data in enumerate(files):
+        name = layout.chunk_name(index, len(files))
+        store.create(layout.chunk_file(name, "none"), data)
+        chunk = Chunk(
+            name=name,
+            first_row=sum(each.rows for each in chunks),
+            rows=data.count(b"\n"),
+            bytes=len(data),
+            sha256=codec.sha256(data),
+        )
+        chunks.append(chunk)
+    rows = sum(chunk.rows for chunk in chunks)
+    job = Job(
+        format_version=FORMAT_VERSION,
+        sources=[],
+        columns=[],
+        rows=rows,
+        chunks=chunks,
+        num_workers=1,
+    )
+    store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    return job
+
+
 def said(line: dict[str, Any]) -> str:
     """The text of the first answer in an output line of a completion or a chat."""
     choice = line["body"]["choices"][0]

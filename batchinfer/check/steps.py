@@ -25,7 +25,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
-from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
+from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.config import WorkerConfig, real_environment, rules_of
@@ -177,7 +177,6 @@ class Examination:
         found = read_assignment(
             manifests or [f"{job.rstrip('/')}/{layout.ALL_MANIFEST}"],
             job_url=job,
-            allow_absolute=True,
             limit=self.options["limit"],
             open_store=open_store,
         )
@@ -187,8 +186,7 @@ class Examination:
         if not self.options["output"]:
             return
         store = open_store(self.options["output"])
-        with leaving_no_folders(store.url):
-            check_preconditions(store)
+        check_preconditions(store)
         self.result["storage"] = {"url": store.url}
         if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)
@@ -281,7 +279,6 @@ def refuse_other_run(options: dict[str, Any]) -> None:
     assignment = read_assignment(
         worker.manifests,
         job_url=worker.job,
-        allow_absolute=False,
         limit=worker.limit,
         open_store=open_store,
     )

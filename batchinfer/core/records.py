@@ -225,10 +225,6 @@ class Marker(Counts, frozen=True, kw_only=True):
     start: str
     end: str
     nonce: str
-    chunk_root: str = ""
-    """Folder in which the chunk's file was; empty for a chunk of a job."""
-    chunk_bytes: int | None = None
-    """Size of the chunk's file on storage, in bytes."""
 
 
 class Claim(Record, frozen=True, kw_only=True):

@@ -30,9 +30,6 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import Marker
-from batchinfer.core.redaction import redact
-from batchinfer.core.shell import quote
-from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import scratch_errors
 
@@ -108,48 +105,6 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     return None, etag
 
 
-def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
-    """Refuse a marker that was written for a different file of the same name. Pure.
-
-    Lists of files need this check, for two reasons. Two files may have the same name in different folders
-    (``a/x.jsonl``, ``b/x.jsonl``), and may be in the lists of two workers. A file may also be replaced after it was
-    done; this is noticed only if its size has changed. Chunks of a job always pass: their names are unique, and their
-    checksums are compared elsewhere.
-
-    Raises:
-        InputError: the marker was written for a file in another folder, or for a file of another size.
-    """
-    if ref.sha256 is not None:
-        return
-    here = redact(f"{ref.root}/{ref.key}")
-    there = f"{marker.chunk_root or redact(ref.root)}/{marker.chunk}"
-    if here != there:
-        raise InputError(
-            f"{here}: this run has the answers to {there} under its name, and none to this file: "
-            "give it another name, or write to another --output",
-            hint="two files of one name need two outputs",
-        )
-    if (
-        None not in (marker.chunk_bytes, ref.listed_bytes)
-        and marker.chunk_bytes != ref.listed_bytes
-    ):
-        raise InputError(
-            f"{ref.name}: was changed after it was done: {here} had {marker.chunk_bytes} bytes, and has "
-            f"{ref.listed_bytes} now: give the new text another name, or write to another --output",
-            hint=f"or do it again from the start: batchinfer clean RUN --redo {quote(ref.name)} --yes",
-        )
-
-
-def has_own_marker(ref: ChunkRef, marker: Marker | None) -> bool:
-    """Whether a chunk's marker is there and passes `check_belongs_to`. Pure."""
-    try:
-        if marker is not None:
-            check_belongs_to(ref, marker)
-    except InputError:
-        return False
-    return marker is not None
-
-
 def find_marker(store: Store, chunk: str, generation: int) -> Marker | None:
     """Read a chunk's marker of this generation; None if it is gone or cannot be read. Costs one request."""
     key = layout.marker_key(chunk, generation)
@@ -188,8 +143,7 @@ class Publisher:
         Raises:
             Superseded: Before a write, a newer start of this worker was found.
             LeaseLapsed: Before a write, this worker's lease was found not renewed in time.
-            StorageError: Storage failed; or, with lists of files, the chunk's marker was made from another file or text
-                with this chunk's name. `leftovers` were not deleted.
+            StorageError: Storage failed. `leftovers` were not deleted.
         """
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
         file = self._put_output(built, chunk)
@@ -203,7 +157,6 @@ class Publisher:
         logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
         current = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
-        _refuse_other_text(current, marker, chunk)
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
@@ -254,16 +207,3 @@ class Publisher:
         except PreconditionFailed:
             return False
         return True
-
-
-def _refuse_other_text(current: Marker, ours: Marker, chunk: str) -> None:
-    """Refuse a marker made from another file with this chunk's name, or from an earlier text of the same file."""
-    if ours.chunk_root and current.chunk_sha256 != ours.chunk_sha256:
-        raise StorageError(
-            f"{chunk}: while {_place(ours)} was worked on, {current.worker} published answers to {_place(current)}, "
-            "another text, under that name: give the file another name, or write to another --output"
-        )
-
-
-def _place(marker: Marker) -> str:
-    return f"{marker.chunk_root}/{marker.chunk}" if marker.chunk_root else marker.chunk

@@ -17,13 +17,7 @@ from batchinfer.core.errors import ObjectNotFound
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, Held, decode_claim
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import (
-    SMALLEST_MARKER_BYTES,
-    find_marker,
-    has_own_marker,
-    read_marker,
-)
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.storage import Store
 
 _FEW = 10
@@ -104,7 +98,6 @@ def look_at_owners(
     claims: Claims | None,
     generations: dict[str, int],
     *,
-    listed: Collection[ChunkRef] = (),
     sample: Collection[str] = (),
 ) -> Survey:
     """Find out which chunks are done, and which workers hold claims of the other chunks.
@@ -113,17 +106,11 @@ def look_at_owners(
         store: The run's store.
         claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
         generations: Generation of the wanted marker for each chunk to look up, by name. A chunk with it is done.
-        listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
-            these, so a marker is read to see whether it was written for this file.
         sample: The chunks in `generations` of which only some claims are read, if many of them have one. The others are
             in no field then. They are sorted by preference.
     """
     places = _Places(generations)
     done = places.done(store, generations)
-    for ref in listed:
-        marker = find_marker(store, ref.name, ref.generation) if ref.name in done else None
-        if not has_own_marker(ref, marker):
-            done.discard(ref.name)
     survey = Survey(done, {}, {}, [])
     if claims is None:
         return survey

@@ -5,11 +5,9 @@ The adapters, and the packages that they import, load only when their scheme is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -86,9 +84,7 @@ def check_url(url: str) -> None:
     if match is None:
         return
     scheme, rest = match[1].lower(), url[match.end() :]
-    meant = f"{scheme}://{rest}"
-    if scheme == "file":
-        meant = f"file:///{rest}" if url[match.end() - 1] == "/" else rest
+    meant = url.partition(":")[2] if scheme == "file" else f"{scheme}://{rest}"
     raise ConfigError(
         f"{url!r}: lacks a slash, expected {scheme}:// or a plain path",
         hint=f"did you mean {meant}? A folder of that name is ./{url}",
@@ -219,24 +215,6 @@ def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
             f"{store.url}: {found}; workers share a run by such writes",
             hint="use a store that honours conditional writes: docs/object-storage.md names some",
         )
-
-
-@contextlib.contextmanager
-def leaving_no_folders(url: str) -> Iterator[None]:
-    """Remove, at its end, the folders that `check_preconditions` makes for a local `url` that did not exist before.
-
-    A folder with a file in it stays. Stores at other URLs have no folders.
-    """
-    made: list[Path] = []
-    if split_url(url)[0] == "file" and not local_path(url).exists():
-        root = local_path(url).absolute()
-        made = [root / layout.PROBES, root, *(each for each in root.parents if not each.exists())]
-    try:
-        yield
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # a worker writes there meanwhile, for example
-                folder.rmdir()
 
 
 def _try_creates(store: Store, key: str) -> str:

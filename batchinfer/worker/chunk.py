@@ -18,7 +18,6 @@ from typing import BinaryIO, NamedTuple
 from batchinfer.core import codec
 from batchinfer.core.counts import Counts
 from batchinfer.core.records import Marker
-from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, count_rows, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
@@ -265,8 +264,6 @@ class OpenChunk:
             start=start,
             end=end,
             nonce="",
-            chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
-            chunk_bytes=self.local.stored_bytes,
         )
         return marker.plus(self.counts)
 

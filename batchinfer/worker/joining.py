@@ -162,12 +162,11 @@ class Membership:
     def may_steal(self) -> bool:
         """Whether this worker may take other workers' chunks after it has none of its own left."""
         config = self.config
-        return config.steal and self.assignment.job is not None and not config.retry_errors
+        return config.steal and not config.retry_errors
 
     def all_chunks(self) -> dict[str, ChunkRef]:
-        """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""
-        job, url = self.assignment.job, self.assignment.job_url
-        return job_chunks(job, url, self.config.limit) if job is not None else {}
+        """Return all chunks of the job by name, in order."""
+        return job_chunks(self.assignment.job, self.assignment.job_url, self.config.limit)
 
     def _take_revision(self) -> None:
         """Use the model revision that run.json records, unless --revision is given."""
@@ -193,10 +192,6 @@ class Membership:
             "adapters": self._adapters,
             "server_command": engine.server_command,
             "server_options": without_secrets(engine.answer_options),
-            # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
-            "folders": []
-            if assignment.job
-            else sorted({redact(ref.root) for ref in assignment.chunks}),
             "max_model_len": info.max_model_len if info else UNKNOWN,
             "prompt": msgspec.to_builtins(config.prompt),
             "seed": config.run_seed,
@@ -247,12 +242,11 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
-    if assignment.job is not None and store.url.rstrip("/") in own_places:
+    if store.url.rstrip("/") in own_places:
         raise ConfigError(
             f"--output {store.url}: is the job's own place",
             hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",

@@ -13,7 +13,7 @@ from typing import Any
 from batchinfer.core.records import Marker
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import find_marker, has_own_marker
+from batchinfer.ledger.publishing import find_marker
 from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
 from batchinfer.worker.background import Pending
@@ -101,17 +101,6 @@ class MarkerLooks:
                 membership, {name: each for name, each in new.items() if before.get(name) != each}
             )
         self._finish(membership.confirm)
-
-    def without_foreign(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
-        """Return `done` without those own chunks whose marker was written for a different file of the same name.
-
-        When such a chunk is opened later, it is refused or done again. Only chunks that do not belong to a job are
-        checked. Each check reads one marker.
-        """
-        listed = [ref for ref in own if ref.sha256 is None and ref.name in done]
-        found = self.read({ref.name: done[ref.name] for ref in listed})
-        foreign = {ref.name for ref in listed if not has_own_marker(ref, found.get(ref.name))}
-        return {name: each for name, each in done.items() if name not in foreign}
 
     def to_repair(self, own: list[ChunkRef], done: dict[str, int]) -> list[ChunkRef]:
         """Return the own chunks that --retry-errors has to do, with the generation that each of them gets.

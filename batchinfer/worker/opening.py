@@ -15,7 +15,6 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import check_belongs_to
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
@@ -148,15 +147,8 @@ class Opener:
         return chunk
 
     def _current_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
-        """Read a chunk's marker of one generation, None if the marker is missing or damaged.
-
-        Raises:
-            InputError: the marker was written for a different file of the same name.
-        """
-        marker = self._run.publisher.current_marker(ref.name, generation)
-        if marker is not None:
-            check_belongs_to(ref, marker)
-        return marker
+        """Read a chunk's marker of one generation, None if the marker is missing or damaged."""
+        return self._run.publisher.current_marker(ref.name, generation)
 
     def _keep_good_rows(self, chunk: OpenChunk, base: int) -> None:
         """Adopt the rows without an error from the chunk's output of the generation `base` (--retry-errors).

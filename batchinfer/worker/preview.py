@@ -115,7 +115,6 @@ def run_preview(config: WorkerConfig, count: int, *, open_store: OpenStore) -> d
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=False,
         limit=config.limit,
         open_store=open_store,
     )
@@ -124,10 +123,7 @@ def run_preview(config: WorkerConfig, count: int, *, open_store: OpenStore) -> d
         rules_of(config.engine), max_model_len=longest_sequence(config.engine)
     )
     builder = PromptBuilder(config.prompt, config.run_seed, rules=rules)
-    if assignment.job is not None:
-        check_columns(
-            assignment.job, builder.needed_columns, optional=config.prompt.optional_columns
-        )
+    check_columns(assignment.job, builder.needed_columns, optional=config.prompt.optional_columns)
     scratch = Scratch(config.scratch_dir)
     found: list[ShownRow] = []
     try:

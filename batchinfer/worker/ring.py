@@ -308,10 +308,7 @@ class _Watch:
         # Each worker prefers other claims to watch, and the same ones at each look.
         block.sort(key=lambda name: zlib.crc32(f"{self.worker_id} {name}".encode()))
         wanted = {name: ref.generation for name, ref in refs.items()}
-        listed = [ref for ref in refs.values() if ref.sha256 is None]
-        look = partial(
-            look_at_owners, self._store, self._claims, wanted, listed=listed, sample=block
-        )
+        look = partial(look_at_owners, self._store, self._claims, wanted, sample=block)
 
         def work() -> Survey:
             release_given_up(self._store, self._claims, given_up)

@@ -204,7 +204,6 @@ class _Start:
         self.looks.compare(membership, markers)
         self._done_before = markers
         done = {name: marker.generation for name, marker in markers.items()}
-        done = self.looks.without_foreign(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
         ring = self._make_ring(membership, access, done)
@@ -290,10 +289,8 @@ class _Start:
     def _open_sources(self, membership: Membership) -> dict[str, Store]:
         """Open the stores that chunks are read from. Returns them by their URL."""
         assignment = membership.assignment
-        roots = {ref.root for ref in assignment.chunks}
-        if assignment.job is not None:
-            # Also the job's own store: this worker may take chunks that are not in its manifests.
-            roots.add(assignment.job_url)
+        # Also the job's own store: this worker may take chunks that are not in its manifests.
+        roots = {assignment.job_url, *(ref.root for ref in assignment.chunks)}
         return {root: self.environment.open_store(root) for root in roots}
 
     def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:
@@ -305,7 +302,7 @@ class _Start:
         names_left = {ref.name for ref in left}
         may_steal = access.claims is not None and membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job
-        if may_steal and job is not None:
+        if may_steal:
             work.set_job(rows_by_chunk(job, self.config.limit))
             work.done(*done)
         work.done(*(ref.name for ref in own if ref.name not in names_left))
@@ -314,7 +311,7 @@ class _Start:
             environment=self.environment,
             run=access,
             everything=membership.all_chunks if may_steal else None,
-            num_workers=job.num_workers if job else 1,
+            num_workers=job.num_workers,
             done=done if not self.config.retry_errors else (),
         )
 

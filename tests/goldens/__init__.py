@@ -90,7 +90,8 @@ def make_late_death() -> None:
 SPLIT = ["split", "a.jsonl", "--output", "job", "--num-chunks", "3", "--num-workers", "2"]
 WORKER = ["worker", "--job", "job", "--output", "run", *ECHO]
 PROMPT = ["--prompt-column", "prompt"]
-LISTED = ["worker", "--manifest", "list.txt", "--output", "run", *ECHO, *PROMPT]
+REFER = ["split", "--by-reference", "list.txt", "--output", "job"]
+LISTED = [*WORKER, *PROMPT]
 SAMPLED = ["--temperature", "0.7", "--n", "2", "--seed", "11", "--max-tokens", "3", "--stop", "x"]
 SAMPLED += ["--sampling", "top_k=5"]
 
@@ -134,6 +135,7 @@ SCENES: dict[str, Scene] = {
     "list": Scene(
         make_broken,
         [
+            REFER,
             LISTED,
             [*LISTED, "--retry-errors"],
         ],
@@ -141,6 +143,7 @@ SCENES: dict[str, Scene] = {
     "stopped": Scene(
         make_broken,
         [
+            REFER,
             [*LISTED, "--max-error-rate", "0.1", "--min-errors", "2"],
             ["status", "run", "--json"],
             ["verify", "run"],

@@ -83,10 +83,10 @@ def test_a_deep_record_is_refused_by_its_name(kind: type[Any], field: str, depth
 def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
     source: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "list.txt").write_text("a.jsonl\n")
+    command("split", source, "--output", tmp_path / "job", "--num-chunks", "1")
     run = tmp_path / "run"
     command(
-        *("worker", "--manifest", tmp_path / "list.txt", "--output", run, "--worker-id", "w0"),
+        *("worker", "--job", tmp_path / "job", "--output", run, "--worker-id", "w0"),
         *("--engine", "echo", "--prompt-column", "prompt"),
     )
     store = open_store(str(run))

@@ -32,10 +32,9 @@ from batchinfer.worker.config import RunAccess
 from batchinfer.worker.opening import AlreadyDone, Opener, good_rows
 from fakes import marker_record
 from making import said
-from simulation.machine import FLAKY, prompt_config
+from simulation.machine import prompt_config
 from simulation.oracle import RUN
-from simulation.scenario import JOB, good_row
-from simulation.stage import Stage, when
+from simulation.stage import Stage
 
 CHUNK = "part-00000"
 
@@ -47,83 +46,12 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# --------------------------------------------------------------------------- a list whose files are edited
-
-
-def put_list(stage: Stage, prompts: list[str]) -> None:
-    """Put a list of one JSONL file, which no job.json vouches for, in the job's place."""
-    rows = [good_row(index, text).line for index, text in enumerate(prompts)]
-    stage.server.put(f"{JOB}texts.jsonl", b"".join(row + b"\n" for row in rows))
-    stage.server.put(f"{JOB}list.txt", b"texts.jsonl\n")
-
-
 def published(stage: Stage) -> list[dict[str, Any]]:
     """The output lines that the newest marker names."""
     found = stage.objects(layout.OUTPUTS)
     markers = sorted(key for key in found if ".succeed" in key)
     output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
     return [json.loads(line) for line in output.splitlines()]
-
-
-def alone(prompts: list[str]) -> list[dict[str, Any]]:
-    """What a run over this list gives when nothing happens to it."""
-    with Stage([["unused"]]) as stage:
-        put_list(stage, prompts)
-        assert stage.run(manifest="list.txt").is_success
-        return published(stage)
-
-
-OLD = [f"old {index}" for index in range(6)]
-NEW = ["put in front", *OLD[:3], "new 4", "new 5", "new 6"]
-DIES_AFTER_A_CHECKPOINT = when(
-    lambda method, key: method == "put_object" and "checkpoints/" in key, "dies_after"
-)
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("new", [NEW, NEW[:3]], ids=["longer", "shorter"])
-def test_a_file_edited_between_a_kill_and_a_start_has_no_rows_of_its_old_text(
-    new: list[str],
-) -> None:
-    with Stage([["unused"]]) as stage:
-        put_list(stage, OLD)
-        stage.engine.max_in_flight = 2
-        killed = stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
-        assert killed.is_killed
-        assert stage.objects(layout.CHECKPOINTS)
-        put_list(stage, new)
-        ending = stage.run(manifest="list.txt")
-        assert ending.is_success, ending.error
-        assert ending.result["rows_resumed"] == 0
-        assert published(stage) == alone(new)
-        assert not stage.objects(layout.CHECKPOINTS)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_file_that_nobody_edited_goes_on_from_its_checkpoints() -> None:
-    with Stage([["unused"]]) as stage:
-        put_list(stage, OLD)
-        stage.engine.max_in_flight = 2
-        stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
-        ending = stage.run(manifest="list.txt")
-        assert ending.result["rows_resumed"] >= 2
-        assert published(stage) == alone(OLD)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old_text() -> None:
-    """--retry-errors took the good lines of the published output, which were those of other rows."""
-    with Stage([["unused"]]) as stage:
-        put_list(stage, [*OLD, FLAKY])
-        stage.engine.is_mended = False
-        assert stage.run(manifest="list.txt", max_error_rate=1.0).is_success
-        before = published(stage)
-        assert before[-1]["error"]["code"] == "invalid_request"
-        put_list(stage, ["put in front", *OLD])
-        ending = stage.run(manifest="list.txt", retry_errors=True)
-        assert ending.error is not None
-        assert "texts: was changed after it was done" in str(ending.error)
-        assert published(stage) == before
 
 
 # --------------------------------------------------------------------------- a run whose run.json was removed

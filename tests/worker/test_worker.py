@@ -40,6 +40,7 @@ from making import (
     default_row,
     finish_process,
     make_job,
+    make_job_of,
     put_raw,
     read_marker,
     run_worker_here,
@@ -442,10 +443,8 @@ def num_starts(run: str) -> int:
 
 class TestBadRows:
     def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
-        (tmp_path / "in").mkdir()
-        (tmp_path / "in/part.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-        (tmp_path / "in/list.txt").write_text("part.jsonl\n")
-        arguments = ["--manifest", str(tmp_path / "in/list.txt"), "--output", str(tmp_path / "run")]
+        make_job_of(tmp_path / "job", b"\n".join(lines) + b"\n")
+        arguments = ["--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")]
         from batchinfer.worker.command import command
 
         command.main(
@@ -481,7 +480,7 @@ class TestBadRows:
         )
         assert [said(line) for line in lines] == texts
 
-    def test_a_list_from_elsewhere_needs_no_row_numbers(self, tmp_path: Path) -> None:
+    def test_a_job_by_reference_needs_no_row_numbers(self, tmp_path: Path) -> None:
         lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
         assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
 
@@ -490,7 +489,7 @@ class TestBadRows:
         with pytest.raises(ErrorRateExceeded) as caught:
             self.rows(tmp_path, lines, "--max-error-rate", "0.5")
         assert caught.value.exit_status == 3
-        assert "30 x invalid_json, e.g. part line 10" in caught.value.message
+        assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
     def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
         self, tmp_path: Path
@@ -594,39 +593,6 @@ class TestBadInput:
             run_worker_here(job, f"{job}/runs/a", "--temperature", "0.7")
         assert "prompt.body.temperature: the run has 0.5, this worker 0.7" in caught.value.message
         assert "--output" in caught.value.hint
-
-    @pytest.mark.parametrize("from_within", [False, True])
-    def test_another_data_set_in_the_same_run_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_within: bool
-    ) -> None:
-        """Lists from elsewhere have no job.json; files of one name must not pass for each other's answers."""
-        from batchinfer.worker.command import command
-
-        for folder in ("a", "b"):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "data.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
-            (tmp_path / folder / "list.txt").write_text("data.jsonl\n")
-        arguments = [
-            "--output",
-            str(tmp_path / "run"),
-            "--engine",
-            "echo",
-            "--prompt-column",
-            "prompt",
-        ]
-
-        def work_on(folder: str) -> Any:
-            monkeypatch.chdir(tmp_path / folder)
-            manifest = "list.txt" if from_within else str(tmp_path / folder / "list.txt")
-            return command.main(["--manifest", manifest, *arguments], standalone_mode=False)
-
-        work_on("a")
-        with pytest.raises(RunMismatch, match="folders"):
-            work_on("b")
-        # The same one is the same, however it is named.
-        monkeypatch.chdir(tmp_path)
-        result = command.main(["--manifest", "a/list.txt", *arguments], standalone_mode=False)
-        assert result["chunks_skipped"] == 1
 
     def test_two_workers_that_give_up_different_chunks_do_not_wait_for_each_other(
         self, job: str
