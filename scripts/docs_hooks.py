@@ -32,9 +32,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Name files outside of docs/, which the site does not have, instead of linking to them."""
+    """Put tables of the code in their places, and name files outside of docs/, which the site does not have."""
+    markdown = re.sub(r"<!-- table: (\w+) -->", lambda found: _TABLES[found[1]](), markdown)
     outside = r"\[([^\]]+)\]\(((?:\.\./)+(?!decisions/|docs/)[\w./-]*)\)"
     return re.sub(outside, lambda found: f"{found[1]} (`{found[2].lstrip('./')}`)", markdown)
+
+
+def events() -> str:
+    """Return the table of all events in the log."""
+    from batchinfer.core.events import EVENTS
+
+    rows = [f"| `{name}` | {explanation} |" for name, explanation in EVENTS.items()]
+    return "\n".join(["| event | what happened | fields |", "|---|---|---|", *rows])
+
+
+def metrics() -> str:
+    """Return the table of all metrics."""
+    from batchinfer.ledger.metrics import METRICS, RUN_METRICS
+
+    found = {
+        one.name: one.help + (f" Label `{one.label}`." if one.label else "") for one in METRICS
+    }
+    found |= {name: f"{text} Only of `status`." for name, text in RUN_METRICS.items()}
+    rows = [f"| `{name}` | {text} |" for name, text in found.items()]
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
+
+
+_TABLES = {"events": events, "metrics": metrics}
 
 
 def commands() -> str:

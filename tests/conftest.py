@@ -58,6 +58,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line in this process; the result is a `making.Called`."""
+    from batchinfer.cli.main import main
+    from making import Called
+
+    return lambda *words: Called(main([str(word) for word in words]), *capfd.readouterr())
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """Give each test the log as it is at import: a command called before it may have changed level and handlers."""
@@ -88,6 +97,7 @@ LONGEST = (
 # Modules that go to the process of another one, whose engine they share.
 TOGETHER = {
     "test_cookbook": "test_request_matrix_vllm",
+    "test_demo": "test_request_matrix_vllm",
     "test_playground_vllm": "test_request_matrix_vllm",
     "test_vllm": "test_request_matrix_vllm",
     "test_worker_vllm": "test_request_matrix_vllm",

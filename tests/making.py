@@ -31,6 +31,22 @@ class Finished(NamedTuple):
     stderr: str
 
 
+class Called(NamedTuple):
+    """A command that has run in this process: its status, what it printed, and the JSON object of the last line."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out.splitlines()[-1]) if self.out.strip() else {}
+        return found
+
+
+Call = Callable[..., Called]
+
+
 def default_row(index: int) -> dict[str, Any]:
     """The columns of one row; answers of the echo engine repeat the prompt."""
     return {"prompt": f"hello row {index} " + "x " * (index % 17)}

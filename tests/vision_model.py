@@ -2,7 +2,7 @@
 
 The wheel of torchvision on the package index is built for CUDA: with torch for the CPU, `import torchvision` fails, and
 so does `import vllm`. Two registrations of its compiled operators cause that, and the image processors need neither. So
-the tests use a copy without them, in a folder of its own, which only processes with `vision_environment` import.
+the tests use a copy without them, in a folder of its own, which a server's PYTHONPATH names.
 """
 
 from __future__ import annotations
@@ -49,18 +49,6 @@ def torchvision_copy() -> Path:
     except OSError:  # another process was faster
         assert folder.exists()
     return folder
-
-
-def vision_environment() -> dict[str, str]:
-    """Return the environment of processes that run the vision model."""
-    paths = [str(torchvision_copy()), str(ROOT), str(ROOT / "tests")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def write_vision_model(folder: Path) -> Path:

@@ -38,10 +38,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """See click.Group."""
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(entry.module).command
+        module = f"batchinfer.{COMMANDS[cmd_name][0]}"
+        command: click.Command = importlib.import_module(module).command
         _name_variables(command, cmd_name)
         return command
 
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """See click.Group."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 def _name_variables(command: click.Command, name: str) -> None:

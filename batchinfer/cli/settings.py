@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import click
 
@@ -25,63 +25,25 @@ from batchinfer.core.yaml_text import parse_yaml
 logger = logging.getLogger(__name__)
 
 
-class CommandEntry(NamedTuple):
-    """A command: the module whose attribute `command` is the click command, and its line in `batchinfer --help`."""
-
-    module: str
-    help: str
-
-
-COMMANDS: dict[str, CommandEntry] = {
-    "run": CommandEntry(
-        "batchinfer.pipeline.command",
-        "Answer every row of a data set on this machine: split, worker and collect in one.",
-    ),
-    "generate": CommandEntry(
-        "batchinfer.playground.generate",
-        "Try prompts on a model, over a grid of sampling values, and see how fast it answers.",
-    ),
-    "chat": CommandEntry("batchinfer.playground.chat", "Talk with a model in the terminal."),
-    "split": CommandEntry(
-        "batchinfer.split.command", "Split data sets into JSONL chunks and per-worker manifests."
-    ),
-    "worker": CommandEntry(
-        "batchinfer.worker.command",
-        "Run a model over the chunks of a manifest; resumes where it was stopped.",
-    ),
-    "launch": CommandEntry(
-        "batchinfer.pipeline.launch",
-        "Start workers on machines, through SkyPilot, Slurm or Kubernetes.",
-    ),
-    "status": CommandEntry(
-        "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
-    ),
-    "verify": CommandEntry(
-        "batchinfer.runs.verify", "Prove that a run is complete and sound, or say how to fix it."
-    ),
-    "clean": CommandEntry("batchinfer.runs.clean", "Remove what dead workers left under a run."),
-    "stop": CommandEntry("batchinfer.runs.stop", "Stop every worker of a run, or let it go on."),
-    "report": CommandEntry(
-        "batchinfer.runs.report",
-        "Write a run as one HTML page that opens anywhere, finished or not.",
-    ),
-    "compare": CommandEntry(
-        "batchinfer.collect.compare", "Compare the answers of two runs over one job, row by row."
-    ),
-    "collect": CommandEntry(
-        "batchinfer.collect.command",
-        "Collect a run's verified answers into parquet, JSON Lines, CSV or the Hub.",
-    ),
-    "check": CommandEntry(
-        "batchinfer.check.command",
-        "Find out before paying: configuration, access, prompts, memory, time and cost.",
-    ),
-    "convert": CommandEntry(
-        "batchinfer.convert.command",
-        "Turn a training checkpoint into a model, or a model into ONNX.",
-    ),
+COMMANDS = {
+    "run": ("pipeline.run", "Answer every row of a data set on this machine, in one command."),
+    "generate": ("playground.generate", "Try prompts on a model, over a grid of sampling values."),
+    "chat": ("playground.chat", "Talk with a model in the terminal."),
+    "split": ("split.command", "Split data sets into JSONL chunks and per-worker manifests."),
+    "worker": ("worker.command", "Run a model over the chunks of a job; resumes where it stopped."),
+    "launch": ("pipeline.launch", "Start workers through SkyPilot, Slurm or Kubernetes."),
+    "status": ("runs.status", "Show how a run goes: progress, rates, time left, errors, cost."),
+    "verify": ("runs.verify", "Prove that a run is complete and sound, or say how to fix it."),
+    "clean": ("runs.clean", "Remove what dead workers left under a run."),
+    "stop": ("runs.stop", "Stop every worker of a run, or let it go on."),
+    "report": ("runs.report", "Write a run as one HTML page, finished or not."),
+    "compare": ("collect.compare", "Compare the answers of two runs over one job, row by row."),
+    "collect": ("collect.command", "Collect verified answers: parquet, JSON Lines, CSV, the Hub."),
+    "check": ("check.checking", "Find out before paying: access, prompts, memory, time and cost."),
+    "convert": ("convert", "Turn a checkpoint into a model, or a model into ONNX."),
 }
-"""All commands by name. Modules are named, not imported, so that `batchinfer --help` answers at once."""
+"""All commands by name: the module whose attribute `command` it is, and its line in `batchinfer --help`. Modules are
+named, not imported, so that help answers at once."""
 
 SERVER_SECTION = "vllm"
 """Section of settings files with options of the server that a run starts."""
@@ -127,41 +89,34 @@ def common_options(function: F) -> F:
         return function(*arguments, **options)
 
     result = cast("F", called)
+    shared: dict[str, Any] = {"cls": SectionOption, "section": COMMON, "is_eager": True}
+    shared["expose_value"] = False
     for option in (
         click.option(
             "--log-level",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Choice(["debug", "info", "warning", "error"]),
             default="info",
             show_default=True,
-            expose_value=False,
             callback=lambda _context, _option, value: set_level(value),
-            is_eager=True,
+            **shared,
             help="How much to log (to stderr).",
         ),
         click.option(
             "--log-format",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Choice(["text", "json"]),
             default="text",
             show_default=True,
-            expose_value=False,
             callback=lambda _context, _option, value: set_format(value),
-            is_eager=True,
+            **shared,
             help="Log lines for people, or one JSON object a line.",
         ),
         click.option(
             "--config",
             "config_file",
-            cls=SectionOption,
-            section=COMMON,
             type=click.Path(path_type=Path),
             envvar="BATCHINFER_CONFIG",
-            expose_value=False,
-            is_eager=True,
             callback=_read_config,
+            **shared,
             help="YAML file with options; flags and environment variables win over it.",
         ),
     ):

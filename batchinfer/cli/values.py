@@ -194,6 +194,16 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
     return _WORDS.get(word.lower(), word), position
 
 
+def _read_columns(flag: str, given: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for argument in given:
+        for kind, names in read_pairs(flag, [argument]).items():
+            found.setdefault(kind, []).extend(
+                map(str, names if isinstance(names, list) else [names])
+            )
+    return found
+
+
 def _read_adapters(flag: str, given: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for argument in given:
@@ -289,6 +299,12 @@ FORMS = {
     ),
     # a whole number, or "auto"
     "auto": _whole_or("auto", "auto"),
+    # KIND=NAME, which may be repeated for a kind
+    "columns": Kind(
+        _WORDS_OF_PAIRS,
+        _read_columns,
+        lambda value: [f"{kind}={_json(names)}" for kind, names in value.items()],
+    ),
     # the character between the fields of CSV
     "delimiter": Kind({"type": str}, _read_delimiter, _write_plain),
     # the name of a file, whose text is the value

@@ -6,64 +6,52 @@ import importlib.resources
 from typing import Any
 
 from batchinfer.core import codec
-from batchinfer.core.records import Run
+from batchinfer.core.records import Job, Run
 
 _LONGEST = 2000
 """Largest number of characters that the card shows of one text."""
 _LONGEST_CODE = 20_000
-
-
-def make_card(
-    run: Run, *, name: str, path: str, sources: list[str], tables: dict[str, dict[str, Any]]
-) -> str:
-    """Return the card as Markdown. The same arguments give the same card.
-
-    The card has a line for the licence, which the user fills in.
-
-    Args:
-        run: The run.
-        name: Name of the data set.
-        path: Glob pattern that matches the data files in the repository.
-        sources: URLs of the source.
-        tables: What is known of the rows: names and values by the heading of each table; None is left out.
-    """
-    import jinja2
-
-    text = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
-    made = {"model": run.config.get("model"), "source": ", ".join(sources), **run.recorded}
-    made = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint}
-    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()
-    template = jinja2.Template(text, trim_blocks=True, lstrip_blocks=True)
-    card: str = template.render(
-        title=_plain(name.rpartition("/")[2]),
-        front_matter=_front_matter(run, path, sources),
-        tables={
-            heading: [(_plain(key), _plain(each)) for key, each in rows.items() if each is not None]
-            for heading, rows in {"How it was made": made, **tables}.items()
-        },
-        options=_code(options),
-    )
-    return card
-
-
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
-def _front_matter(run: Run, path: str, sources: list[str]) -> str:
-    """The metadata at the top of the card, as YAML. The Hub reads it."""
+def make_card(run: Run, job: Job, url: str, path: str, facts: dict[str, Any]) -> str:
+    """Return the card as Markdown, with a line for the licence, which the user fills in.
+
+    Of local sources it has the last parts of their URLs only. The same arguments give the same card.
+
+    Args:
+        run: The run.
+        job: The job.
+        url: URL of the data set.
+        path: Glob pattern that matches the data files in the repository.
+        facts: What is known of the rows, by names; None is left out.
+    """
+    import jinja2
     from huggingface_hub import DatasetCardData
 
+    sources = [source.url for source in job.sources]
+    hub = [each.removeprefix("hf://datasets/") for each in sources if each.startswith("hf://")]
     model = str(run.config.get("model") or "")
-    hub = [
-        url.removeprefix("hf://datasets/") for url in sources if url.startswith("hf://datasets/")
-    ]
-    data = DatasetCardData(
+    front_matter = DatasetCardData(
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path}]}],
         source_datasets=["/".join(each.partition("@")[0].split("/")[:2]) for each in hub] or None,
         tags=["synthetic", "batchinfer"],
         base_model=model if model.count("/") == 1 and model[0] not in "./~" else None,
     )
-    return str(data.to_yaml())
+    public = ("hf://", "https://")
+    named = [each if each.startswith(public) else each.rpartition("/")[2] for each in sources]
+    made = {"model": model, "source": ", ".join(named), **run.recorded}
+    rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
+    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
+    text = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
+    card: str = jinja2.Template(text, trim_blocks=True, lstrip_blocks=True).render(
+        title=_plain(url.partition("@")[0].rpartition("/")[2]),
+        front_matter=front_matter.to_yaml(),
+        rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
+        # An indented block, because the text itself could close a fenced one.
+        options="\n".join(f"    {line}" for line in options.splitlines()),
+    )
+    return card
 
 
 def _plain(value: object) -> str:
@@ -72,8 +60,3 @@ def _plain(value: object) -> str:
     for sign in "\\`*_[]<>|#":
         cut = cut.replace(sign, f"\\{sign}")
     return " ".join(cut.split())
-
-
-def _code(text: str) -> str:
-    """Text as an indented code block. A fenced block would be unsafe, because the text itself could close the fence."""
-    return "\n".join(f"    {line}" for line in text[:_LONGEST_CODE].splitlines())

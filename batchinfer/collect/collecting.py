@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +10,7 @@ import msgspec
 from batchinfer import __version__
 from batchinfer.collect.card import make_card
 from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
-from batchinfer.collect.files import CsvWriter, LinesWriter, ParquetWriter, write_files
+from batchinfer.collect.files import write_files
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import Selection, select
@@ -30,9 +28,16 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _LISTED = 1000
-_ALL_ROWS = 1 << 62
-
-Destination = StoreDestination | HubDestination
+_DECIDING = (
+    "kind",
+    "where",
+    "sample",
+    "seed",
+    "with_source",
+    "columns",
+    "answer_json",
+    "shard_rows",
+)
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
@@ -56,7 +61,13 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
     dest = _open_dest(config, open_store)
-    key = _key(config, selection)
+    # What decides the bytes of the files: the outputs, the options and batchinfer's version.
+    made_of = {name: getattr(config, name) for name in _DECIDING} | {
+        "version": __version__,
+        "run": selection.run.fingerprint,
+        "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in selection.sound],
+    }
+    key = codec.fingerprint(made_of)
     record, status = dest.prepare(key), "UNCHANGED"
     if record is None:
         scratch = Scratch(config.scratch_dir)
@@ -86,11 +97,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
 
 
 def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
-    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is asked for.
-
-    Raises:
-        RunUnsound: see `run_collect`.
-    """
+    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is asked for."""
     gaps = selection.gaps
     for gap in [gap for gap in gaps if gap.kind != MISSING or not config.partial][:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
@@ -107,7 +114,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
         )
 
 
-def _open_dest(config: CollectConfig, open_store: OpenStore) -> Destination:
+def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination | HubDestination:
     suffix, overwrite = FORMATS[config.kind], config.overwrite
     if config.dest.startswith("hf://"):
         is_private = not config.is_public
@@ -116,96 +123,42 @@ def _open_dest(config: CollectConfig, open_store: OpenStore) -> Destination:
     return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
 
 
-def _key(config: CollectConfig, selection: Selection) -> str:
-    """Return a hash of what decides the bytes of the files: the outputs, the options and batchinfer's version."""
-    options = msgspec.to_builtins(config) | {"kind": config.kind, "version": __version__}
-    for name in (
-        "run",
-        "dest",
-        "format",
-        "partial",
-        "overwrite",
-        "is_public",
-        "job",
-        "scratch_dir",
-    ):
-        del options[name]
-    outputs = [(marker.output_sha256, ref.first_row) for ref, marker in selection.sound]
-    return codec.fingerprint({"run": selection.run.fingerprint, "outputs": outputs, **options})
-
-
 def _write(
     config: CollectConfig,
     selection: Selection,
     rows: Collection,
-    dest: Destination,
+    dest: StoreDestination | HubDestination,
     key: str,
     scratch: Scratch,
 ) -> Collected:
     """Write the rows that are taken to DEST."""
-
-    def make_writer(path: Path) -> ParquetWriter | LinesWriter | CsvWriter:
-        if config.kind == "parquet":
-            return ParquetWriter(path, rows.schema)
-        if config.kind == "csv":
-            return CsvWriter(path, rows.schema)
-        return LinesWriter(path, rows.json_texts)
-
-    shard_rows = _ALL_ROWS if suffix_of(config.dest) else config.shard_rows
+    shard_rows = None if suffix_of(config.dest) else config.shard_rows
     files = []
-    for index, file in enumerate(write_files(rows.tables(), make_writer, shard_rows, scratch)):
+    for index, file in enumerate(write_files(rows, config.kind, shard_rows, scratch)):
         name = dest.put(file, index)
         files.append(CollectedFile(name=name, rows=file.rows, bytes=file.bytes, sha256=file.sha256))
-    errors = rows.errors()
+    prompts, answers, failed = rows.answers.one(
+        "sum(prompt_tokens)", "sum(completion_tokens)", "count(error_code)"
+    )
     record = Collected(
         key=key,
         fingerprint=selection.run.fingerprint,
         format=config.kind,
-        rows=rows.num_rows,
-        rows_error=sum(errors.values()),
-        chunks=rows.num_chunks,
+        rows=rows.answers.num_rows,
+        rows_error=failed,
+        chunks=len(rows.answers.found),
         missing=[gap.subject for gap in (*selection.gaps, *rows.damaged)],
         files=files,
-        broken_answers=rows.broken_answers,
-        json_texts=dict(rows.source_texts),
     )
-    if record.broken_answers:
-        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
-        logger.warning(text, record.broken_answers)
-    for name, count in record.json_texts.items():
-        logger.warning("%d values of the source's column %s are their JSON text", count, name)
-    dest.finish(record, functools.partial(_card, config, selection, rows, record, errors))
-    return record
-
-
-def _card(
-    config: CollectConfig,
-    selection: Selection,
-    rows: Collection,
-    record: Collected,
-    errors: dict[str, int],
-) -> str:
-    """Return the card of a data set on the Hub. Of local sources it has the last parts of their URLs only."""
-    prompts, answers = rows.answers.one("sum(prompt_tokens)", "sum(completion_tokens)")
-    counts = {
-        "rows": f"{sum(file.rows for file in record.files):,}",
+    facts = {
+        "rows": f"{sum(file.rows for file in files):,}",
         "condition": config.where or None,
         "drawn at random": None if config.sample is None else f"seed {config.seed}",
-        "failed rows of the run": f"{record.rows_error:,} of {record.rows:,}",
+        "failed rows of the run": f"{failed:,} of {record.rows:,}",
         "prompt tokens": f"{prompts or 0:,}",
         "completion tokens": f"{answers or 0:,}",
         "chunks that are missing": len(record.missing) or None,
     }
-    urls = [source.url for source in selection.job.sources]
-    public = ("hf://", "https://")
-    return make_card(
-        selection.run,
-        name=config.dest.partition("@")[0],
-        path=f"data/part-*{FORMATS[config.kind]}",
-        sources=[url if url.startswith(public) else url.rpartition("/")[2] for url in urls],
-        tables={
-            "Counts": counts,
-            "Failed rows by code": errors,
-            "Columns": {field.name: field.type for field in rows.schema},
-        },
-    )
+    path = f"data/part-*{FORMATS[config.kind]}"
+    dest.finish(record, lambda: make_card(selection.run, selection.job, config.dest, path, facts))
+    return record

@@ -45,10 +45,6 @@ class Collected(Record, frozen=True, kw_only=True):
     chunks: int
     missing: list[str]
     files: list[CollectedFile]
-    broken_answers: int = 0
-    """Number of finished answers that break the run's JSON schema."""
-    json_texts: dict[str, int] = {}
-    """Number of the source's values that Arrow has no type for and that are their JSON text, by column."""
 
 
 def raced(where: str) -> InputError:
@@ -93,34 +89,38 @@ class StoreDestination:
         Raises:
             InputError: Other data are there, which must not be replaced.
         """
-        there = {info.key for info in self._store.list(self._name)}
-        taken = self._name or RECORD_KEY
-        if taken in there:
-            record = None if self._name else read_record(self._store.get(RECORD_KEY).data, key)
+        if self._name:
+            return None
+        there = {info.key for info in self._store.list("")}
+        if RECORD_KEY in there:
+            record = read_record(self._store.get(RECORD_KEY).data, key)
             if record is not None:
                 return record
             if not self._overwrite:
-                what = f"{self._store.url}/{self._name}: is there already"
-                raise InputError(
-                    what if self._name else f"{self._store.url}: holds another collection",
-                    hint="name another DEST, or add --overwrite to replace it",
-                )
-            if not self._name:
-                self._store.delete([RECORD_KEY])
+                raise self._taken(f"{self._store.url}: holds another collection")
+            self._store.delete([RECORD_KEY])
         foreign = [name for name in sorted(there) if suffix_of(name) and not OWN_NAME.match(name)]
-        if foreign and not self._name:
+        if foreign:
             raise InputError(
                 f"{self._store.url}: holds data of something else ({foreign[0]}), expected an empty folder",
                 hint="name another DEST",
             )
-        self._old = {name for name in there if name == self._name or OWN_NAME.match(name)}
+        self._old = set(filter(OWN_NAME.match, there))
         return None
 
     def put(self, file: TableFile, index: int) -> str:
-        """Store a file and return the name that it has at the place. The local file is gone afterwards."""
+        """Store a file and return the name that it has at the place. The local file is gone afterwards.
+
+        Raises:
+            InputError: Another file is there, which must not be replaced.
+        """
         name = self._name or f"part-{index:05d}{self._suffix}"
-        if name not in self._old and name in {info.key for info in self._store.list(name)}:
-            raise raced(f"{self._store.url}/{name}")
+        if self._name and not self._overwrite and any(self._store.list(name)):
+            there = file.path.with_suffix(".there")
+            self._store.download(name, there)
+            with there.open("rb") as opened:
+                if codec.sha256_file(opened) != file.sha256:  # else a killed `collect` left it
+                    raise self._taken(f"{self._store.url}/{name}: is there already")
         self._store.put_file(name, file.path)
         self._old.discard(name)
         file.path.unlink()
@@ -135,3 +135,7 @@ class StoreDestination:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
             raise raced(self._store.url) from error
+
+    @staticmethod
+    def _taken(what: str) -> InputError:
+        return InputError(what, hint="name another DEST, or add --overwrite to replace it")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from batchinfer.core import codec
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
+if TYPE_CHECKING:
+    from batchinfer.collect.table import Collection as Rows
+
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
 """Rows and bytes of which one suffices to end a row group of parquet."""
-_FEW_VALUES = ("status", "finish_reason", "error_code", "model", "chunk", "label")
+_FEW_VALUES = ("status", "finish_reason", "error_code", "model", "label")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -27,70 +30,57 @@ class TableFile(NamedTuple):
     sha256: str
 
 
-def write_files(
-    tables: Iterable[Any], make_writer: Callable[[Path], Any], rows: int, scratch: Scratch
-) -> Iterator[TableFile]:
-    """Write Arrow tables to files of `rows` rows each, and yield each file when it is finished.
+def write_files(rows: Rows, kind: str, most: int | None, scratch: Scratch) -> Iterator[TableFile]:
+    """Write rows to files of at most so many rows each, and yield each file when it is finished.
 
     Without any row there is one file, which has the columns only.
     """
-    path, count = scratch.new_path("table"), 0
-    writer = make_writer(path)
-    for table in tables:
-        start = 0
-        while start < len(table):
-            if writer is None:
-                path, count = scratch.new_path("table"), 0
-                writer = make_writer(path)
-            part = table.slice(start, rows - count)
-            start, count = start + len(part), count + len(part)
-            with scratch_errors(scratch.folder):
-                writer.write(part)
-            if count == rows:
-                yield _finished(writer, path, count)
-                writer = None
-    if writer is not None:
-        yield _finished(writer, path, count)
 
+    def opened() -> tuple[Path, Any]:
+        path = scratch.new_path("table")
+        if kind == "parquet":
+            from pyarrow import parquet
 
-def _finished(writer: Any, path: Path, rows: int) -> TableFile:
-    with scratch_errors(path.parent):
+            few = [name for name in _FEW_VALUES if name in rows.schema.names]
+            return path, parquet.ParquetWriter(
+                path, rows.schema, compression="zstd", compression_level=1, use_dictionary=few
+            )
+        return path, CsvWriter(path, rows.schema) if kind == "csv" else LinesWriter(
+            path, rows.json_texts
+        )
+
+    def finished() -> TableFile:
         writer.close()
         with path.open("rb") as file:
-            return TableFile(path, rows, path.stat().st_size, codec.sha256_file(file))
+            return TableFile(path, count, path.stat().st_size, codec.sha256_file(file))
+
+    with scratch_errors(scratch.folder):
+        (path, writer), count = opened(), 0
+        for table in _grouped(rows.tables()):
+            start = 0
+            while start < len(table):
+                if count == most:
+                    yield finished()
+                    (path, writer), count = opened(), 0
+                part = table.slice(start, most and most - count)
+                writer.write_table(part)
+                start, count = start + len(part), count + len(part)
+        yield finished()
 
 
-class ParquetWriter:
-    """Writes a parquet file."""
+def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield the same rows in tables of the size of row groups."""
+    import pyarrow as pa
 
-    def __init__(self, path: Path, schema: Any) -> None:
-        from pyarrow import parquet
-
-        few = [name for name in _FEW_VALUES if name in schema.names]
-        self._file = parquet.ParquetWriter(
-            path, schema, compression="zstd", compression_level=1, use_dictionary=few
-        )
-        self._held: list[Any] = []
-
-    def write(self, table: Any) -> None:
-        """Append the rows of an Arrow table."""
-        self._held.append(table)
-        rows, size = sum(map(len, self._held)), sum(each.nbytes for each in self._held)
-        if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
-            self._flush()
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._flush()
-        self._file.close()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        if self._held:
-            table = pa.concat_tables(self._held)
-            self._file.write_table(table, row_group_size=max(1, len(table)))
-            self._held = []
+    held: list[Any] = []
+    for table in tables:
+        held.append(table)
+        size = sum(each.nbytes for each in held)
+        if sum(map(len, held)) >= _GROUP_ROWS or size >= _GROUP_BYTES:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)
 
 
 class LinesWriter:
@@ -104,8 +94,9 @@ class LinesWriter:
     def __init__(self, path: Path, json_texts: Collection[str]) -> None:
         self._json_texts = json_texts
         self._file = path.open("wb")
+        self.close: Callable[[], None] = self._file.close
 
-    def write(self, table: Any) -> None:
+    def write_table(self, table: Any) -> None:
         """Append the rows of an Arrow table."""
         names = table.column_names
         if names == ["line"]:
@@ -118,10 +109,6 @@ class LinesWriter:
         for row in zip(*columns, strict=True):
             self._file.write(_encode(dict(zip(names, row, strict=True))) + b"\n")
 
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
-
 
 class CsvWriter:
     """Writes CSV. An empty text is "", a null is nothing; what CSV has no form for is JSON text."""
@@ -131,27 +118,23 @@ class CsvWriter:
         from pyarrow import csv, types
 
         tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
-        self._schema = pa.schema(
-            [
-                (field.name, field.type if any(test(field.type) for test in tests) else pa.string())
-                for field in schema
-            ]
-        )
-        self._file = csv.CSVWriter(str(path), self._schema)
+        fields = [
+            (field.name, field.type if any(test(field.type) for test in tests) else pa.string())
+            for field in schema
+        ]
+        self._file = csv.CSVWriter(str(path), pa.schema(fields))
+        self._types = [kind for _, kind in fields]
+        self.close: Callable[[], None] = self._file.close
 
-    def write(self, table: Any) -> None:
+    def write_table(self, table: Any) -> None:
         """Append the rows of an Arrow table."""
         import pyarrow as pa
 
         columns = [
             column if column.type == kind else pa.array(map(_cell, _values(column)), kind)
-            for column, kind in zip(table.columns, self._schema.types, strict=True)
+            for column, kind in zip(table.columns, self._types, strict=True)
         ]
-        self._file.write_table(pa.table(columns, schema=self._schema))
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
+        self._file.write_table(pa.table(columns, table.column_names))
 
 
 def _cell(value: Any) -> str | None:

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from batchinfer.collect.destinations import OWN_NAME, Collected, raced, read_record
 from batchinfer.collect.files import TableFile
@@ -30,30 +30,14 @@ CARD = "README.md"
 _ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
 
 
-class State(NamedTuple):
-    """A branch at one commit: the Hub's descriptions of its files, by their paths."""
+Files = dict[str, Any]
+"""The Hub's descriptions of a branch's files, by their paths."""
 
-    commit: str
-    files: dict[str, Any]
 
-    @property
-    def data(self) -> dict[str, str]:
-        """The hashes of the files that hold the data set's rows, by their paths."""
-        return {
-            name: file.blob_id
-            for name, file in self.files.items()
-            if suffix_of(name) and not name.startswith(".")
-        }
-
-    def has(self, record: Collected) -> bool:
-        """Whether the files of a collection are there, as far as sizes and the checksums of large files tell."""
-        found = [(file, self.files.get(file.name)) for file in record.files]
-        return all(
-            there
-            and there.size == file.bytes
-            and (not there.lfs or there.lfs.sha256 == file.sha256)
-            for file, there in found
-        )
+def _data_of(files: Files) -> dict[str, str]:
+    """Return the hashes of the files that hold the data set's rows, by their paths."""
+    found = {name for name in files if suffix_of(name) and not name.startswith(".")}
+    return {name: files[name].blob_id for name in found}
 
 
 class HubDestination:
@@ -89,7 +73,7 @@ class HubDestination:
         self._overwrite = overwrite
         self._is_private = is_private
         self._retries = RetryPolicy()
-        self._before = State("", {})
+        self._before: dict[str, str] = {}
         self._uploaded: list[Any] = []
 
     def make(self) -> None:
@@ -130,17 +114,17 @@ class HubDestination:
             AccessDenied: the token is missing, or may not write there.
         """
         self.make()
-        self._before = self._ask(self._look)
-        record = self._collected(self._before, key)
+        commit, files = self._ask(self._look)
+        self._before = _data_of(files)
+        record = self._collected(commit, files, key)
         if record is not None:
-            self.commit = self._before.commit
+            self.commit = commit
             return record
-        data = sorted(self._before.data)
-        foreign = [name for name in data if not OWN_NAME.match(name)]
-        if foreign or (data and not self._overwrite):
+        foreign = [name for name in sorted(self._before) if not OWN_NAME.match(name)]
+        if foreign or (self._before and not self._overwrite):
             more = "" if foreign else ", or add --overwrite to replace what was collected before"
             raise InputError(
-                f"{self.url}: holds data already ({(foreign or data)[0]})",
+                f"{self.url}: holds data already ({min(foreign or self._before)})",
                 hint=f"name another data set{more}",
             )
         return None
@@ -169,25 +153,23 @@ class HubDestination:
         added = {HUB_RECORD: codec.encode_pretty(record), CARD: card().encode()}
 
         def publish(api: Any) -> str:
-            seen = self._look(api)
-            if self._collected(seen, record.key):
-                return (
-                    seen.commit
-                )  # an attempt before has made the commit, and only its reply was lost
-            if seen.data != self._before.data:
+            commit, files = self._look(api)
+            if self._collected(commit, files, record.key):
+                return commit  # an attempt before has made the commit, and only its reply was lost
+            if _data_of(files) != self._before:
                 raise raced(self.url)
-            if CARD in seen.files and not self._overwrite and added.pop(CARD, b""):
+            if CARD in files and not self._overwrite and added.pop(CARD, b""):
                 logger.info("%s: its card stays as it is", self.url)
-            gone = sorted(seen.data.keys() - {file.name for file in record.files})
+            gone = sorted(self._before.keys() - {file.name for file in record.files})
             info = api.create_commit(
                 self._repo,
                 [
-                    *(CommitOperationDelete(name) for name in gone),
+                    *map(CommitOperationDelete, gone),
                     *self._uploaded,
                     *(CommitOperationAdd(name, data) for name, data in added.items()),
                 ],
                 commit_message=f"{record.rows:,} rows of the run {record.fingerprint}",
-                parent_commit=seen.commit,
+                parent_commit=commit,
                 revision=self._branch,
                 repo_type="dataset",
             )
@@ -195,18 +177,17 @@ class HubDestination:
 
         self.commit = self._ask(publish)
 
-    def _look(self, api: Any) -> State:
+    def _look(self, api: Any) -> tuple[str, Files]:
         commit = str(api.dataset_info(self._repo, revision=self._branch).sha)
         found = api.list_repo_tree(self._repo, revision=commit, recursive=True, repo_type="dataset")
-        return State(commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")})
+        return commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")}
 
-    def _collected(self, state: State, key: str) -> Collected | None:
-        """Return the record of the collection with this key, if it is there with all of its files."""
-        if HUB_RECORD not in state.files:
+    def _collected(self, commit: str, files: Files, key: str) -> Collected | None:
+        """Return the record of the collection with this key, if a commit brought it."""
+        if HUB_RECORD not in files:
             return None
-        store = ReadOnlyStore(f"hf://datasets/{self._repo}@{state.commit}", retries=self._retries)
-        record = read_record(store.get(HUB_RECORD).data, key)
-        return record if record is not None and state.has(record) else None
+        store = ReadOnlyStore(f"hf://datasets/{self._repo}@{commit}", retries=self._retries)
+        return read_record(store.get(HUB_RECORD).data, key)
 
     def _preupload(self, api: Any, addition: Any) -> None:
         api.preupload_lfs_files(self._repo, [addition], revision=self._branch, repo_type="dataset")

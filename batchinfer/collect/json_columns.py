@@ -1,128 +1,160 @@
-"""Columns of JSON values: each has the type that all of its values share. Where they share none, it is JSON text."""
+"""Columns of JSON values: each has the type that all of its values share. Where they share none, it is JSON text.
+
+No value becomes another: no float stands for an integer that it would round, and no number for a text.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
+from batchinfer.collect.answers import quoted, rows_of
+from batchinfer.core.json_text import is_deep
 
-MAX_FIELDS = 100
+MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
-_FLOATS = {b"NaN": math.nan, b"Infinity": math.inf, b"-Infinity": -math.inf}
+_LARGE = r"(^|[\[,:{\s])-?([0-9]{%d,}|[0-9.]+[eE]\+?[0-9]{3,})([,\]}\s]|$)"
+"""Numbers of so many digits, or beyond float64."""
+_FLOAT_DIGITS, _INT_DIGITS = 16, 19
 
-Rows = Sequence[Mapping[str, Any]]
-"""JSON objects. A member that Arrow cannot hold is `msgspec.Raw` (see `read_object`)."""
+_OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
+"""DuckDB's names for the types of a JSON schema's simple members."""
+
+Shape = Any
+"""As `json_group_structure` gives it: the name of a type, a list of one shape, or shapes by the names of members."""
 
 
 class JsonColumns:
-    """The columns of JSON objects, found from all of their values.
-
-    No value becomes another: no float stands for an integer that it would round, and no number for a text. A single
-    value that Arrow cannot hold is its JSON text, and where that does not fit the column's type, all values are.
+    """The columns of JSON objects.
 
     Args:
-        blocks: Gives all objects, some at a time. They are looked at again as long as the later ones widen the types.
-        types: Arrow types of columns that are known beforehand.
+        sql: Connection with the relation.
+        relation: SQL of a relation.
+        value: SQL of its JSON values. Those that are no objects count as null.
+        known: Types of members that are known beforehand, which a member has if its values allow it.
     """
 
     def __init__(
-        self, blocks: Callable[[], Iterable[Rows]], types: Mapping[str, Any] | None = None
+        self, sql: Any, relation: str, value: str, known: Mapping[str, str] | None = None
     ) -> None:
-        self._types: dict[str, Any] = dict(types or {})
-        self.num_texts: Counter[str] = Counter()
-        """Number of values that `arrays` has made JSON text, by column."""
-        self._is_settled = False
-        while not self._is_settled:
-            self._is_settled = True
-            for rows in blocks():
-                self._see(rows)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the columns, in the order in which the objects have them."""
-        return list(self._types)
+        self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
+        shape = _group(sql, relation, self._value)
+        self.is_flat = shape != "JSON" and len(shape) <= MAX_NAMES
+        """Whether the objects have few members, none of them nested deep."""
+        shape = shape if isinstance(shape, dict) else {}
+        folded = [name.casefold() for name in shape]
+        shape = {
+            name: "JSON" if not name or folded.count(name.casefold()) > 1 else kind
+            for name, kind in shape.items()
+        }
+        self.kinds = _fitting(
+            sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
+        )
+        for name, kind in (known or {}).items():
+            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else kind):
+                self.kinds[name] = kind
 
     @property
     def json_texts(self) -> list[str]:
         """Names of the columns that are JSON text."""
-        return [name for name, kind in self._types.items() if kind is None]
+        return [name for name, kind in self.kinds.items() if kind == "JSON"]
 
-    def _see(self, rows: Rows) -> None:
-        import pyarrow as pa
+    @property
+    def struct(self) -> str:
+        """SQL of a struct of all members but those that are JSON text."""
+        kinds = {name: kind for name, kind in self.kinds.items() if kind != "JSON"}
+        return transform(self._value, kinds) if kinds else "NULL"
 
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            known = self._types.get(name, pa.null())
-            if known is None:
-                continue
-            values = [_plain(row.get(name)) for row in rows]
-            found = _shared(known, values)
-            self._types[name] = found
-            self._is_settled &= found is None or known in (found, pa.null())
+    def columns(self, struct: str) -> dict[str, str]:
+        """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
+        return {
+            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
+            if kind == "JSON"
+            else f"struct_extract({struct}, {quoted(name, chr(39))})"
+            for name, kind in self.kinds.items()
+        }
 
-    def arrays(self, rows: Rows, names: Iterable[str]) -> dict[str, Any]:
-        """Return columns as Arrow arrays by their names."""
-        import pyarrow as pa
-
-        found = {}
-        for name in names:
-            kind = self._types[name]
-            values = [row.get(name) for row in rows]
-            if kind is None:
-                values = [None if value is None else _text(value) for value in values]
-                self.num_texts[name] += len(values) - values.count(None)
-            elif any(raw := [isinstance(value, msgspec.Raw) for value in values]):
-                values = list(map(_plain, values))
-                self.num_texts[name] += sum(raw) if pa.types.is_string(kind) else 0
-            found[name] = pa.array(values, kind or pa.string())
-        return found
+    def _member(self, name: str) -> str:
+        pointer = "/" + name.replace("~", "~0").replace("/", "~1")
+        return f"json_extract({self._value}, {quoted(pointer, chr(39))})"
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as Arrow takes it."""
-    return _FLOATS.get(bytes(value), _text(value)) if isinstance(value, msgspec.Raw) else value
+def transform(value: str, shape: Shape) -> str:
+    """Return the SQL that gives JSON values the types of a shape."""
+    if shape == "JSON":
+        return f"nullif(({value})::VARCHAR, 'null')"
+    return f"json_transform({value}, {quoted(json.dumps(shape), chr(39))})"
 
 
-def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+def shape_of(sql: Any, relation: str, value: str) -> Shape:
+    """Return the shape of JSON values, or JSON where they do not share one."""
+    found = _group(sql, relation, value)
+    return _fitting(sql, relation, {"": (value, found)})[""]
 
 
-def _shared(known: Any, values: list[Any]) -> Any:
-    """Return the Arrow type that a known type and values share; None if there is none."""
-    import pyarrow as pa
-
-    try:
-        both = [pa.schema([("", kind)]) for kind in (known, pa.infer_type(values))]
-        found = pa.unify_schemas(both, promote_options="permissive").types[0]
-        array = pa.array(values, found)  # refuses integers that a float would round
-    except (pa.ArrowException, OverflowError, ValueError, TypeError):
-        return None
-    is_odd = _is_odd(found) or ("double" in str(found) and _loses_booleans(values, array))
-    return None if is_odd else found
+def _group(sql: Any, relation: str, value: str) -> Shape:
+    [[found]] = rows_of(sql, f"SELECT json_group_structure({value}) FROM {relation}")
+    found = found or '"NULL"'
+    return "JSON" if is_deep(found.encode()) else json.loads(found)
 
 
-def _loses_booleans(values: list[Any], array: Any) -> bool:
-    """Whether Arrow has made numbers of booleans, as it does after a float."""
-    count = _num_booleans(values)
-    return count > 0 and count != _num_booleans(array.to_pylist())
+def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> dict[str, Shape]:
+    """Return the shapes of values by their names, JSON for those whose types would change a number."""
+    kinds, large = {}, {}
+    for name, (value, shape) in found.items():
+        types = set(_types(shape))
+        kinds[name] = "JSON" if "JSON" in types else _signed(shape)
+        if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
+            pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
+            large[name] = f"bool_or(regexp_matches(({value})::VARCHAR, '{pattern}'))"
+    if large:
+        [row] = rows_of(sql, f"SELECT {', '.join(large.values())} FROM {relation}")
+        kinds |= {name: "JSON" for name, is_large in zip(large, row, strict=True) if is_large}
+    return kinds
 
 
-def _num_booleans(values: list[Any]) -> int:
-    text = _STRING.sub(b"", msgspec.json.encode(values))
-    return text.count(b"true") + text.count(b"false")
+def _signed(shape: Shape) -> Shape:
+    """Return a shape with one type for all integers."""
+    if isinstance(shape, str):
+        return "BIGINT" if shape.endswith(("BIGINT", "HUGEINT")) else shape
+    if isinstance(shape, list):
+        return list(map(_signed, shape))
+    return {name: _signed(kind) for name, kind in shape.items()}
 
 
-def _is_odd(kind: Any) -> bool:
-    """Whether a type has objects with too many names, with none, or with two that differ in case only."""
-    import pyarrow as pa
+def _types(shape: Shape) -> Iterator[str]:
+    """Yield the types in a shape; JSON stands for objects that Arrow or DuckDB cannot hold."""
+    if isinstance(shape, str):
+        yield shape
+    elif isinstance(shape, list):
+        yield from _types(shape[0])
+    else:
+        names = {name.casefold() for name in shape}
+        if len(names) < len(shape) or len(names) > MAX_NAMES or not all(names):
+            yield "JSON"
+        for kind in shape.values():
+            yield from _types(kind)
 
-    fields = [kind.field(index) for index in range(kind.num_fields)]
-    names = {field.name.casefold() for field in fields}
-    is_odd = len(fields) > MAX_FIELDS or len(names) < len(fields) or not all(names)
-    is_odd |= pa.types.is_struct(kind) and not fields
-    return is_odd or any(_is_odd(field.type) for field in fields)
+
+# --------------------------------------------------------------------------- the schema of a run
+
+
+def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Return whether a run's own body fields ask for JSON, and the schema that they give; None if they give none."""
+    asked, constraint = body.get("response_format") or {}, body.get("structured_outputs") or {}
+    schema = (asked.get("json_schema") or {}).get("schema", constraint.get("json"))
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    is_json = asked.get("type") == "json_object" or constraint.get("json_object")
+    return schema is not None or bool(is_json), schema
+
+
+def types_of(schema: Any) -> dict[str, str]:
+    """Return DuckDB's types of the members to which a schema gives simple ones."""
+    members = schema.get("properties") if isinstance(schema, Mapping) else None
+    return {
+        name: _OF_SCHEMA[member["type"]]
+        for name, member in (members if isinstance(members, Mapping) else {}).items()
+        if isinstance(member, Mapping) and str(member.get("type")) in _OF_SCHEMA
+    }

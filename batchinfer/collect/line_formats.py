@@ -22,7 +22,7 @@ def _error_of(line: OutputLine) -> dict[str, Any]:
     return {**msgspec.structs.asdict(line.error), "type": kind}
 
 
-def openai_batch(line: str, _source: bytes) -> bytes:
+def openai_batch(line: str, _source: str) -> bytes:
     """Return the line of the output file of OpenAI's batch API. Its ids follow from the row."""
     found = read_line(line.encode())
     digest = hashlib.blake2b(f"{found.row}\0{found.id}".encode(), digest_size=12).hexdigest()
@@ -36,7 +36,7 @@ def openai_batch(line: str, _source: bytes) -> bytes:
     return _encode({**names, "response": response, "error": error})
 
 
-def completions(line: str, source: bytes) -> bytes:
+def completions(line: str, source: str) -> bytes:
     """Return the row's request and its result. A failed row has no result, but an error."""
     found = read_line(line.encode())
     try:
@@ -50,12 +50,12 @@ def completions(line: str, source: bytes) -> bytes:
     return _encode({"request": request, "result": {"choices": choices}})
 
 
-def unchanged(line: str, _source: bytes) -> bytes:
+def unchanged(line: str, _source: str) -> bytes:
     """Return the output line itself."""
     return line.encode()
 
 
-ENCODERS: dict[str, Callable[[str, bytes], bytes]] = {
+ENCODERS: dict[str, Callable[[str, str], bytes]] = {
     "openai-batch": openai_batch,
     "completions": completions,
     "lines": unchanged,

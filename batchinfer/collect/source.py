@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from batchinfer.collect.answers import rows_at_once
-from batchinfer.collect.json_columns import JsonColumns
 from batchinfer.core.errors import ConfigError, InputError, StorageError, near
-from batchinfer.core.json_text import read_object
+from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -21,78 +19,31 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 8 << 20
-_OWN = ("_row", "_id")
+_BATCH_ROWS = 4096
 
 
-class Source(NamedTuple):
-    """Columns of the source.
-
-    `read` yields all rows that are wanted, in input order, and maybe others: Arrow tables of rows that follow each
-    other, each with the number that its first row has in the job. `json` has made columns of JSON values.
-    """
-
-    schema: Any
-    read: Callable[[], Iterator[tuple[int, Any]]]
-    json: JsonColumns | None = None
-
-
-class Chunks(NamedTuple):
-    """The chunks of the rows that are wanted."""
-
-    refs: Sequence[ChunkRef]
-    open_store: OpenStore
-    scratch: Scratch
-
-    def lines(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Yield some MB of lines at a time, with the number of the first one's row."""
-        open_store = functools.cache(self.open_store)
-        for ref in self.refs:
-            local = fetch(open_store(ref.root), ref, self.scratch)
-            row = ref.first_row
-            with scratch_errors(local.path.parent), local.path.open("rb") as file:
-                while data := file.read(_BLOCK_BYTES) + file.readline():
-                    lines = data.removesuffix(b"\n").split(b"\n")
-                    yield row, lines
-                    row += len(lines)
-            remove_quietly(local.path)
-
-
-def open_source(job: Job, chunks: Chunks, columns: Sequence[str]) -> Source:
-    """Return the source's columns.
-
-    Args:
-        job: The job.
-        chunks: Its chunks.
-        columns: Names of the columns; none for all of the job.
-
-    Raises:
-        ConfigError: the source has no such column.
-    """
-    try:
-        found = _from_parquet(job, columns)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with the source, the chunks have its rows
-        logger.info("the source cannot be read again (%s)", error)
-        found = None
-    return found or _from_chunks(chunks, columns)
-
-
-def open_lines(chunks: Chunks) -> Source:
-    """Return the lines of chunks, as the only column `source`."""
+def read_chunks(
+    sql: Any, refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch
+) -> None:
+    """Write the lines of chunks to a table `lines` with the only column `source`. No UTF-8 becomes U+FFFD."""
     import pyarrow as pa
 
-    schema = pa.schema([("source", pa.binary())])
+    open_store = functools.cache(open_store)
+    sql.execute("CREATE TABLE lines (source VARCHAR)")
+    for ref in refs:
+        local = fetch(open_store(ref.root), ref, scratch)
+        with scratch_errors(local.path.parent), local.path.open("rb") as file:
+            while data := file.read(_BLOCK_BYTES) + file.readline():
+                if is_deep(data):
+                    data = b"\n".join(map(flatten_deep, data.split(b"\n")))
+                lines = data.decode(errors="replace").removesuffix("\n").split("\n")
+                sql.register("some_lines", pa.table({"source": lines}))
+                sql.execute("INSERT INTO lines FROM some_lines")
+        remove_quietly(local.path)
 
-    def read() -> Iterator[tuple[int, Any]]:
-        for row, lines in chunks.lines():
-            yield row, pa.table([lines], schema)
 
-    return Source(schema, read)
-
-
-def _chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the names of the columns that are asked for.
+def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the names of the columns that are asked for, of all without any.
 
     Raises:
         ConfigError: one of them is not known.
@@ -107,84 +58,100 @@ def _chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
     return list(columns or known)
 
 
-# --------------------------------------------------------------------------- chunks
-
-
-def _from_chunks(chunks: Chunks, wanted: Sequence[str]) -> Source:
-    """Return columns whose types are found from all values, which reads every chunk once or more."""
-    import pyarrow as pa
-
-    broken: set[int] = set()
-
-    def blocks() -> Iterator[list[dict[str, Any]]]:
-        for row, lines in chunks.lines():
-            rows = list(map(read_object, lines))
-            broken.update(row + index for index, each in enumerate(rows) if each is None)
-            yield [
-                _mended(line) if each is None else each
-                for line, each in zip(lines, rows, strict=True)
-            ]
-
-    found = JsonColumns(blocks)
-    names = _chosen(wanted, [name for name in found.names if name not in _OWN])
-    if broken:
-        logger.warning(
-            "%d lines of the source are no JSON objects in UTF-8, the first is row %d",
-            len(broken),
-            min(broken),
-        )
-
-    def read() -> Iterator[tuple[int, Any]]:
-        found.num_texts.clear()
-        for row, lines in chunks.lines():
-            rows = [read_object(line) or _mended(line) for line in lines]
-            yield row, pa.table(found.arrays(rows, names))
-
-    return Source(pa.table(found.arrays([], names)).schema, read, found)
-
-
-def _mended(line: bytes) -> dict[str, Any]:
-    """Return what can be read of a line that is no JSON object in UTF-8: other bytes become U+FFFD."""
-    return read_object(line.decode(errors="replace").encode()) or {}
-
-
 # --------------------------------------------------------------------------- parquet
 
 
-def _from_parquet(job: Job, columns: Sequence[str]) -> Source | None:
-    """Return the columns of the job's parquet files; None if other files are among them, or one has changed.
+class ParquetSource:
+    """The columns of a job's parquet files, which must be those that the job was made of.
 
     Raises:
-        Exception: a file is gone or cannot be read, or the files' columns have no types in common.
+        ConfigError: the source has no such column.
+        Exception: a file is gone, has changed or cannot be read, or the files' columns have no types in common.
     """
-    import pyarrow as pa
-    from pyarrow import dataset
 
-    if any(each.format != "parquet" for each in job.sources) or not job.files:
-        return None
-    files = job.files
-    footers = list(map(_footer_of, files))
-    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
-    schema = pa.unify_schemas(schemas, promote_options="permissive")
-    names = _chosen(columns, [name for name in job.columns if name in schema.names])
+    def __init__(self, job: Job, columns: Sequence[str]) -> None:
+        import pyarrow as pa
 
-    def read() -> Iterator[tuple[int, Any]]:
-        kind, row = dataset.ParquetFileFormat(), 0
-        for file, footer in zip(files, footers, strict=True):
-            groups = map(footer.row_group, range(footer.num_row_groups))
-            size = rows_at_once(sum(group.total_byte_size for group in groups), file.rows)
+        self._files = job.files
+        footers = list(map(_footer_of, self._files))
+        schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+        self._types = pa.unify_schemas(schemas, promote_options="permissive")
+        names = chosen(columns, [name for name in job.columns if name in self._types.names])
+        self.schema = pa.schema([self._types.field(name) for name in names])
+        size = sum(
+            footer.row_group(index).total_byte_size
+            for footer in footers
+            for index in range(footer.num_row_groups)
+        )
+        rows = sum(file.rows for file in self._files)
+        self._at_once = max(1, min(_BATCH_ROWS, _BLOCK_BYTES * rows // max(1, size)))
+
+    def batches(self) -> Iterator[Any]:
+        """Yield all rows in order, as Arrow tables."""
+        import pyarrow as pa
+        from pyarrow import dataset
+
+        kind = dataset.ParquetFileFormat()
+        for file in self._files:
             try:
                 with _open(file.url) as opened:
-                    rows = dataset.FileSystemDataset([kind.make_fragment(opened)], schema, kind)
+                    rows = dataset.FileSystemDataset(
+                        [kind.make_fragment(opened)], self._types, kind
+                    )
                     for batch in rows.to_batches(
-                        columns=names, batch_size=size, batch_readahead=1, use_threads=False
+                        columns=self.schema.names,
+                        batch_size=self._at_once,
+                        batch_readahead=1,
+                        use_threads=False,
                     ):
-                        yield row, pa.table(batch)
-                        row += len(batch)
+                        yield pa.table(batch)
             except (OSError, pa.ArrowException) as error:
                 raise StorageError(f"{file.url}: cannot be read ({error})") from error
 
-    return Source(pa.schema([schema.field(name) for name in names]), read)
+
+class RowTaker:
+    """Takes rows by their numbers, which rise from call to call, from tables that follow each other."""
+
+    def __init__(self, tables: Iterator[Any]) -> None:
+        self._tables, self._first = tables, 0
+        self._held: list[Any] = []
+
+    def take(self, rows: Any) -> Any:
+        """Return the rows of some numbers (an array that rises) as an Arrow table.
+
+        Raises:
+            InputError: the tables end before.
+        """
+        import pyarrow as pa
+
+        while self._held and self._first + len(self._held[0]) <= rows[0]:
+            self._first += len(self._held.pop(0))
+        while self._first + sum(map(len, self._held)) <= rows[-1]:
+            table = next(self._tables, None)
+            if table is None:
+                raise InputError("the source has not all rows any more", hint="collect again")
+            if not self._held and self._first + len(table) <= rows[0]:
+                self._first += len(table)
+            else:
+                self._held.append(table)
+        return pa.concat_tables(self._held).take(pa.array(rows - self._first))
+
+
+def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
+    """Return the columns of the job's parquet files; None if these are gone, have changed, or are not all it has.
+
+    Raises:
+        ConfigError: the source has no such column.
+    """
+    if not job.files or any(each.format != "parquet" for each in job.sources):
+        return None
+    try:
+        return ParquetSource(job, columns)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the source, the chunks have its rows
+        logger.info("the source cannot be read again (%s)", error)
+        return None
 
 
 def _open(url: str) -> Any:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from batchinfer.collect.answers import Answers, connect, rows_at_once
-from batchinfer.collect.json_answers import JsonAnswers, schema_of
+from batchinfer.collect.answers import ASK_VERIFY, Answers, connect, rows_of
+from batchinfer.collect.json_columns import (
+    JsonColumns,
+    schema_of,
+    shape_of,
+    transform,
+    types_of,
+)
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
 from batchinfer.collect.options import TABLES, CollectConfig
-from batchinfer.collect.outputs import sound_outputs
-from batchinfer.collect.selection import Selection
-from batchinfer.collect.source import Chunks, Source, open_lines, open_source
+from batchinfer.collect.selection import Selection, sound_outputs
+from batchinfer.collect.source import RowTaker, chosen, open_parquet, read_chunks
 from batchinfer.collect.vectors import VectorColumn
-from batchinfer.core.errors import ConfigError, InputError, RunUnsound
+from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.tasks import GENERATE, is_pooling
 from batchinfer.ledger.audit import Finding
 from batchinfer.ledger.jobs import OpenStore
@@ -27,7 +30,8 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
+_MOST_ROWS = 4096
+_BLOCK_BYTES = 8 << 20
 
 
 class Collection:
@@ -42,7 +46,7 @@ class Collection:
 
     Raises:
         RunUnsound: an output is damaged, and `config.partial` is not set.
-        InputError: an output cannot be read.
+        InputError: an output cannot be read, or has other rows than it should.
         ConfigError: the condition is none, or the source has no such column.
     """
 
@@ -54,89 +58,103 @@ class Collection:
         open_store: OpenStore,
         scratch: Scratch,
     ) -> None:
-        import numpy as np
-
         self._config = config
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
         self._is_table = config.kind in TABLES
+        self._sql = connect(scratch.folder)
         outputs = sound_outputs(selection, store, scratch, self.damaged)
-        sql, with_lines = connect(scratch.folder), not self._is_table
-        self.answers = Answers(sql, outputs, scratch, with_lines=with_lines)
-        found = self.answers.found
+        self.answers = answers = Answers(self._sql, outputs, with_lines=not self._is_table)
         if self.damaged and not config.partial:
             raise RunUnsound(
                 f"{self.damaged[0].subject}: {self.damaged[0].problem}",
-                hint=f"{_ASK_VERIFY}; --partial leaves it out",
+                hint=f"{ASK_VERIFY}; --partial leaves it out",
             )
-        refs = [ref for ref, _ in found]
-        self.num_chunks = len(refs)
-        self._first_rows = np.array([ref.first_row for ref in refs], "int64")
-        self._starts = np.cumsum([0, *(marker.rows_ok + marker.rows_error for _, marker in found)])
-        self.num_rows = int(self._starts[-1])
-        if self.answers.one("count(*)") != (self.num_rows,):
-            raise InputError(
-                f"{store.url}: its outputs do not have the {self.num_rows} lines that their markers count",
-                hint=_ASK_VERIFY,
-            )
-        size = sum(marker.output_bytes for _, marker in found)
-        self._at_once = rows_at_once(size, self.num_rows)
+        self._json_texts = {"tool_calls", "logprobs"}
+        self._changes: list[tuple[str, Callable[[Any], Any]]] = []
+        self._relation = "answers"
         prompt = selection.run.config.get("prompt") or {}
         task = prompt.get("task") or GENERATE
         wanted = () if is_pooling(task) else ("text", "finish_reason")
-        self._columns = self.answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
-        self._made: list[VectorColumn | JsonAnswers] = [
-            VectorColumn(self.answers, task, name)
-            for name in self._columns.keys() & {"embedding", "embeddings"}
-        ]
-        self._json: JsonAnswers | None = None
+        self._own = answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
+        for name in self._own.keys() & {"embedding", "embeddings"}:
+            self._add_vectors(VectorColumn(answers, task, name))
         is_json, schema = schema_of(prompt.get("body") or {})
         if wanted and (is_json if config.answer_json is None else config.answer_json):
-            names = [name if name in self._columns else f"{name}s" for name in wanted]
-            texts = functools.partial(self._values, names[0])
-            self._json = JsonAnswers(texts, schema, names)
-            self._made.append(self._json)
-        chunks = Chunks(refs, open_store, scratch)
-        self._source: Source | None = None
-        if config.with_source:
-            self._source = open_source(selection.job, chunks, config.columns)
-        elif config.kind in NEEDS_SOURCE:
-            self._source = open_lines(chunks)
-        if self._source and not self._source.schema.names:
-            self._source = None
+            self._add_json(schema)
+        self._parquet = open_parquet(selection.job, config.columns) if config.with_source else None
+        self._source: dict[str, str] = {}
+        if self._parquet is None and (config.with_source or config.kind in NEEDS_SOURCE):
+            read_chunks(self._sql, [ref for ref, _ in answers.found], open_store, scratch)
+            self._source = self._columns_of_chunks()
+        self._source_names = self._parquet.schema.names if self._parquet else list(self._source)
+        size = sum(marker.output_bytes for _, marker in answers.found)
+        self._at_once = max(1, min(_MOST_ROWS, _BLOCK_BYTES * answers.num_rows // max(1, size)))
         # A wrong condition is refused before anything is written.
-        nothing = self.answers.read(self._columns).take(0)
-        source = self._source and self._source.schema.empty_table()
-        self.schema = self._fitting(self._joined(nothing, 0, source))[1].schema
+        nothing = self._parquet and self._parquet.schema.empty_table()
+        self.schema = self._fitting(self._made(self._read(" LIMIT 0").read_all(), nothing)).schema
         """Names and types of the columns."""
 
-    def _values(self, name: str) -> Iterator[list[Any]]:
-        answers = self.answers.read({name: self._columns[name]})
-        for _ in range(0, self.num_rows, self._at_once):
-            yield answers.take(self._at_once)[name].to_pylist()
+    # -- columns
 
-    @property
-    def broken_answers(self) -> int:
-        """Number of finished answers that break the run's schema, among the rows that were read."""
-        return self._json.num_broken if self._json else 0
+    def _add_vectors(self, vectors: VectorColumn) -> None:
+        self._own = {
+            vectors.name if name == vectors.column else name: value
+            for name, value in self._own.items()
+        }
+        self._changes.append((vectors.name, lambda table: vectors.array(table[vectors.name])))
 
-    @property
-    def source_texts(self) -> Counter[str]:
-        """Number of the source's values that are their JSON text, by column."""
-        return +self._source.json.num_texts if self._source and self._source.json else Counter()
+    def _add_json(self, schema: Any) -> None:
+        """Add columns of answers that are JSON."""
+        is_one, found = "text" in self._own, dict[str, str]()
+        if is_one:
+            relation, value = "answers", "TRY_CAST(text_list[1] AS JSON)"
+            members = JsonColumns(self._sql, relation, value, types_of(schema))
+            if members.is_flat:
+                self._relation = f"(SELECT *, {members.struct} AS members FROM answers)"
+                columns = members.columns("members")
+                found = {f"answer_{name}": column for name, column in columns.items()}
+                self._json_texts.update(f"answer_{name}" for name in members.json_texts)
+                value = f"CASE WHEN json_type({value}) <> 'OBJECT' THEN {value} END"
+        else:
+            relation, value = "(SELECT unnest(text_list) AS t FROM answers)", "TRY_CAST(t AS JSON)"
+        shape = shape_of(self._sql, relation, value)
+        if shape != "NULL":
+            other = transform(value, shape)
+            found["answer"] = other if is_one else f"list_transform(text_list, lambda t: {other})"
+            self._json_texts.update({"answer"} if shape == "JSON" else ())
+        self._own |= found
+
+    def _columns_of_chunks(self) -> dict[str, str]:
+        """Return the source's columns, whose types are found from all values, or the lines if none are asked for."""
+        if not self._config.with_source:
+            self._relation += " POSITIONAL JOIN lines"
+            return {"source": "source"}
+        value = "TRY_CAST(source AS JSON)"
+        broken = f"count(*) FILTER (json_type({value}) IS DISTINCT FROM 'OBJECT')"
+        [(num_broken,)] = rows_of(self._sql, f"SELECT {broken} FROM lines")
+        if num_broken:
+            logger.warning("%d lines of the source are no JSON objects", num_broken)
+        found = JsonColumns(self._sql, "lines", value)
+        columns = found.columns("fields")
+        known = [name for name in columns if name not in ("_row", "_id")]
+        names = chosen(self._config.columns, known)
+        if texts := [name for name in names if name in found.json_texts]:
+            text = "columns of the source whose values share no type are JSON text: %s"
+            logger.warning(text, ", ".join(texts))
+        self._relation += f" POSITIONAL JOIN (SELECT source, {found.struct} AS fields FROM lines)"
+        return {name: columns[name] for name in names}
+
+    def _apart(self, name: str) -> str:
+        """Return a name for a column of the answers that no column of the source has."""
+        while name in self._source_names:
+            name = f"_{name}"
+        return name
 
     @property
     def json_texts(self) -> set[str]:
         """Names of the columns that hold JSON texts."""
-        names = ["tool_calls", "logprobs", *(self._json.json_texts if self._json else ())]
-        return set(map(self._apart, names))
-
-    def errors(self) -> dict[str, int]:
-        """Return the number of failed rows by error code, the most frequent first."""
-        query = (
-            "SELECT error_code, count(*) AS n FROM answers WHERE error_code IS NOT NULL GROUP BY 1"
-        )
-        return dict(self.answers.sql.execute(f"{query} ORDER BY n DESC, 1").fetchall())
+        return set(map(self._apart, self._json_texts))
 
     # -- rows
 
@@ -145,12 +163,14 @@ class Collection:
 
         They have the columns of `schema`; where the form is no table, they have the only column `line`.
         """
-        import numpy as np
         import pyarrow as pa
+        from pyarrow import compute
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
-        for rows, table in map(self._fitting, self._all()):
-            taken = table if drawn is None else table.filter(pa.array(np.isin(rows, drawn)))
+        for table in map(self._fitting, self._all()):
+            taken = table
+            if drawn is not None:
+                taken = table.filter(compute.is_in(table[self._apart("_row")], pa.array(drawn)))
             yield taken if self._is_table else self._encoded(taken)
 
     def _drawn(self, size: int) -> Any:
@@ -158,107 +178,73 @@ class Collection:
 
         A row's number decides, so that the same rows of several runs over one job are drawn.
         """
-        import pyarrow as pa
-
-        sql = self.answers.sql
+        sql = self._sql
         sql.execute("CREATE TABLE fitting (row BIGINT)")
-        for rows, _ in map(self._fitting, self._all()):
-            sql.register("numbers", pa.table({"row": rows}))
+        for table in map(self._fitting, self._all()):
+            sql.register("numbers", table.select([self._apart("_row")]))
             sql.execute("INSERT INTO fitting FROM numbers")
         order = f"md5(concat({self._config.seed}, ' ', row))"
-        return sql.execute(f"SELECT row FROM fitting ORDER BY {order} LIMIT {size}").fetchnumpy()[
-            "row"
+        return [
+            row for [row] in rows_of(sql, f"SELECT row FROM fitting ORDER BY {order} LIMIT {size}")
         ]
 
     def _all(self) -> Iterator[Any]:
         """Yield all rows with the source's columns, in input order.
 
         Raises:
-            InputError: rows are missing, or an answer is of another row than its place says.
+            InputError: the source has not all rows any more.
         """
-        if self._json:
-            self._json.num_broken = 0
-        answers = self.answers.read(self._columns)
-        done, next_log = 0, time.monotonic() + _LOG_SECONDS
-        for start, stop, source in self._parts():
-            if start != done:
-                break
-            yield self._joined(answers.take(stop - start), start, source)
-            done = stop
-            if time.monotonic() > next_log:
-                logger.info("%d of %d rows read", done, self.num_rows)
-                next_log += _LOG_SECONDS
-        if done != self.num_rows:
-            raise InputError("the source does not have all rows any more", hint="collect again")
-
-    def _parts(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield the places of rows that follow each other, from one up to another, with the source's columns."""
-        import numpy as np
         import pyarrow as pa
 
-        if self._source is None:
-            for start in range(0, self.num_rows, self._at_once):
-                yield start, min(start + self._at_once, self.num_rows), None
-            return
-        for first_row, source in self._source.read():
-            rows = np.arange(first_row, first_row + len(source))
-            chunks = self._first_rows.searchsorted(rows, "right") - 1
-            places = self._starts[chunks] + rows - self._first_rows[chunks]
-            is_wanted = (chunks >= 0) & (places < self._starts[chunks + 1])
-            if is_wanted.any():
-                first, last = places[is_wanted][[0, -1]].tolist()
-                yield first, last + 1, source.filter(pa.array(is_wanted))
+        taker = RowTaker(self._parquet.batches()) if self._parquet else None
+        done, next_log = 0, time.monotonic() + _LOG_SECONDS
+        for batch in self._read():
+            table = pa.table(batch)
+            yield self._made(table, taker and taker.take(table[0].to_numpy()))
+            done += len(table)
+            if time.monotonic() > next_log:
+                logger.info("%d of %d rows read", done, self.answers.num_rows)
+                next_log += _LOG_SECONDS
 
-    def _joined(self, table: Any, start: int, source: Any) -> Any:
-        """Return answers as they are in the table, with the source's columns. The first one has the place `start`.
+    def _read(self, limit: str = "") -> Any:
+        """Return a reader of the columns of the answers, `_row` first, and of the source in the chunks."""
+        columns = (
+            f"{value} AS c{index}"
+            for index, value in enumerate([*self._own.values(), *self._source.values()])
+        )
+        query = f"SELECT {', '.join(columns)} FROM {self._relation}{limit}"
+        return self._sql.cursor().sql(query).to_arrow_reader(self._at_once)
 
-        Raises:
-            InputError: an answer is of another row than its place says.
-        """
-        import numpy as np
-
-        places = np.arange(start, start + len(table))
-        chunks = self._starts.searchsorted(places, "right") - 1
-        rows = self._first_rows[chunks] + places - self._starts[chunks]
-        wrong = np.flatnonzero(table["_row"].to_numpy() != rows)
-        if wrong.size:
-            raise InputError(
-                f"row {rows[wrong[0]]}: another row is in its place in the output", hint=_ASK_VERIFY
-            )
-        for columns in self._made:
-            table = columns.made(table)
+    def _made(self, read: Any, source: Any) -> Any:
+        """Return rows with their columns as they are in the table."""
+        own = len(self._own)
+        table = read.select(list(range(own))).rename_columns(list(self._own))
+        for name, array in self._changes:
+            table = table.set_column(table.column_names.index(name), name, array(table))
+        table = table.rename_columns(list(map(self._apart, self._own)))
         if source is None:
-            return table
-        table = table.rename_columns(list(map(self._apart, table.column_names)))
+            source = read.select(list(range(own, read.num_columns)))
+            source = source.rename_columns(self._source_names)
         for field, column in zip(source.schema, source.columns, strict=True):
             table = table.append_column(field, column)
         return table
 
-    def _apart(self, name: str) -> str:
-        """Return a name for a column of the answers that no column of the source has."""
-        while self._source is not None and name in self._source.schema.names:
-            name = f"_{name}"
-        return name
-
-    def _fitting(self, table: Any) -> tuple[Any, Any]:
-        """Return the rows that fulfil the condition, with their numbers in the job.
+    def _fitting(self, table: Any) -> Any:
+        """Return the rows that fulfil the condition.
 
         Raises:
             ConfigError: the condition is none.
         """
         import duckdb
-        import numpy as np
         import pyarrow as pa
 
-        rows = table["_row"].to_numpy()
         if not self._config.where:
-            return rows, table
+            return table
         try:
             query = f"SELECT coalesce(CAST(({self._config.where}) AS BOOLEAN), false) FROM rows"
-            sql = self.answers.sql.cursor()
+            sql = self._sql.cursor()
             sql.register("rows", table)
-            mask = np.array(sql.execute(query).fetchall(), bool).reshape(-1)
-            return rows[mask], table.filter(pa.array(mask))
+            return table.filter(pa.array([fits for [fits] in rows_of(sql, query)], pa.bool_()))
         except duckdb.Error as error:
             raise ConfigError(
                 f"--where {self._config.where}: {str(error).splitlines()[0]}",
@@ -271,6 +257,6 @@ class Collection:
         import pyarrow as pa
 
         lines = table["line"].to_pylist()
-        sources = table["source"].to_pylist() if self._source else [b""] * len(lines)
+        sources = table["source"].to_pylist() if self._source else [""] * len(lines)
         found = map(ENCODERS[self._config.kind], lines, sources)
         return pa.table({"line": pa.array(found, pa.binary())})

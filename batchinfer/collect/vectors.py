@@ -26,7 +26,7 @@ class VectorColumn:
     def __init__(self, answers: Answers, task: str, column: str) -> None:
         import pyarrow as pa
 
-        self._column, is_list = column, column == "embeddings"
+        self.column, is_list = column, column == "embeddings"
         least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
         self._is_nested = least < 0
         self._is_number = task == "reward" and least == most == 1
@@ -42,13 +42,11 @@ class VectorColumn:
         for is_so in (self._is_nested, is_list):
             self.type = pa.list_(self.type) if is_so else self.type
 
-    def made(self, table: Any) -> Any:
-        """Return an Arrow table of rows with this column in the place of the JSON texts."""
+    def array(self, texts: Any) -> Any:
+        """Return this column as an Arrow array, of that of the JSON texts."""
         import pyarrow as pa
 
-        texts = table[self._column].to_pylist()
-        index = table.column_names.index(self._column)
-        return table.set_column(index, self.name, pa.array(map(self._value, texts), self.type))
+        return pa.array(map(self._value, texts.to_pylist()), self.type)
 
     def _value(self, text: Any) -> Any:
         import numpy as np

@@ -6,7 +6,6 @@ files appear one after the other, and last the one without which no program take
 
 from __future__ import annotations
 
-import filecmp
 import logging
 import secrets
 from collections.abc import Iterator
@@ -61,8 +60,7 @@ def fetch_model(source: str) -> Path:
 def result_at(dest: str) -> Iterator[Path]:
     """Give an empty folder to write a result to, and put what it holds at the end at `dest`, if all went well.
 
-    The folder's parent takes other files meanwhile. After a kill, the same command begins anew. Equal files that the
-    killed one has left in a bucket stay.
+    After a kill the same command begins anew; what the killed one has left in a bucket has to be removed first.
 
     Raises:
         ConfigError: `dest` is a place that can only be read.
@@ -99,8 +97,8 @@ def _scratch_beside(dest: str) -> Scratch:
 
 
 def _check_bucket(store: Store) -> None:
-    """Refuse a DEST that holds a whole result or may not be written to, before hours of work are lost."""
-    if any(info.key in _UPLOADED_LAST for info in store.list("")):
+    """Refuse a DEST that holds something or may not be written to, before hours of work are lost."""
+    if next(iter(store.list("")), None) is not None:
         raise _taken(store.url)
     probe = f"_probe-{secrets.token_hex(8)}"
     store.create(probe, b"batchinfer convert may write here")
@@ -108,28 +106,10 @@ def _check_bucket(store: Store) -> None:
 
 
 def _upload(store: Store, folder: Path) -> None:
-    """Upload the folder's files. Equal ones may be there, from the same conversion before it was killed."""
     names = {path.name for path in folder.iterdir()}
-    there = {info.key for info in store.list("")}
-    if not there <= names:
-        raise _taken(store.url)
     for name in sorted(names, key=lambda name: (name in _UPLOADED_LAST, name)):
-        if name in there and not _is_equal(store, name, folder):
-            raise _taken(store.url)
         logger.info("uploading %s", name)
         store.put_file(name, folder / name)
-
-
-def _is_equal(store: Store, name: str, folder: Path) -> bool:
-    """Whether the store's file has the bytes of the folder's."""
-    if store.stat(name).bytes != (folder / name).stat().st_size:
-        return False
-    copy = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
-    try:
-        store.download(name, copy)
-        return filecmp.cmp(copy, folder / name, shallow=False)
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _taken(dest: str) -> InputError:

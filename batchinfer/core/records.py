@@ -1,7 +1,7 @@
 """Frozen records: those that modules pass to each other, and those that are stored as JSON.
 
 Records are msgspec structs with keyword-only arguments and slots. Their fields cannot be set again. msgspec also
-encodes and decodes them (see docs/decisions/0002). Unknown keys are ignored on reading, so that older programs can read
+encodes and decodes them. Unknown keys are ignored on reading, so that older programs can read
 records to which a newer program has added fields.
 """
 

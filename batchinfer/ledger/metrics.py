@@ -130,7 +130,9 @@ _TABLE: list[tuple[str, str, Callable[[WorkerSample], float | dict[str, int] | N
     ("worker_state", "1 for the state that the worker is in.", lambda s: {s.state: 1}),
 ]
 _LABELS = {"rows_failed_total": "code", "worker_state": "state"}
-METRICS = [Metric(f"batchinfer_{name}", *rest, _LABELS.get(name, "")) for name, *rest in _TABLE]
+METRICS = [
+    Metric(f"batchinfer_{name}", text, read, _LABELS.get(name, "")) for name, text, read in _TABLE
+]
 """Metrics with the labels run and worker, and one more where `label` names it."""
 
 RUN_METRICS = {

@@ -14,7 +14,7 @@ from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.options import options_of
 from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, forget_launch, new_id, record_launch
+from batchinfer.clusters.launch_records import find_launches, forget_launch, new_id, record_launch
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
@@ -85,6 +85,7 @@ class Launch:
         self._cluster = find_cluster(plan.on)
         self._store: Store
         """The run's store; `start` opens it, since a page needs none."""
+        self._place = plan.run
         self._began = self._clock.now()
         self._known: set[str] = set()
         """Ids of the run's launches at the last look."""
@@ -108,6 +109,7 @@ class Launch:
         self._refuse()
         self._cluster.page(self._asked)  # refuses a template that is wrong
         self._store = open_store(self._asked.run)
+        self._place = self._store.url
         seen = self._look()
         state = seen.state if seen else ""
         if state in _ENDED and not (state == "done" and self._options.get("retry_errors")):
@@ -226,7 +228,7 @@ class Launch:
         Raises:
             ConfigError: It finds errors.
         """
-        from batchinfer.check.command import command as check
+        from batchinfer.check.checking import command as check
 
         asked, names = self._asked, {parameter.name for parameter in check.params}
         gpu = asked.gpu.replace("none", "")
@@ -246,7 +248,7 @@ class Launch:
         """Return the plan of so many workers, which divide the budget in dollars among them; None: without a limit."""
         share = None if budget is None else round(budget / workers, 4)
         words = worker_words(self._options | {"max_cost": share})
-        identity = new_id(self._clock.now())
+        identity = new_id(self._clock.now(), self._place)
         if share is not None:
             for rank in range(workers):
                 self._budgets[layout.launched_worker(identity, rank)] = share

@@ -1,8 +1,7 @@
-"""The command `batchinfer chat`: a conversation with a model, at a terminal or over the lines of a pipe."""
+"""The command `batchinfer chat`: a conversation with a model at a terminal."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -23,67 +22,32 @@ from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
 from batchinfer.playground.session import Session, play_options
 
-_OTHER_NAMES = {"?": "help", "exit": "quit", "hyperparameters": "set", "params": "set"}
-_PATH = "/v1/chat/completions"
-_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-_ROOM = 256
-"""Tokens of the context that are kept for an answer if ``max_tokens`` is not set."""
-_TEMPLATE = """\
-{{{{ bos_token }}}}{{% for message in messages %}}{{% if message.role == "user" %}}{{{{ {} + message.content + {} }}}}\
-{{% elif message.role == "assistant" %}}{{{{ {} + message.content + {} }}}}{{% else %}}{{{{ message.content }}}}\
-{{{{ "" if message.content[-1:] == "\\n" else "\\n" }}}}{{% endif %}}{{% endfor %}}{{{{ {} }}}}"""
-"""Chat template that puts each message between the two parts of its side's format."""
-
 
 @click.command("chat", cls=ServerCommand)
-@click.option("--user-msg-fmt", default="", help="In place of the chat template: 'user: {}\\n'.")
-@click.option("--assistant-msg-fmt", default="", help="The model's side: 'assistant: {}\\n'.")
 @play_options("n")
 @common_options
-def command(user_msg_fmt: str, assistant_msg_fmt: str, **options: Any) -> None:
+def command(**options: Any) -> None:
     """Talk with a model. Answers stream; Ctrl-C ends an answer, not the chat.
 
     \b
       batchinfer chat --model Qwen/Qwen3-8B --system-prompt "Answer briefly."
 
     /help lists the commands. In a message, Alt-Enter begins a new line. When the conversation no longer fits the
-    model's context, its first turns are left out, and the chat says so. Where standard input is no terminal, each line
-    is a message or a command. Answers and the text of /prompt are written to stdout, everything else to stderr.
+    model's context, its first turns are left out, and the chat says so. Answers and the text of /prompt are written to
+    stdout, everything else to stderr.
     """  # noqa: D301 - \b keeps click from wrapping the example
+    if sys.stdin is None or not sys.stdin.isatty():
+        hint = "`batchinfer generate` answers prompts, and `batchinfer run` those of a pipe"
+        raise errors.ConfigError("chat: standard input is no terminal", hint=hint)
     session = Session(options, messages_column="messages", turns="all")
-    if user_msg_fmt or assistant_msg_fmt:
-        use_formats(session, user_msg_fmt, assistant_msg_fmt)
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     # SystemExit, because the line editor swallows ordinary exceptions that a signal raises in its callbacks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.Interrupted.exit_status))
     try:
         session.open()
-        say("/help lists the commands" if is_terminal else "each line is a message")
-        read = _line_editor() if is_terminal else _read_line
-        Chat(session, read, is_terminal=is_terminal).run()
+        say("/help lists the commands")
+        Chat(session, _line_editor()).run()
     finally:
         session.close()
-
-
-def use_formats(session: Session, user: str, assistant: str) -> None:
-    """Make the server put each message into its side's format. An answer ends where a format does.
-
-    Raises:
-        ConfigError: the server is not ours to start, or a format does not hold {} exactly once.
-    """
-    formats = [text.replace("\\n", "\n").split("{}") for text in (user, assistant)]
-    if any(len(parts) != 2 for parts in formats) or session.config.engine != "vllm":
-        raise errors.ConfigError(
-            "--user-msg-fmt, --assistant-msg-fmt: expected both, with {} once, for --engine vllm",
-            hint="--user-msg-fmt 'user: {}\\n' --assistant-msg-fmt 'assistant: {}\\n'",
-        )
-    texts = [*formats[0], *formats[1], formats[1][0]]
-    template = _TEMPLATE.format(*map(json.dumps, texts))
-    arguments = [*session.config.server_args, "--chat-template", template]
-    session.config = msgspec.structs.replace(session.config, server_args=arguments)
-    ends = [text.strip() for text in (formats[1][1], formats[0][0]) if text.strip()]
-    body = {"stop": ends} | session.prompt.body
-    session.prompt = msgspec.structs.replace(session.prompt, body=body)
 
 
 class Chat:
@@ -92,11 +56,10 @@ class Chat:
     Args:
         session: The open engine.
         read: Returns the next message or command; raises EOFError if there is none.
-        is_terminal: Whether a person types. If not, the first mistake ends the chat.
     """
 
-    def __init__(self, session: Session, read: Callable[[], str], *, is_terminal: bool) -> None:
-        self._session, self._read, self._is_terminal = session, read, is_terminal
+    def __init__(self, session: Session, read: Callable[[], str]) -> None:
+        self._session, self._read = session, read
         self._body, self._system = dict(session.prompt.body), session.prompt.system_prompt
         self._messages: list[dict[str, str]] = []
         self._start = 0
@@ -107,24 +70,15 @@ class Chat:
         self._commands = {name.removeprefix("do_"): getattr(self, name) for name in names}
 
     def run(self) -> None:
-        """Read and answer until the person quits or there is no more to read.
-
-        Raises:
-            BatchinferError: a message or command was refused, or the engine failed. At a terminal these are shown
-                instead, and the chat goes on.
-        """
+        """Read and answer until the person quits. What is refused is shown, and the chat goes on."""
         while True:
             try:
                 self._take(self._read())
             except EOFError:
                 return
             except KeyboardInterrupt:
-                if not self._is_terminal:
-                    raise
                 say("Ctrl-D or /quit ends the chat")
             except (errors.UsageError, errors.EngineError) as error:
-                if not self._is_terminal:
-                    raise
                 say(f"{error.message} ({error.hint})" if error.hint else error.message)
                 if isinstance(error, errors.EngineError):
                     self._session.close()  # the next message starts the server again
@@ -134,8 +88,7 @@ class Chat:
             if text.strip():
                 self._ask(text.removeprefix("/"))
             return
-        word, _, argument = text[1:].strip().partition(" ")
-        name = _OTHER_NAMES.get(word, word)
+        name, _, argument = text[1:].strip().partition(" ")
         if name not in self._commands:
             hint = "/help lists them; a message that begins with / is written with //"
             raise errors.ConfigError(f"/{name}: is not a command", hint=hint)
@@ -157,7 +110,7 @@ class Chat:
 
     def _stream(self, messages: list[dict[str, str]]) -> str | None:
         """Show an answer while it comes. Returns it, as far as Ctrl-C let it come; None if the prompt is too long."""
-        changes = {"body": self._body | _STREAM, "system_prompt": self._system}
+        changes = {"body": self._body | {"stream": True}, "system_prompt": self._system}
         [prepared] = self._session.prepare(self._num_asked, [{"messages": messages}], **changes)
         assert prepared.call is not None
         self._call, answer, reason = prepared.call, "", ""
@@ -175,22 +128,12 @@ class Chat:
                     answer += delta.get("content") or ""
                     write(delta.get("content") or "")
                     reason = choice.get("finish_reason") or reason
-                self._leave_room((event.get("usage") or {}).get("total_tokens", 0))
         except KeyboardInterrupt:
-            if not self._is_terminal:
-                raise
             reason = "stopped"
         write("\n")
         if reason in ("length", "stopped"):
             say(f"({reason}: the model sees what it has said)")
         return answer
-
-    def _leave_room(self, num_tokens: int) -> None:
-        """Leave out one more turn from now on if prompt and answer have filled the context."""
-        longest = (self._session.info and self._session.info.max_model_len) or 0
-        room = min(self._body.get("max_tokens") or _ROOM, longest // 2)
-        if longest and num_tokens + room > longest:
-            self._start = min(self._start + 2, len(self._messages))
 
     # ------------------------------------------------------------------ commands
 
@@ -211,7 +154,7 @@ class Chat:
 
     def do_set(self, argument: str) -> None:
         """NAME=VALUE,…: other parameters, e.g. max_tokens=100,temperature=0; none: the model's own."""
-        known = self._session.engine.parameters(_PATH)
+        known = self._session.engine.parameters("/v1/chat/completions")
         pairs = read_pairs("/set", [argument] if argument else [])
         for name in pairs:
             if known and name not in known:
@@ -222,18 +165,16 @@ class Chat:
             say(f"{name} = {value}")
 
     def do_prompt(self, _argument: str) -> None:
-        """The last prompt as the model got it, with its tokens; or the messages, if the server does not tell."""
+        """The last prompt as the model got it; or the messages, if the server does not tell."""
         if self._call is None:
             raise errors.ConfigError("/prompt: nothing was said yet")
         body = msgspec.json.decode(self._call.body)
         wanted = ("model", "messages", "tools", "chat_template_kwargs")
         asked = {name: body[name] for name in wanted if name in body}
-        found = self._post("/tokenize", asked | {"return_token_strs": True})
-        tokens = found.get("tokens") or []
+        tokens = self._post("/tokenize", asked).get("tokens") or []
         text = self._post("/detokenize", {"model": body["model"], "tokens": tokens}).get("prompt")
         write(f"{codec.encode(asked).decode() if text is None else text}\n")
-        pairs = zip(tokens, found.get("token_strs") or tokens, strict=True)
-        say(f"{len(tokens)} tokens: " + " ".join(f"{number}:{name!r}" for number, name in pairs))
+        say(f"{len(tokens)} tokens")
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         call = Call(key=("chat", 0), path=path, body=codec.encode(body))
@@ -251,14 +192,6 @@ class Chat:
         raise EOFError
 
 
-def _read_line() -> str:
-    """Return the next line of standard input that is no terminal."""
-    try:
-        return input()
-    except (OSError, UnicodeError, RuntimeError) as error:
-        raise errors.InputError(f"standard input: no text in UTF-8 ({error})") from error
-
-
 def _line_editor() -> Callable[[], str]:
     """Return a line editor whose history is a file that this user alone can read. It needs no terminal at stdout."""
     from prompt_toolkit import PromptSession
@@ -272,6 +205,5 @@ def _line_editor() -> Callable[[], str]:
     place = state / "batchinfer" / "chat-history"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch(0o600)
-    output = create_output(always_prefer_tty=True)
-    history = FileHistory(str(place))
+    output, history = create_output(always_prefer_tty=True), FileHistory(str(place))
     return PromptSession(">>> ", history=history, key_bindings=keys, output=output).prompt

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from threading import Event
+from typing import Any
 
 import click
 import msgspec
@@ -13,34 +14,28 @@ import msgspec
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say, write
-from batchinfer.cli.values import read_pairs
+from batchinfer.cli.values import FORMS, read_pairs
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.replies import failure_of
 from batchinfer.formats import answer_of, encode_row, read_line
-from batchinfer.playground.session import Never, Session, play_options
+from batchinfer.playground.session import Session, play_options
 from batchinfer.prompts import Prepared
 
 
 @click.command("generate", cls=ServerCommand)
-@click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt; may be repeated.")
 @click.option(
-    "--prompt-file",
-    "files",
-    multiple=True,
-    type=click.File(encoding="utf-8"),
-    help="Text file that is one prompt; - is standard input. A prompt a line: batchinfer run FILE.",
+    "-p", "--prompt", "prompts", multiple=True, help="A prompt, or @FILE; may be repeated."
 )
 @click.option("--grid", multiple=True, metavar="NAME=A,B", help="Values to try; may be repeated.")
 @click.option("--plain", "is_plain", is_flag=True, help="Send the prompts as they are, as no chat.")
-@click.option("--one-at-a-time", "is_serial", is_flag=True, help="Latencies of an idle engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures.")
 @play_options()
 @common_options
 def command(
-    prompts: tuple[str, ...], files: tuple[TextIO, ...], grid: tuple[str, ...], **options: Any
+    prompts: tuple[str, ...], grid: tuple[str, ...], **options: Any
 ) -> dict[str, Any] | None:
     """Answer a few prompts, over a grid of sampling values, and show how fast it went.
 
@@ -50,14 +45,14 @@ def command(
 
     Every prompt is answered with every combination of the grid's values. A model with a chat template is sent each
     prompt as a user's message. Answers go to stdout; the table of tokens, latencies and rates comes last, on stderr.
-    All requests run together unless --one-at-a-time is given. Exit 1: a request has no answer.
+    All requests run together. Exit 1: a request has no answer.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.check.model import has_chat_template
 
-    is_plain, is_serial, as_json = (options.pop(n) for n in ("is_plain", "is_serial", "as_json"))
-    texts = [*prompts, *(file.read().removesuffix("\n") for file in files)]
+    is_plain, as_json = options.pop("is_plain"), options.pop("as_json")
+    texts = [FORMS["text"].read("--prompt", text).removesuffix("\n") for text in prompts]
     if not texts:
-        raise ConfigError("no prompt: expected --prompt TEXT or --prompt-file FILE")
+        raise ConfigError("no prompt: expected --prompt TEXT")
     session = Session(options, prompt_column="prompt")
     is_chat = not is_plain and (session.prompt.system_prompt or has_chat_template(session.config))
     try:
@@ -66,8 +61,7 @@ def command(
         if session.config.engine == "vllm":  # an engine's first step is slower than the others
             session.engine.ask(msgspec.structs.replace(tried[0]["call"], key=("warm-up", 0)))
         start = time.perf_counter()
-        for group in [[trial] for trial in tried] if is_serial else [tried]:
-            answer(session, group)
+        answer(session, tried)
         seconds = time.perf_counter() - start
     finally:
         session.close()
@@ -111,8 +105,8 @@ def trials(
 class _Source:
     """Calls of trials. It notes when the engine takes each. Implements `RequestSource`."""
 
-    def __init__(self, group: list[dict[str, Any]]) -> None:
-        self._left = list(group)
+    def __init__(self, tried: list[dict[str, Any]]) -> None:
+        self._left = list(tried)
 
     def take(self, max_calls: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
         """See RequestSource."""
@@ -126,10 +120,10 @@ class _Source:
         """Return at once: all calls are there from the beginning."""
 
 
-def answer(session: Session, group: list[dict[str, Any]]) -> None:
+def answer(session: Session, tried: list[dict[str, Any]]) -> None:
     """Answer trials together, and put answers and figures into their records."""
-    by_key = {trial["call"].key: trial for trial in group}
-    for replies in session.engine.generate(_Source(group), Never()):
+    by_key = {trial["call"].key: trial for trial in tried}
+    for replies in session.engine.generate(_Source(tried), Event()):
         for reply in replies:
             trial = by_key[reply.key]
             trial |= _figures(trial.pop("prepared"), reply)
@@ -180,16 +174,13 @@ def conclude(
         BatchinferError: a request has no answer.
     """
     errors = [trial["error"] for trial in tried if trial["error"]]
-    tokens = {
-        name: sum(trial[name] for trial in tried) for name in ("input_tokens", "output_tokens")
-    }
-    totals = tokens | {"requests": len(tried), "errors": len(errors), "seconds": round(seconds, 6)}
-    rate = tokens["output_tokens"] / seconds
+    given, made = (sum(trial[f"{name}_tokens"] for trial in tried) for name in ("input", "output"))
+    totals = {"requests": len(tried), "errors": len(errors), "load_seconds": round(load_seconds, 3)}
+    totals |= {"input_tokens": given, "output_tokens": made, "seconds": round(seconds, 6)}
     say(
-        f"{units.many(len(tried), 'request')}: {tokens['input_tokens']} input and {tokens['output_tokens']} output "
-        f"tokens in {seconds:.3g} s, {rate:.4g} output tokens/s"
+        f"{units.many(len(tried), 'request')}: {given} input and {made} output tokens in {seconds:.3g} s, "
+        f"{made / seconds:.4g} output tokens/s"
     )
-    totals |= {"tokens_per_second": round(rate, 3), "load_seconds": round(load_seconds, 3)}
     result = {"status": "PARTIAL" if errors else "SUCCESS", "results": tried, "totals": totals}
     if errors:
         num = units.many(len(errors), "request")

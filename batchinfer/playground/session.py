@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from batchinfer.cli.logs import set_level
 from batchinfer.cli.options import F, options, options_of, value_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, units
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import InputError
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
 from batchinfer.prompts import Prepared, PromptBuilder, RawRow
@@ -21,7 +22,7 @@ from batchinfer.worker.config import WorkerConfig, rules_of
 
 _SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
 _PROMPT = ("system_prompt", "chat_template_kwargs", "tools")
-_NO_USE = ("replicas", "task", "constraint_column", "lora_column")
+_NO_USE = ("replicas", "task")
 """Options of those sections without a use here: one server answers with texts."""
 
 
@@ -33,14 +34,6 @@ def play_options(*without: str) -> Callable[[F], F]:
         if option.section not in _SECTIONS and option.field not in _PROMPT
     ]
     return options(WorkerConfig, without=[*left_out, *_NO_USE, *without])
-
-
-class Never:
-    """A stop signal that is never set."""
-
-    def is_set(self) -> bool:
-        """See `engines.Stop`."""
-        return False
 
 
 class Session:
@@ -57,11 +50,6 @@ class Session:
             set_level("warning")
         given = given | more
         config = engine_config(given)
-        if len(config.loras) > 1:
-            raise ConfigError(
-                f"--lora: is given {len(config.loras)} times, expected one adapter, which answers everything",
-                hint="batchinfer run takes several, and --lora-column",
-            )
         self.config = config if is_remote(config) else msgspec.structs.replace(config, replicas=1)
         self.prompt = prompt_config(given)
         self.seed: int | None = value_of(WorkerConfig, "run_seed", given)
@@ -73,7 +61,7 @@ class Session:
         """Start the server, and tell the person. May be called again after `close`."""
         say(f"loading {self.config.model or self.config.engine} …")
         self.engine = create_engine(self.config)
-        self.info = self.engine.open(Never())
+        self.info = self.engine.open(Event())
         length = self.info.max_model_len
         context = "" if length is None else f", context {length:,} tokens"
         took = units.duration(self.info.load_seconds)

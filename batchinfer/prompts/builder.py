@@ -91,7 +91,7 @@ class PromptBuilder:
     @property
     def needed_columns(self) -> dict[str, list[str]]:
         """Columns that every row needs to become the request that the options ask for. Keys name the options."""
-        needed = {**self._reader.needed_columns, "--id-column": [self._config.id_column]}
+        needed = {**self._reader.needed_columns, "--column id": [self._config.column("id")]}
         return {option: names for option, names in needed.items() if any(names)}
 
     def build(self, chunk_name: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
@@ -137,7 +137,7 @@ class PromptBuilder:
         try:
             columns = decode_object(data)
             place, own_id = columns.pop(ROW_FIELD, None), columns.pop(ID_FIELD, None)
-            if column := self._config.id_column:
+            if column := self._config.column("id"):
                 own_id = columns.get(column)
             if self._config.request_format == "openai-batch":
                 own_id = columns.get("custom_id") or own_id
@@ -161,7 +161,7 @@ class PromptBuilder:
             taken |= group if taken & group else set()
         body |= {name: x for name, x in self._fields_for(path).items() if name not in taken}
         body["model"] = body.get("model") or self._rules.model
-        if self._config.tools_column and not body.get("tools"):
+        if self._config.column("tools") and not body.get("tools"):
             body.pop("tool_choice", None)  # a row without tools is answered as text
         best_of = _take_best_of(path, body)
         if self._config.truncate_prompt != "error" and not holds_media(body):

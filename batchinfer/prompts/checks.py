@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.conversation import check_turns
 from batchinfer.prompts.types import (
+    COLUMN_KINDS,
     MEDIA_KINDS,
     SPEECH_URLS,
     TASK_PATHS,
@@ -15,20 +16,19 @@ from batchinfer.prompts.types import (
 
 _PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_name", "pair_columns")
 """Fields that say what the prompt of a row is."""
-_OF_CHATS = ("system_prompt", "image_columns", "video_columns", "tools_column")
-_OF_TEXTS = ("constraint_column", "tools_column")
-"""Fields that say something about texts that the model writes."""
-_OTHERS = ("as_chat", "blank_columns", "lora_column", "audio_columns")
-"""The other fields that only rows of columns have."""
+_OF_CHATS = ("system_prompt", "image", "video", "tools")
+_OF_TEXTS = ("constraint", "tools")
+"""Kinds of columns that say something about texts that the model writes."""
+_OTHERS = ("as_chat", "blank_columns", "lora", "audio")
+"""The other fields, and kinds of columns, that only rows of columns have."""
 
 
 def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
-    """Return the options of those fields that are set."""
-    flags = {
-        "template_name": "--prompt-template",
-        **{f"{x}_columns": f"--{x}-column" for x in MEDIA_KINDS},
-    }
-    given = [field for field in fields if getattr(config, field)]
+    """Return the options of those fields that are set, and of those kinds of columns that there are."""
+    flags = {"template_name": "--prompt-template"} | {x: f"--column {x}" for x in COLUMN_KINDS}
+    given = [
+        x for x in fields if (x in config.columns if x in COLUMN_KINDS else getattr(config, x))
+    ]
     return [flags.get(field, "--" + field.replace("_", "-")) for field in given]
 
 
@@ -50,6 +50,14 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do. Later complaints may follow from the first."""
     if any("\ud800" <= char <= "\udfff" for char in config.system_prompt):
         yield "--system-prompt: holds bytes that are no text", "expected UTF-8"
+    for kind, names in config.columns.items():
+        if kind not in COLUMN_KINDS:
+            yield (
+                f"--column {kind}: expected one of {', '.join(COLUMN_KINDS)}",
+                "--column image=photo",
+            )
+        if len(names) > 1 and kind not in MEDIA_KINDS:
+            yield f"--column {kind}: {len(names)} columns, expected one", "give it once"
     if config.request_format != "rows":
         for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OF_TEXTS, *_OTHERS]):
             yield (
@@ -60,24 +68,25 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     yield from _of_the_prompt(config, _given(config, _PROMPTS))
     for option in _given(config, _OF_TEXTS) if config.task != "generate" else ():
         yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
-    of_chats = _given(config, [*_OF_CHATS, *(["audio_columns"] if not _is_speech(config) else [])])
+    of_chats = _given(config, [*_OF_CHATS, *(["audio"] if not _is_speech(config) else [])])
     for option in [*of_chats, *(["--tools"] if "tools" in config.body else [])]:
         is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
         if not config.is_chat and not is_used:
             hint = "add --as-chat, or use --messages-column"
             yield f"{option}: the prompt is plain text, expected a chat", hint
-    if config.lora_column and not config.adapters:
-        yield "--lora-column: the run has no adapter", "add --lora NAME=PATH"
-    if len(config.adapters) > 1 and not config.lora_column:
-        yield "--lora: several adapters, and rows say none", "add --lora-column COLUMN"
+    if config.column("lora") and not config.adapters:
+        yield "--column lora: the run has no adapter", "add --lora NAME=PATH"
+    if len(config.adapters) > 1 and not config.column("lora"):
+        yield "--lora: several adapters, and rows say none", "add --column lora=NAME"
 
 
 def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:
     task = f"--task {config.task}"
     is_speech = _is_speech(config)
-    if is_speech and (given or len(config.audio_columns) != 1):
-        found = " and ".join(given) or f"{len(config.audio_columns)} columns of sounds"
-        yield f"{task}: {found}, expected one column of sounds", "name it with --audio-column"
+    sounds = config.media_columns["audio"]
+    if is_speech and (given or len(sounds) != 1):
+        found = " and ".join(given) or f"{len(sounds)} columns of sounds"
+        yield f"{task}: {found}, expected one column of sounds", "name it: --column audio=NAME"
     elif not is_speech and len(given) != 1:
         yield (
             f"{' and '.join(given) or 'no prompt option'}: expected one way to make prompts",

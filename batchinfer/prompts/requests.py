@@ -53,7 +53,7 @@ class RequestsReader:
         if self._is_batch:
             path, given = _envelope(columns)
         else:
-            own_id = self._config.id_column
+            own_id = self._config.column("id")
             path, others = COMPLETIONS_URL, {"engine", *({own_id} - {"prompt"})}
             given = {name: value for name, value in columns.items() if name not in others}
             if not given.get("prompt"):

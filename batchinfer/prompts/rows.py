@@ -60,7 +60,7 @@ class RowsReader:
         needed["--prompt-column"] = [config.prompt_column]
         needed["--messages-column"] = [self._messages_column]
         needed["--pair-columns"] = config.pair_columns
-        needed |= {f"--{kind}-column": config.media_columns[kind] for kind in MEDIA_KINDS}
+        needed |= {f"--column {kind}": config.media_columns[kind] for kind in MEDIA_KINDS}
         if self._template is not None:
             read = [x for x in self._template.needed_columns if x not in config.blank_columns]
             needed["the template: the variable"] = read
@@ -81,12 +81,13 @@ class RowsReader:
         body["model"] = self._rules.model
         config = self._config
         if config.adapters:  # a single one answers every row
-            own = columns.get(config.lora_column) if config.lora_column else config.adapters[0]
+            name = config.column("lora")
+            own = columns.get(name) if name else config.adapters[0]
             body["model"] = own or self._rules.model
-        if name := config.constraint_column:
+        if name := config.column("constraint"):
             with reading(f"column {name!r}", Code.INVALID_CONSTRAINT):
                 body |= read_constraint(columns.get(name))
-        if (name := config.tools_column) and columns.get(name):
+        if (name := config.column("tools")) and columns.get(name):
             with reading(f"column {name!r}"):
                 body["tools"] = read_tools(columns[name])
             body["tool_choice"] = config.body.get("tool_choice", "auto")

@@ -15,6 +15,8 @@ from batchinfer.core.records import Call, Failure, Record, RowKey
 
 MediaKind = Literal["image", "audio", "video"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
+COLUMN_KINDS = (*MEDIA_KINDS, "tools", "constraint", "lora", "id")
+"""What ``--column`` may say of a column. Of media there may be several columns, of the others one."""
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -33,6 +35,10 @@ TASK_PATHS = {
 }
 """Path to which rows of columns go, by the run's task. With the task ``generate``, conversations go to `CHAT_URL`, and
 plain prompts to `COMPLETIONS_URL`."""
+
+
+_MAY_LACK = ("constraint", "lora", "tools")
+"""Kinds of columns that a row may lack."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
@@ -69,7 +75,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """The options that say how rows become requests. If an option names a file, the field holds the file's content.
 
     With the request format ``rows``, one of `messages_column`, `prompt_column`, `prompt_template`, `template_name`,
-    `pair_columns`, or (to transcribe and translate) `audio_columns` says what the prompt is.
+    `pair_columns`, or (to transcribe and translate) a column of the kind ``audio`` says what the prompt is.
     """
 
     SECTION: ClassVar[str] = "prompt"
@@ -98,29 +104,14 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Columns to empty before the template sees them."""
     truncate_prompt: Literal["error", "left", "right"] = "error"
     """What to do with prompts longer than the model takes: make them error rows, or cut there."""
-    tools_column: str = ""
-    """Column with the row's own tools, in place of the run's."""
-    constraint_column: Annotated[str, Opt(section="sampling")] = ""
-    """Column with the row's own constraint, in place of the run's; see docs/features.md."""
-    lora_column: Annotated[str, Opt(section="model")] = ""
-    """Column with the name of the row's adapter; empty: the model itself. Without this option a single --lora answers
-    every row."""
-    image_columns: Annotated[
-        list[str], Opt(flag="--image-column", section="media", metavar="COLUMN")
-    ] = []
-    """Column with the row's images: URLs, paths, base64, or the Hub's bytes and path; may be repeated."""
-    audio_columns: Annotated[
-        list[str], Opt(flag="--audio-column", section="media", metavar="COLUMN")
-    ] = []
-    """Column with the row's sounds, in the same forms."""
-    video_columns: Annotated[
-        list[str], Opt(flag="--video-column", section="media", metavar="COLUMN")
-    ] = []
-    """Column with the row's videos, in the same forms."""
-    id_column: Annotated[str, Opt(section="input")] = ""
-    """Column whose value is each row's _id, for chunks that split did not make."""
+    columns: Annotated[
+        dict[str, list[str]], Opt(form="columns", flag="--column", metavar="KIND=NAME")
+    ] = {}
+    """Column with a row's image, audio or video (each may be repeated), its own tools, constraint or lora (name of an
+    adapter), or its id (where split gave none), as in image=photo; see docs/features.md."""
     adapters: Annotated[list[str], NO_OPTION] = []
-    """Names of the run's LoRA adapters. A single one answers every row of columns, unless `lora_column` is set."""
+    """Names of the run's LoRA adapters. A single one answers every row of columns, unless a column of the kind ``lora``
+    says which."""
     body: Annotated[dict[str, Any], NO_OPTION] = {}
     """The run's own fields of request bodies, as `make_body` gives them. A row's own fields take precedence."""
 
@@ -129,19 +120,20 @@ class PromptConfig(Record, frozen=True, kw_only=True):
         """Whether rows of columns become conversations."""
         return bool(self.messages_column) or self.as_chat or self.template_name == "sharegpt"
 
+    def column(self, kind: str) -> str:
+        """Return the column of a kind of which there may be one; "" if there is none."""
+        return self.columns.get(kind, [""])[0]
+
     @property
     def media_columns(self) -> dict[str, list[str]]:
         """Columns with media, by their kind."""
-        columns = (self.image_columns, self.audio_columns, self.video_columns)
-        return dict(zip(MEDIA_KINDS, columns, strict=True))
+        return {kind: self.columns.get(kind, []) for kind in MEDIA_KINDS}
 
     @property
     def optional_columns(self) -> dict[str, list[str]]:
         """Columns that the options name and that a row may lack. Keys are the options."""
-        own = ("constraint_column", "lora_column", "tools_column")
-        named = {"--" + field.replace("_", "-"): getattr(self, field) for field in own}
-        found = {option: [name] for option, name in named.items() if name}
-        return {"--blank-columns": self.blank_columns, **found}
+        own = {f"--column {kind}": self.columns.get(kind, []) for kind in _MAY_LACK}
+        return {"--blank-columns": self.blank_columns, **{k: v for k, v in own.items() if v}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,9 @@ class Alignment:
     def __init__(self, run: Run, store: Store, scratch: Scratch) -> None:
         prompt = run.config.get("prompt")
         options: dict[str, Any] = prompt if isinstance(prompt, dict) else {}
-        self._id_columns = [str(options.get("id_column") or json_lines.ID_FIELD)]
+        columns = options.get("columns")
+        own = columns.get("id") if isinstance(columns, dict) else None
+        self._id_columns = [str(own[0]) if isinstance(own, list) and own else json_lines.ID_FIELD]
         if options.get("request_format") == "openai-batch":
             self._id_columns.insert(0, "custom_id")
         self._store = store

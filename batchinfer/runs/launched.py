@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from batchinfer.clusters import FINAL_STATUSES, Fate, find_cluster
-from batchinfer.clusters.launches import LaunchRecord, find_launches
+from batchinfer.clusters.launch_records import LaunchRecord, find_launches
 from batchinfer.core import errors, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted

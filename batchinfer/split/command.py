@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOG_SECONDS = 10.0
 _ANEW = "run the same command with --overwrite to make the job anew"
 
 
@@ -143,15 +142,18 @@ def _check_options(config: SplitConfig) -> None:
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
             hint="an unset variable of the shell? The present folder is `.`",
         )
-    others = {
-        "--append": ("overwrite", "limit", "by_reference"),
-        "--by-reference": ("append", "limit", "columns", "id_column", "delimiter", "num_chunks"),
+    refused = {
+        "append": "overwrite limit by_reference",
+        "by_reference": "append limit columns id_column delimiter num_chunks",
     }
-    for option, names in others.items():
-        if getattr(config, option.strip("-").replace("-", "_")):
-            refused = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
-            if refused:
-                raise ConfigError(f"{', '.join(refused)}: not together with {option}")
+    for option, names in refused.items():
+        for name in names.split() if getattr(config, option) else ():
+            if getattr(config, name):
+                raise ConfigError(f"{_spelled(name)}: not together with {_spelled(option)}")
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _count(config: SplitConfig, id_column: str) -> Sources:
@@ -179,7 +181,7 @@ def _append(config: SplitConfig, job: Job | None, store: Store) -> tuple[Job, di
         there, here = getattr(job, name), getattr(config, name)
         if here not in (there, getattr(plain, name)):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {here}: the job has {there!r}, which cannot change",
+                f"{_spelled(name)} {here}: the job has {there!r}, which cannot change",
                 hint="leave it out: the job's own is taken",
             )
     counted = _count(config, job.id_column or "_row")
@@ -247,12 +249,14 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
     is_same = files == there
     if existing.generation:  # what it began with, or all that it has now
         is_same = files == there[: len(files)] or {*files} == {*there}
-    different = [] if is_same else ["the sources' files"]
-    for name in ("columns", "num_workers", "id_column", "compression", "limit"):
-        before, now = getattr(existing, name), getattr(wanted, name)
-        different += [f"{name} ({before} there, {now} here)"] if before != now else []
-    if config.num_chunks not in (None, len(existing.chunks)) and not existing.generation:
-        different.append(f"chunks ({len(existing.chunks)} there, {config.num_chunks} here)")
+    pairs = {
+        name: (getattr(existing, name), getattr(wanted, name))
+        for name in ("columns", "num_workers", "id_column", "compression", "limit")
+    }
+    if config.num_chunks and not existing.generation:
+        pairs["chunks"] = len(existing.chunks), config.num_chunks
+    different = [f"{name} ({a} there, {b} here)" for name, (a, b) in pairs.items() if a != b]
+    different += [] if is_same else ["the sources' files"]
     if different:
         raise InputError(
             f"{config.output}: holds a finished job that differs in {'; '.join(different)}",
@@ -277,23 +281,11 @@ def _refuse_runs(store: Store, output: str) -> None:
 
 @contextlib.contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the number of finished rows. It moves a bar on a terminal, or logs now and then."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
+    """Yield a function to call with the number of finished rows, which moves a bar on a terminal."""
+    from tqdm import tqdm
 
-        with tqdm(total=rows, unit=" rows", desc="split", file=sys.stderr) as bar:
-            yield bar.update
-        return
-    done, shown = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        if time.monotonic() - shown >= _LOG_SECONDS:
-            shown = time.monotonic()
-            logger.info("%d of %d rows split", done, rows)
-
-    yield advance
+    with tqdm(total=rows, unit=" rows", desc="split", file=sys.stderr, disable=None) as bar:
+        yield bar.update
 
 
 # --------------------------------------------------------------------------- command line

@@ -29,9 +29,9 @@ class Part(Record, frozen=True, kw_only=True):
     counted: Counted
     columns: list[str] | None
     """Columns to keep, in this order; None for all."""
-    id_column: str
-    """Column whose values become `_id`; empty for row numbers."""
     delimiter: str
+    id_column: str = ""
+    """Column whose values become `_id`; empty for row numbers."""
     first_row: int = 0
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from batchinfer.core.errors import ConfigError, InputError, near
+from batchinfer.core.errors import InputError, near
 from batchinfer.core.records import FORMAT_VERSION, Job, Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.split import files, lines, tables
@@ -51,17 +51,15 @@ class Sources(Record, frozen=True, kw_only=True):
         """Size of all files."""
         return sum(part.found.bytes for part in self.parts)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no limit leaves out rows."""
-        return self.rows == sum(part.counted.rows for part in self.parts)
-
     def without(self, job: Job) -> Sources:
         """Return the sources without the files that a job has, numbered after its rows."""
         known = {file.content for file in job.files}
-        left = (
-            msgspec.structs.replace(each, files=_other(each.files, known)) for each in self.sources
-        )
+        left = [
+            msgspec.structs.replace(
+                each, files=[file for file in each.files if file.content not in known]
+            )
+            for each in self.sources
+        ]
         parts = [part for part in self.parts if source_file(part).content not in known]
         return msgspec.structs.replace(
             self,
@@ -94,9 +92,8 @@ class Sources(Record, frozen=True, kw_only=True):
         first = sum(part.counted.rows for part in self.parts[:index])
         part = msgspec.structs.replace(self.parts[index], first_row=first)
         block = next(_FORMATS[part.found.format][1](part))
-        return first, block.encode(0, min(count, block.num_rows, self.rows - first)).split(b"\n")[
-            :-1
-        ]
+        lines = block.encode(0, min(count, block.num_rows, self.rows - first))
+        return first, lines.split(b"\n")[:-1]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""
@@ -159,7 +156,7 @@ def count_sources(
     Raises:
         InputError: A source has no file or files of several formats, a file is damaged or lacks a column, or all
             sources together have no rows.
-        ConfigError: A source's URL cannot be used, or a delimiter is given without CSV.
+        ConfigError: A source's URL cannot be used.
         AccessDenied: Credentials are missing or refused.
     """
     sources: list[Source] = []
@@ -167,33 +164,23 @@ def count_sources(
     rows = 0
     for argument in arguments:
         found, revision = files.locate(argument)
-        counted = []
+        new = []
         for file in found:
             if limit is not None and rows >= limit:
                 break
             with files.reading(file.url):
                 one = _FORMATS[file.format][0](file, delimiter)
             rows += one.rows
-            counted.append(one)
-        new = [
-            Part(found=file, counted=one, columns=columns, id_column="", delimiter=delimiter)
-            for file, one in zip(found, counted, strict=False)
-        ]
+            new.append(Part(found=file, counted=one, columns=columns, delimiter=delimiter))
+        described = list(map(source_file, new))
         sources.append(
-            Source(
-                url=redact(argument),
-                format=found[0].format,
-                files=[source_file(part) for part in new],
-                revision=revision,
-            )
+            Source(url=redact(argument), format=found[0].format, files=described, revision=revision)
         )
         parts += new
     if not rows:
         raise InputError(
             f"{', '.join(arguments)}: holds no rows, expected at least one", hint="check the path"
         )
-    if delimiter and all(part.found.format != "csv" for part in parts):
-        raise ConfigError("--delimiter: no source is CSV", hint="leave it out")
     parts = [part for part in parts if part.counted.rows]
     _check_columns(parts, {"--columns": columns or [], "--id-column": [id_column]})
     id_column = id_column or _usual_id(parts)
@@ -207,10 +194,6 @@ def count_sources(
         id_column=id_column,
         rows=rows if limit is None else min(rows, limit),
     )
-
-
-def _other(found: list[SourceFile], known: set[tuple[int, int, str]]) -> list[SourceFile]:
-    return [file for file in found if file.content not in known]
 
 
 def source_file(part: Part) -> SourceFile:

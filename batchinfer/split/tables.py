@@ -9,21 +9,22 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from typing import cast
 
-import msgspec
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
 from batchinfer.split.files import FoundFile, damaged, ending, opened
-from batchinfer.split.rows import Block, Counted, Part, lines_block
+from batchinfer.split.rows import Block, Counted, Part
 
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384
+_CSV_ROWS = 1024
 _FIELD_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
 _UUID = (r"^(.{8})(.{4})(.{4})(.{4})(.{12})$", "$1-$2-$3-$4-$5")
@@ -181,23 +182,12 @@ def count_csv(found: FoundFile, delimiter: str) -> Counted:
 
 def read_csv(part: Part) -> Iterator[Block]:
     """Yield the records of a CSV file. Every value is text."""
-    records = _records(part.found, part.delimiter, hashlib.sha256())
-    names, kept = next(records, []), part.names
-    row, lines, ids, size = part.first_row, list[bytes](), list[bytes](), 0
-    for record in records:
-        values = dict(zip(names, record, strict=True))
-        own = values.get(part.id_column)
-        own_fields = {"_row": row, "_id": str(row) if own is None else own}
-        lines.append(
-            msgspec.json.encode({name: values[name] for name in kept} | own_fields) + b"\n"
-        )
-        ids += [] if own is None else [own.encode()]
-        size += len(lines[-1])
-        row += 1
-        if size > _BATCH_BYTES:
-            yield lines_block(lines, ids)
-            lines, ids, size = [], [], 0
-    yield lines_block(lines, ids)
+    records, row = _records(part.found, part.delimiter, hashlib.sha256()), part.first_row
+    names = next(records, [])
+    schema = dict.fromkeys(map(str, range(len(names))), pl.String)
+    while some := list(itertools.islice(records, _CSV_ROWS)):
+        yield _frame_block(pl.DataFrame(some, schema, orient="row"), names, part, row)
+        row += len(some)
 
 
 def _records(found: FoundFile, delimiter: str, digest: hashlib._Hash) -> Iterator[list[str]]:

@@ -165,7 +165,7 @@ def write_chunks(
                 take()
         while waiting:
             take()
-    if sources.is_whole:
+    if sources.rows == sum(part.counted.rows for part in sources.parts):  # no limit leaves out rows
         rows.finish()
     sources.check_unchanged()
     return msgspec.structs.replace(

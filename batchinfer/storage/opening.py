@@ -5,9 +5,11 @@ The adapters, and the packages that they import, load only when their scheme is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -215,6 +217,24 @@ def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
             f"{store.url}: {found}; workers share a run by such writes",
             hint="use a store that honours conditional writes: docs/object-storage.md names some",
         )
+
+
+@contextlib.contextmanager
+def leaving_no_folders(url: str) -> Iterator[None]:
+    """Remove, at its end, the folders that `check_preconditions` makes for a local `url` that did not exist before.
+
+    A folder with a file in it stays. Stores at other URLs have no folders.
+    """
+    made: list[Path] = []
+    if split_url(url)[0] == "file" and not local_path(url).exists():
+        root = local_path(url).absolute()
+        made = [root / layout.PROBES, root, *(each for each in root.parents if not each.exists())]
+    try:
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # a worker writes there meanwhile, for example
+                folder.rmdir()
 
 
 def _try_creates(store: Store, key: str) -> str:

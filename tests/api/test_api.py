@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import json
-import multiprocessing
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,32 +28,22 @@ from fake_endpoint import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
+TABLE = pa.Table.from_pylist(ROWS)
 
 
-def test_the_names_and_signatures_are_those_that_programs_rely_on() -> None:
+def run(data: Any = ROWS, **options: Any) -> batchinfer.RunHandle:
+    return batchinfer.run(data, **{"engine": "echo"} | options)
+
+
+def texts(answered: batchinfer.RunHandle) -> list[Any]:
+    return [row["text"] for row in answered.rows()]
+
+
+def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_nothing_heavy() -> None:
     assert set(batchinfer.__all__) == {
-        "RunHandle",
-        "__version__",
-        "errors",
-        "make_job",
-        "open_run",
-        "run",
+        *("RunHandle", "__version__", "errors", "make_job", "open_run", "run"),
     }
     assert set(batchinfer.__all__) <= set(dir(batchinfer))
-    signatures = {
-        "run": ["data", "model", "output", "work", "limit", "prompt_column"],
-        "make_job": ["data", "output", "options"],
-        "open_run": ["url"],
-    }
-    for name, wanted in signatures.items():
-        function = getattr(batchinfer.api, name)
-        assert list(inspect.signature(function).parameters)[: len(wanted)] == wanted
-    public = {name for name in vars(batchinfer.RunHandle) if not name.startswith("_")}
-    tables = {"to_arrow", "to_polars", "to_pandas", "to_dataset"}
-    assert public == {"status", "verify", "rows"} | tables
-
-
-def test_the_import_loads_nothing_heavy() -> None:
     code = (
         "import sys, batchinfer; batchinfer.run, batchinfer.errors;"
         "heavy = {'torch', 'vllm', 'transformers', 'pyarrow', 'pandas', 'botocore', 'fsspec', 'msgspec'};"
@@ -62,100 +52,23 @@ def test_the_import_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def as_dataset() -> Any:
-    import datasets
-
-    return datasets.Dataset.from_list(ROWS)
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: pa.Table.from_pylist(ROWS), id="arrow"),
-        pytest.param(lambda: pa.Table.from_pylist(ROWS).to_reader(), id="reader"),
-        pytest.param(lambda: pa.Table.from_pylist(ROWS).to_pandas(), id="pandas"),
+        pytest.param(lambda: TABLE, id="arrow"),
+        pytest.param(TABLE.to_reader, id="reader"),
+        pytest.param(TABLE.to_pandas, id="pandas"),
         pytest.param(lambda: pl.DataFrame(ROWS), id="polars"),
         pytest.param(lambda: pl.LazyFrame(ROWS), id="lazy"),
-        pytest.param(as_dataset, id="datasets"),
+        pytest.param(lambda: datasets.Dataset.from_list(ROWS), id="datasets"),
         pytest.param(lambda: ROWS, id="list"),
         pytest.param(lambda: (row for row in ROWS), id="generator"),
     ],
 )
 def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
-    found = batchinfer.run(make(), engine="echo", prompt_column="text")
-    table = found.to_arrow(with_source=True)
+    table = run(make(), prompt_column="text").to_arrow(with_source=True)
     assert table.column("n").to_pylist() == list(range(5))
     assert table.column("text").to_pylist() == TEXTS
-
-
-def test_answers_come_as_table_frame_data_set_and_rows(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    found = batchinfer.run(
-        tmp_path / "rows.parquet", output=tmp_path / "a.parquet", engine="echo", max_tokens=8
-    )
-    assert found.result["status"] == "SUCCESS"
-    assert pq.read_table(tmp_path / "a.parquet").column("text").to_pylist() == TEXTS
-    assert found.to_pandas()["text"].tolist() == TEXTS
-    assert found.to_polars()["text"].to_list() == TEXTS
-    assert repr(found).startswith(
-        f"batchinfer.open_run('{tmp_path}/a.parquet.batchinfer/run')  # 5 rows, 0 failed"
-    )
-    assert repr(found).count('"text": "row ') == 3
-    assert found.to_dataset()["text"][:] == TEXTS
-    assert found.status()["state"] == "done"
-    assert found.verify(deep=True)["status"] == "SOUND"
-    again = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
-    assert again.to_arrow().equals(found.to_arrow())
-
-
-def test_first_some_then_all(tmp_path: Path) -> None:
-    some = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
-    assert [row["text"] for row in some.rows()] == TEXTS[:2]
-    found = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo")
-    assert found.result["worker"]["request_count"] == 3
-    assert [row["text"] for row in found.rows()] == TEXTS
-
-
-def test_an_option_that_is_none_is_not_given(tmp_path: Path) -> None:
-    names = (
-        "lora",
-        "stop",
-        "system_prompt",
-        "sampling",
-        "id_column",
-        "max_model_len",
-        "max_tokens",
-    )
-    answered = batchinfer.run(ROWS, engine="echo", **dict.fromkeys(names))
-    assert answered.to_arrow().column("text").to_pylist() == TEXTS
-
-
-def test_an_error_has_all_lines_that_the_command_says() -> None:
-    rows: list[dict[str, Any]] = [{"prompt": None}] * 3
-    with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):
-        batchinfer.run([{"prompt": "one"}, *rows], engine="echo", max_error_rate=0, min_errors=1)
-
-
-def test_some_rows_can_be_read_again(tmp_path: Path) -> None:
-    for status in ("PARTIAL", "UNCHANGED"):
-        some = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
-        assert some.result["status"] == status
-        assert [row["text"] for row in some.rows()] == TEXTS[:2]
-
-
-def test_a_run_is_found_after_the_program_has_changed_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = batchinfer.run(ROWS, output="a.parquet", engine="echo")
-    monkeypatch.chdir("/")
-    assert [row["text"] for row in found.rows()] == TEXTS
-
-
-def test_numbers_of_numpy_are_values_of_options() -> None:
-    np = pytest.importorskip("numpy")
-    found = batchinfer.run(ROWS, engine="echo", limit=np.int64(2))
-    assert found.result["rows"] == 2
 
 
 @pytest.mark.parametrize(
@@ -167,27 +80,53 @@ def test_numbers_of_numpy_are_values_of_options() -> None:
     ],
 )
 def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
-    answered = batchinfer.run(data, engine="echo", quiet=True)
-    assert [row["text"] for row in answered.rows()] == expected
+    assert texts(run(data, quiet=True)) == expected
 
 
-def test_a_prompt_in_place_of_a_list_is_told_how_to_come() -> None:
-    with pytest.raises(errors.InputError) as caught:
-        batchinfer.run("What is 1 + 1?", engine="echo")
-    assert "give prompts as a list" in caught.value.hint
+def test_answers_come_as_table_frame_data_set_and_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(TABLE, "rows.parquet")
+    absent = dict.fromkeys(["lora", "stop", "system_prompt", "sampling", "max_model_len"])
+    found = run("rows.parquet", output="a.parquet", limit=np.int64(9), **absent)
+    assert found.result["status"] == "SUCCESS"
+    monkeypatch.chdir("/")
+    assert pq.read_table(tmp_path / "a.parquet").column("text").to_pylist() == TEXTS
+    assert found.to_pandas()["text"].tolist() == found.to_polars()["text"].to_list() == TEXTS
+    assert found.to_dataset()["text"][:] == texts(found) == TEXTS
+    url = f"{tmp_path}/a.parquet.batchinfer/run"
+    assert repr(found).startswith(f"batchinfer.open_run('{url}')  # 5 rows, 0 failed")
+    assert repr(found).count('"text": "row ') == 3
+    assert found.status()["state"] == "done"
+    assert found.verify(deep=True)["status"] == "SOUND"
+    assert batchinfer.open_run(url).to_arrow().equals(found.to_arrow())
+
+
+def test_first_some_rows_which_are_read_as_such_then_all(tmp_path: Path) -> None:
+    for status in ("PARTIAL", "UNCHANGED"):
+        some = run(output=tmp_path / "a.parquet", limit=2)
+        assert (some.result["status"], texts(some)) == (status, TEXTS[:2])
+    unfinished = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
+    with pytest.raises(errors.RunUnsound):
+        unfinished.to_arrow()
+    with pytest.raises(errors.RunUnsound):
+        unfinished.verify()
+    found = run(output=tmp_path / "a.parquet")
+    assert found.result["worker"]["request_count"] == 3
+    assert texts(found) == TEXTS
 
 
 def test_without_output_the_run_is_kept_in_a_folder_that_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = batchinfer.run(["a"], engine="echo")
+    found = run(["a"])
     [folder] = re.findall(r"job and run are kept in (\S+);", capsys.readouterr().err)
     assert found.url == f"{folder}/run"
-    del found
-    assert batchinfer.open_run(f"{folder}/run").to_arrow()["text"].to_pylist() == ["a"]
     with pytest.raises(errors.UsageError):
-        batchinfer.run(ROWS, engine="echo", prompt_column="text", work=folder)
-    assert (Path(folder) / "run/run.json").exists(), "it survives an exception"
+        run(work=folder)
+    del found
+    assert texts(batchinfer.open_run(f"{folder}/run")) == ["a"], "it survives an exception"
 
 
 class Person(pydantic.BaseModel):
@@ -204,15 +143,17 @@ def test_schemas_and_tools_reach_the_server(schema: Any, tmp_path: Path) -> None
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     with fake_endpoint() as endpoint:
         common = {"engine": "openai", "base_url": endpoint.url, "model": "echo-model"}
-        batchinfer.run(["a"], json_schema=schema, tools=tools, stop=["."], quiet=True, **common)
+        run(["a"], json_schema=schema, tools=tools, stop=["."], quiet=True, **common)
         body = endpoint.bodies[-1]
     assert body["response_format"]["json_schema"]["schema"] == wanted
     assert (body["tools"], body["stop"]) == (tools, ["."])
 
 
-def test_options_of_the_server_are_arguments() -> None:
-    given = ["one two three", "a"]
-    answered = batchinfer.run(given, engine="echo", max_model_len=2, quiet=True)
+def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
+    answered = run(["one two three", "a"], max_model_len=2, quiet=True)
     assert answered.to_arrow()["error_code"].to_pylist() == ["prompt_too_long", None]
 
 
@@ -221,42 +162,9 @@ def test_a_missing_pandas_is_said_before_the_run(
 ) -> None:
     find = importlib.util.find_spec
     absent = lambda name: None if name == "pandas" else find(name)  # noqa: E731
-    monkeypatch.setattr("batchinfer.api.importlib.util.find_spec", absent)
-    batchinfer.run(["a"], engine="echo")
+    monkeypatch.setattr("importlib.util.find_spec", absent)
+    run(["a"])
     assert "pandas is not installed: read the answers with" in capsys.readouterr().err
-
-
-def test_an_error_is_raised_and_not_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(errors.UsageError, match="has no column 'x'"):
-        batchinfer.run(ROWS, engine="echo", prompt_column="x")
-    assert "has no column" not in capsys.readouterr().err
-
-
-def test_a_path_with_spaces_is_a_path(tmp_path: Path) -> None:
-    (tmp_path / "my rows").mkdir()
-    (tmp_path / "my rows/a.jsonl").write_text('{"prompt": "one"}\n')
-    for source in (tmp_path / "my rows", f"{tmp_path}/my rows/*.jsonl"):
-        assert batchinfer.run(source, engine="echo").to_arrow()["text"].to_pylist() == ["one"]
-
-
-def test_an_unsound_run_says_how_much_is_missing_and_what_to_do(tmp_path: Path) -> None:
-    batchinfer.run(ROWS, output=tmp_path / "a.jsonl", engine="echo", limit=2)
-    with pytest.raises(
-        errors.RunUnsound, match=r"2 of 4 chunks are done and sound; 2 missing"
-    ) as caught:
-        batchinfer.open_run(tmp_path / "a.jsonl.batchinfer/run").verify()
-    assert "batchinfer worker" in caught.value.hint
-
-
-def test_a_folder_of_answers_is_one_table_for_pandas_and_datasets(tmp_path: Path) -> None:
-    """`_COLLECTED` lies beside the files, and neither of them takes it for one."""
-    datasets, pd = pytest.importorskip("datasets"), pytest.importorskip("pandas")
-    folder = tmp_path / "answers"
-    batchinfer.run(ROWS, output=folder, engine="echo")
-    assert (folder / "_COLLECTED").exists()
-    assert pd.read_parquet(folder)["text"].to_list() == TEXTS
-    loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"), split="train")
-    assert loaded["text"][:] == TEXTS
 
 
 def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
@@ -272,68 +180,43 @@ def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
         ({"prompt_column": "txet"}, errors.UsageError, "data.jsonl: has no column 'txet'"),
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
         ({"max_tokens": object()}, errors.ConfigError, "max_tokens: is a object"),
+        ({"output": "-"}, errors.ConfigError, "is for the command line"),
+        *(
+            ({"data": each}, errors.InputError, "is no file, table, or list of prompts")
+            for each in (3, {"prompt": "a"}, b"x", "What is 1 + 1?")
+        ),
+        ({"data": [1, 2]}, errors.UsageError, "item 0, a int, cannot be a row"),
+        ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
+        ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
+        ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
+        (
+            {"data": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})},
+            errors.InputError,
+            "has the splits train, expected one",
+        ),
     ],
-)
-def test_a_mistake_is_an_error_of_ours(
-    tmp_path: Path,
+)  # fmt: skip
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     options: dict[str, Any],
     kind: type[Exception],
     said: str,
+    quiet: bool,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
-        batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", **options)
-    assert list(tmp_path.iterdir()) == []
+        run(**options, quiet=quiet)
+    shown = capfd.readouterr().err
     assert isinstance(caught.value, errors.BatchinferError)
-    assert "settings file" not in caught.value.hint + capfd.readouterr().err
+    assert "settings file" not in caught.value.hint + shown
+    assert not re.search(said, shown)
+    assert not (quiet and shown)
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        *(
-            (each, "is no file, table, or list of prompts")
-            for each in (3, {"prompt": "a"}, b"x", "-")
-        ),
-        ([1, 2], "item 0, a int, cannot be a row"),
-        ([{"text": "a"}, {"text": "b", "n": object()}], "item 1, a dict, cannot be a row"),
-        (["nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        ([], "data.jsonl: holds no rows"),
-    ],
-)
-def test_data_that_cannot_be_taken_are_named(data: Any, said: str) -> None:
-    with pytest.raises(errors.UsageError, match=said):
-        batchinfer.run(data, engine="echo")
-
-
-def test_one_of_several_splits_is_asked_for() -> None:
-    import datasets
-
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
-    with pytest.raises(errors.InputError, match="has the splits train, expected one"):
-        batchinfer.run(splits, engine="echo")
-
-
-def test_standard_output_is_for_the_command_line() -> None:
-    with pytest.raises(errors.ConfigError, match="command line"):
-        batchinfer.run(ROWS, output="-", engine="echo")
-
-
-def test_a_run_that_is_not_finished_is_not_read_as_if_it_were(tmp_path: Path) -> None:
-    batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
-    unfinished = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
-    with pytest.raises(errors.RunUnsound):
-        unfinished.to_arrow()
-    with pytest.raises(errors.RunUnsound):
-        unfinished.verify()
-
-
-def test_variables_of_the_command_do_not_reach_a_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
-    found = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo")
-    assert found.result["rows"] == 5
+def test_an_error_has_all_lines_that_the_command_says() -> None:
+    rows = [{"prompt": "a"}, *[{"prompt": None}] * 3]
+    with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):
+        run(rows, max_error_rate=0, min_errors=1)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -341,39 +224,11 @@ def test_a_bar_is_shown_where_a_person_sees_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_seen: bool
 ) -> None:
     monkeypatch.setattr("batchinfer.worker.progress.is_shown_to_people", lambda _: is_seen)
-    batchinfer.run(ROWS, engine="echo")
+    run()
     shown = capsys.readouterr().err
     assert ("5/5 rows" in shown) is ("100% |" in shown) is is_seen
     assert "taken from the data: --prompt-column text" in shown
     assert "\x1e" not in shown
-
-
-def test_quiet_shows_nothing_and_still_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("batchinfer.worker.progress.is_shown_to_people", lambda _: True)
-    batchinfer.run(ROWS, engine="echo", quiet=True)
-    with pytest.raises(errors.UsageError, match="max-tokens"):
-        batchinfer.run(ROWS, engine="echo", max_tokens=-1, quiet=True)
-    assert capsys.readouterr() == ("", "")
-
-
-def answer_in_a_fork(connection: Any) -> None:
-    connection.send([row["text"] for row in batchinfer.run(ROWS, engine="echo", quiet=True).rows()])
-
-
-def test_a_forked_process_and_a_thread_may_call_it() -> None:
-    """As a program with threads and loaded libraries does, for example a data loader's workers."""
-    batchinfer.run(ROWS, engine="echo", quiet=True)
-    with ThreadPoolExecutor(1) as pool:
-        inside = pool.submit(batchinfer.run, ROWS, engine="echo", quiet=True)
-        ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("fork").Process(target=answer_in_a_fork, args=(theirs,))
-        child.start()
-        assert ours.poll(60)
-        assert ours.recv() == TEXTS
-        child.join()
-        assert [row["text"] for row in inside.result().rows()] == TEXTS
 
 
 def descendants(pid: int) -> list[int]:
@@ -394,21 +249,34 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def started(folder: Path, code: str) -> subprocess.Popen[str]:
+    """Start a program that calls `run`, and wait until its first rows are in the engine."""
+    command = [sys.executable, "-c", f"import batchinfer; batchinfer.run({code})"]
+    program = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert program.stderr is not None
+    next(line for line in program.stderr if "first rows in the engine" in line)
+    return program
+
+
+def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    rows = [{"text": f"row {index}"} for index in range(20)]
+    slow = {"engine": "echo", "echo_latency_seconds": 0.5, "max_num_seqs": 2}
+    with started(tmp_path, f"{rows}, output='a.parquet', **{slow}") as program:
+        program.send_signal(signal.SIGINT)
+        _, shown = program.communicate(timeout=120)
+    assert "KeyboardInterrupt" in shown
+    found = batchinfer.run(rows, output=tmp_path / "a.parquet", **slow)
+    assert found.result["rows"] == 20
+    assert 0 < found.result["worker"]["request_count"] < 20
+
+
 def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
     """A program killed by SIGKILL leaves no process that works on.
 
     tests/worker/test_worker_vllm.py shows that vLLM's processes end with the command.
     """
-    code = (
-        "import batchinfer; batchinfer.run([{'text': 'a'}], output='a.parquet', engine='echo', "
-        "echo_latency_seconds=100_000)"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stderr is not None
-        for line in program.stderr:
-            if "first rows in the engine" in line:
-                break
+    code = "['a'], output='a.parquet', engine='echo', echo_latency_seconds=100_000"
+    with started(tmp_path, code) as program:
         below = descendants(program.pid)
         program.kill()
     assert below, "the command"

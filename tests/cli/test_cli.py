@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.cli.settings import COMMANDS
 from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
 ENTRIES = [
     "batchinfer",
-    *(f"batchinfer.{name}" for name in ("check", "collect", "split", "worker")),
+    *(f"batchinfer.{name}" for name in ("collect", "split", "worker")),
 ]
 
 
@@ -48,91 +44,6 @@ def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_registered_command_exists_and_has_help(name: str) -> None:
-    command = importlib.import_module(COMMANDS[name].module).command
-    assert isinstance(command, click.Command)
-    assert command.help
-
-
-@pytest.mark.parametrize("module", ["split", "worker"])
-def test_modules_run_as_commands(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"batchinfer.{module}", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"batchinfer {module}" in done.stdout
-
-
-def test_the_last_line_of_stdout_is_the_result(tmp_path: pytest.TempPathFactory) -> None:
-    make_job(f"{tmp_path}/job", rows=3, per_chunk=2)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "batchinfer",
-            *worker_arguments(f"{tmp_path}/job", f"{tmp_path}/run"),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["request_count"] == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nonsense"], "No such command"),
-        (["worker", "--max-token", "9"], "No such option"),
-        (["split", "--nonsense"], "No such option"),
-        (["worker", "--limit", "0", "--job", "x"], "0 is not in the range"),
-        (["worker", "--engine", "echo"], "no --manifest and no --job"),
-        (["worker", "--job", "/nowhere/job", "--engine", "echo"], "no job.json there"),
-        (
-            [
-                "worker",
-                "--manifest",
-                "nowhere/x.txt",
-                "--output",
-                "r",
-                "--engine",
-                "vlm",
-                "--model",
-                "m",
-            ],
-            "nowhere/x.txt",
-        ),
-    ],
-)
-def test_a_users_mistake_is_exit_2_and_no_traceback(arguments: list[str], message: str) -> None:
-    done = run_process(arguments)
-    assert done.status == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("place", ["_open_closed_streams", "configure_logging", "main"])
-def test_an_interrupt_beside_the_command_itself_is_75_and_a_line(place: str) -> None:
-    code = (
-        "from batchinfer.cli import main\n"
-        "def interrupt(*_): raise KeyboardInterrupt\n"
-        f"main.{place} = interrupt\n"
-        "main.run(['split', 'x'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (75, "error: interrupted\n")
-
-
-def test_a_misspelt_command_is_answered_with_the_nearest_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["splt"]) == 2
-    assert "Did you mean 'split'?" in capsys.readouterr().err
-
-
 def test_a_variable_that_sets_no_option_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,72 +62,6 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     assert "ZZZ: sets no option" in said[1]
     assert len(said) == 2
     assert "hush" not in "".join(said)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "option", "set_to"),
-    [
-        ("WORKER_SEED", "7", "seed", "7"),
-        ("WORKER_SAMPLING", "min_tokens=1 x=1", "sampling", ["min_tokens=1", "x=1"]),
-        ("WORKER_STEAL", "0", "steal", False),
-        ("WORKER_MAX_TOKENS", "7", "max-tokens", 7),
-    ],
-)
-def test_a_variable_is_named_as_its_option(
-    name: str,
-    value: str,
-    option: str,
-    set_to: object,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """--seed was set by BATCHINFER_WORKER_RUN_SEED, the name of a parameter that no user ever sees."""
-    make_job(tmp_path / "job", rows=2, per_chunk=2)
-    monkeypatch.setenv(f"BATCHINFER_{name}", value)
-    main(["worker", "--job", str(tmp_path / "job"), "--engine", "echo", "--show-config"])
-    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert shown["options"][option] == {"value": set_to, "from": "environment"}
-
-
-def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
-    code = (
-        "from batchinfer.cli.logs import configure_logging; configure_logging()\n"
-        "from batchinfer.storage.retrying import RetryPolicy, TransientError, retried\n"
-        "tries = iter([TransientError('x: no answer'), None])\n"
-        "def ask():\n"
-        "    if error := next(tries): raise error\n"
-        "retried(RetryPolicy(first_pause_seconds=0.01), ask)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [line.split(" ", 1)[1] for line in done.stderr.splitlines()] == [
-        "WARNING x: no answer (attempt 1 of 7, the next in about 0 s)"
-    ]
-
-
-@pytest.mark.parametrize("url", ["hf://datasets/org/name", "https://127.0.0.1/x"])
-@pytest.mark.parametrize("command", ["split", "worker"])
-def test_a_place_that_can_only_be_read_is_refused_before_any_request(
-    command: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_job(tmp_path / "job", rows=1, per_chunk=1)
-    rest = {
-        "split": [str(tmp_path / "job/chunks"), "--num-chunks", "1"],
-        "worker": ["--job", str(tmp_path / "job"), "--engine", "echo", "--prompt-column", "prompt"],
-    }[command]
-    assert main([command, *rest, "--output", url]) == 2
-    assert "can only be read" in capsys.readouterr().err
-
-
-def test_a_storage_librarys_own_log_is_not_shown() -> None:
-    """gcsfs logs the traceback of what it then raises, and the command line says it in a line."""
-    code = (
-        "import logging; from batchinfer.cli.main import main; main(['status']); "
-        "logging.getLogger('gcsfs').error('out of retries')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Missing argument" in done.stderr
-    assert "out of retries" not in done.stderr
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -12,9 +12,7 @@ import pytest
 from batchinfer.cli.help import HEIGHT, WIDTH
 from batchinfer.cli.main import group, main
 from batchinfer.cli.options import Option, options_of
-from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.values import read_pairs
-from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import FromFile
 from batchinfer.pipeline.launch import LaunchConfig
 from batchinfer.worker.command import Look
@@ -60,6 +58,7 @@ VALUES: list[tuple[str, Any]] = [
     ("system_prompt", f"@{HARD}"),
     ("chat_template_kwargs", {"a": [HARD]}),
     ("blank_columns", ["a", "b"]),
+    ("columns", {"image": ["a", HARD], "tools": ["3"]}),
     ("stop", [HARD, "", "-"]),
     ("stop", []),
     ("check", False),
@@ -81,18 +80,6 @@ def test_a_value_is_spelled_as_it_is_read(field: str, value: Any, tmp_path: Path
         elif word is not None:
             words.append(word)
     assert option.read(parsed(option, *words)[0]) == value
-
-
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
-def test_no_range_of_numbers_holds_one_that_is_none_or_infinite(text: str) -> None:
-    checked = []
-    for option in OPTIONS:
-        kind = option.kind.click.get("type")
-        if isinstance(kind, click.FloatRange):
-            checked.append(option.field)
-            with pytest.raises(click.BadParameter):
-                kind.convert(text, None, None)
-    assert "lease_seconds" in checked
 
 
 def commands(parent: click.Group = group, *before: str) -> dict[tuple[str, ...], click.Command]:
@@ -118,12 +105,6 @@ def test_help_of_every_command_fits_one_screen(
     assert [line for line in lines if len(line) > WIDTH] == []
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_every_option_has_a_help_text(words: tuple[str, ...]) -> None:
-    options = [one for one in commands()[words].params if isinstance(one, click.Option)]
-    assert [option.opts[0] for option in options if not option.help] == []
-
-
 @pytest.mark.parametrize("name", ["worker", "run", "check", "launch", "generate", "chat"])
 def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -136,34 +117,20 @@ def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(
     assert f"\n    batchinfer {name} " in short, "an example"
     for option in (one for one in commands()[name,].params if isinstance(one, click.Option)):
         flag = max(option.opts, key=len)
+        assert option.help, flag
         assert re.search(rf"{flag}\b", short), f"{flag} is named"
         assert re.search(rf"^  .*{flag}\b", whole, re.MULTILINE), f"{flag} is described"
     assert "How freely tokens are drawn" in shown("--help", "sampling")
-    assert main([name, "--help", "smapling"]) == 2
-    assert "sampling" in capsys.readouterr().err
 
 
 def test_a_worker_has_few_options_and_other_commands_little_more() -> None:
     own = {option.flag for option in (*options_of(WorkerConfig), *options_of(Look))}
-    assert len(own) <= 71
+    assert len(own) <= 65
     shared = {"--config", "--log-format", "--log-level", "--help", "--help-all"}
     for name in ("run", "launch"):
         options = [one for one in commands()[name,].params if isinstance(one, click.Option)]
         more = {max(one.opts, key=len) for one in options} - own - shared
         assert len(more) <= 15, name
-
-
-def test_first_is_what_the_example_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worker", "--help"]) == 0
-    text = capsys.readouterr().out
-    first = text.partition("What a first run needs:")[2].partition("More,")[0]
-    flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
-    assert flags == ["--job", "--output", "--model", "--messages-column", "--max-tokens"]
-    assert all(flag in text.partition("Finished rows")[0] for flag in flags)
-
-
-def test_commands_are_known_without_being_loaded() -> None:
-    assert set(COMMANDS) == {words[0] for words in commands()}
 
 
 @pytest.mark.parametrize(
@@ -188,10 +155,3 @@ def test_pairs_are_read_with_commas_between_and_inside(
     arguments: list[str], pairs: dict[str, object]
 ) -> None:
     assert read_pairs("--sampling", arguments) == pairs
-
-
-@pytest.mark.parametrize("argument", ["top_k", "=3", "3=x", '"a"=1'])
-def test_what_is_no_pair_is_refused_with_an_example(argument: str) -> None:
-    with pytest.raises(ConfigError, match="expected NAME=VALUE") as caught:
-        read_pairs("--sampling", [argument])
-    assert "top_k=20" in caught.value.hint

@@ -1,137 +1,74 @@
-"""Options: command line over environment over settings file over default."""
+"""Options: command line over environment over settings file over default; the settings files of the examples."""
 
 from __future__ import annotations
 
-import json
-import logging
+import re
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
 
-from batchinfer.cli.help import SectionOption
-from batchinfer.cli.logs import JsonFormatter
-from batchinfer.cli.options import LEFT_OUT
-from batchinfer.cli.settings import common_options
-from batchinfer.core.errors import ConfigError
+from batchinfer.cli.settings import read_settings
+from batchinfer.core.redaction import is_secret, without_secrets
+from batchinfer.split.command import command as split
+from making import ECHO, Call
 
-
-@click.command("worker", context_settings={"auto_envvar_prefix": "BATCHINFER_WORKER"})
-@click.option("--model", default="the default")
-@click.option("--top-k", cls=SectionOption, section="sampling", type=int, default=0)
-@click.option("--strip", is_flag=True)
-@click.option("--stop", multiple=True)
-@click.option("--keep", default="")
-@click.option("--sampling", multiple=True)
-@common_options
-def show(**options: Any) -> None:
-    """Print what came in."""
-    click.echo(json.dumps(options))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-setattr(show.callback, LEFT_OUT, frozenset({"preview"}))
-
-
-def run(*arguments: str, **environment: str) -> dict[str, Any]:
-    result = CliRunner().invoke(
-        show, arguments, env=environment, catch_exceptions=False, standalone_mode=False
-    )
-    values: dict[str, Any] = json.loads(result.output)
-    return values
-
-
-def settings(folder: Path, text: str) -> str:
-    path = folder / "run.yaml"
-    path.write_text(text)
-    return str(path)
-
-
-def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
-    path = settings(tmp_path, "model: from the file\n")
-    assert run()["model"] == "the default"
-    assert run("--config", path)["model"] == "from the file"
-    assert (
-        run("--config", path, BATCHINFER_WORKER_MODEL="from the environment")["model"]
-        == "from the environment"
-    )
-    flags = ("--config", path, "--model", "from a flag")
-    assert run(*flags, BATCHINFER_WORKER_MODEL="from the environment")["model"] == "from a flag"
-
-
-def test_the_file_itself_may_come_from_the_environment(tmp_path: Path) -> None:
-    assert run(BATCHINFER_CONFIG=settings(tmp_path, "top-k: 7\n"))["top_k"] == 7
-
-
-def test_sections_only_group_and_other_commands_sections_are_passed_over(tmp_path: Path) -> None:
-    path = settings(
-        tmp_path,
-        "model: m\nsampling: {top_k: 3, stop: ['###', END], preview: 2}\n"
-        "output:\n  strip: true\n  keep: [a, b]\nsplit: {num_chunks: 4}\n",
-    )
-    values = run("--config", path)
-    assert (values["top_k"], values["strip"], values["keep"], values["stop"]) == (
-        3,
-        True,
-        "a,b",
-        ["###", "END"],
-    )
-
-
-def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
-    """The run's sections are not the splitter's."""
-    from batchinfer.cli.settings import read_settings
-    from batchinfer.split.command import command as split
-    from batchinfer.worker.command import command as worker
-
+def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "split: {num_chunks: 4, output: job}\nmodel: {model: m}\n"
-        "prompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
+        "sampling: {max_tokens: 9, n: 3, top_p: 0.1, stop: ['###', END]}\nsplit: {num_chunks: 4}\n"
+        "prompt:\n  blank-columns: [a, b]\n  column: {image: photo}\nvllm: {hf_token: hf_abc}\n"
     )
-    assert read_settings(path, split) == {
-        "num_chunks": "4",
-        "output": "job",
+    monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
+    monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
+    monkeypatch.setenv("BATCHINFER_WORKER_SEED", "7")
+    monkeypatch.setenv("BATCHINFER_WORKER_SAMPLING", "min_tokens=1 x=1")
+    done = call("worker", "--job", "s3://nowhere/job", *ECHO, "--n", "4", "--show-config")
+    assert done.status == 0, done.err
+    found = done.result
+    options = found["options"]
+    assert options["n"] == {"value": 4, "from": "command line"}
+    assert options["top-p"] == {"value": 0.5, "from": "environment"}
+    assert options["seed"] == {"value": "7", "from": "environment"}
+    assert options["sampling"]["value"] == ["min_tokens=1", "x=1"]
+    assert options["max-tokens"] == {"value": 9, "from": "settings file"}
+    assert options["temperature"] == {"value": None, "from": "default"}
+    prompt = found["resolved"]["prompt"]
+    assert (prompt["body"]["stop"], prompt["blank_columns"]) == (["###", "END"], ["a", "b"])
+    assert prompt["columns"] == {"image": ["photo"]}
+    assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
+    assert "hf_abc" not in done.out + done.err
+    assert read_settings(path, split) == {"num_chunks": "4"}, "the run's sections are not its"
+
+
+def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
+    assert without_secrets({"a": [{"api_key": "x"}], "url": "s3://id:key@b/c"}) == {
+        "a": [{"api_key": "(secret)"}],
+        "url": "s3://…@b/c",
     }
-    assert read_settings(path, worker) == {
-        "model": "m",
-        "prompt_column": "p",
-        "output": "job/runs/a",
-    }
+    assert not any(map(is_secret, ("max_tokens", "tokenizer", "stop_token_ids", "echo-tokens")))
+    assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("modle: x\n", "unknown key 'modle'", "did you mean 'model'"),
-        ("sampling: {topk: 1}\n", r"unknown key 'sampling\.topk'", "top_k"),
-        ("- a\n- b\n", "expected a mapping", ""),
-        ("model: [unclosed\n", "not readable as YAML", ""),
-        ("stop: !!set {a, b}\n", "has a value that is no text", "no tags such as !!set"),
-        ("model: !!binary aGk=\n", "has a value that is no text", "no tags such as !!set"),
-        ("model: 2026-01-02\n", "has a value that is no text", "write dates in quotes"),
-    ],
-)
-def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        run("--config", settings(tmp_path, text))
-    assert hint in caught.value.hint
+@pytest.mark.parametrize("name", ["run", "axolotl-guide", "completions-requests", "openai-batch"])
+def test_example_settings_are_read(name: str, call: Call) -> None:
+    found = call("worker", "--config", EXAMPLES / f"{name}.yaml", "--show-config").result
+    assert found["options"]["model"]["from"] == "settings file"
+    if name == "axolotl-guide":
+        body = found["resolved"]["prompt"]["body"]
+        assert (body["n"], body["max_tokens"], body["top_k"]) == (3, 500, 20)
+        assert (body["repetition_penalty"], body["temperature"], body["top_p"]) == (1.18, 0.5, 0.5)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        run("--config", str(tmp_path / "gone.yaml"))
-
-
-def test_a_json_log_line_is_one_object_whatever_the_message() -> None:
-    record = logging.LogRecord(
-        "batchinfer.x", logging.INFO, "", 0, "two\nlines of %s", ("text",), None
-    )
-    record.event = "chunk_done"
-    entry = json.loads(JsonFormatter().format(record))
-    assert (entry["message"], entry["event"], entry["level"]) == (
-        "two\nlines of text",
-        "chunk_done",
-        "info",
-    )
+def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path) -> None:
+    text = (EXAMPLES / "run.yaml").read_text()
+    for name in ("prompt.jinja", "system.txt", "tools.json"):
+        (tmp_path / name).write_text('[{"name": "f"}]')
+        text = text.replace(name, str(tmp_path / name))
+    (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
+    found = call("worker", "--config", tmp_path / "run.yaml", "--show-config").result
+    assert found["options"]["system-prompt"]["from"] == "settings file"

@@ -49,9 +49,3 @@ def test_what_the_exporter_refuses_is_an_error(tmp_path: Path, capsys: Capture) 
     assert "the exporter failed" in error
     assert "Traceback" not in error
     assert not (tmp_path / "onnx").exists()
-
-
-def test_a_missing_environment_says_how_to_make_it(tmp_path: Path, capsys: Capture) -> None:
-    assert convert(DEMO_MODEL, tmp_path / "onnx", "--environment", tmp_path / "none") == 2
-    said = capsys.readouterr().err
-    assert f"convert hf-to-onnx --setup --environment {tmp_path}/none" in said

@@ -171,18 +171,6 @@ SCENES: dict[str, Scene] = {
             ["report", "run", "--output", "report.html"],
         ],
     ),
-    "refused": Scene(
-        make_prompts,
-        [
-            SPLIT,
-            [*WORKER, *PROMPT],
-            [*WORKER, *PROMPT, "--seed", "9"],
-            ["split", "a.jsonl", "--output", "job", "--num-chunks", "2", "--overwrite"],
-            ["worker", "--manifest", "nowhere.txt", "--output", "run", *ECHO, *PROMPT],
-            ["collect", "run"],
-            ["verify", "job"],
-        ],
-    ),
     "shown": Scene(
         make_template,
         [
@@ -222,7 +210,7 @@ def record(name: str, folder: Path) -> str:
     """Play a scene in an empty folder and return its recording."""
     parts: list[str] = []
     timed: list[str] = []  # checksums of outputs that hold a time
-    with _inside(folder):
+    with inside(folder):
         SCENES[name].make()
         made = set(Path().rglob("*"))
         for command in SCENES[name].commands:
@@ -234,18 +222,20 @@ def record(name: str, folder: Path) -> str:
                 parts.append(f"== {path}\n{text}\n")
                 if path.match("outputs/*.jsonl") and mask(text) != text:
                     timed.append(hashlib.sha256(path.read_bytes()).hexdigest())
-        fingerprint = _fingerprint_of_a_place()
+        timed += _checksums_of_a_place()
     text = "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
     for checksum in timed:
         text = text.replace(checksum, "CHECKSUM")
-    return mask(text.replace(fingerprint, "FINGERPRINT") if fingerprint else text)
+    return mask(text)
 
 
-def _fingerprint_of_a_place() -> str:
-    """A list's run has its folder in its fingerprint; that of a job's run is the same everywhere, and recorded."""
-    path = Path("run/run.json")
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found["fingerprint"] if found and found["config"]["folders"] else ""
+def _checksums_of_a_place() -> list[str]:
+    """A job by reference holds whole paths, so its checksum and its run's fingerprint differ from place to place."""
+    job, run = Path("job/job.json"), Path("run/run.json")
+    if not run.exists() or str(Path.cwd()) not in job.read_text():
+        return []
+    found = json.loads(run.read_text())
+    return [found["fingerprint"], found["config"]["job_sha256"]]
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:
@@ -302,7 +292,8 @@ def _text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path) -> Iterator[None]:
+    """Make a folder, and be in it for as long as the context lasts."""
     folder.mkdir(parents=True, exist_ok=True)
     before = Path.cwd()
     os.chdir(folder)

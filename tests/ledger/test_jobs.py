@@ -108,7 +108,7 @@ def test_a_list_of_files_becomes_a_job_first(tmp_path: Path) -> None:
 def test_a_job_in_a_bucket_names_no_file_elsewhere() -> None:
     """Who wrote it may not have the right to read them."""
     url = "memory://references"
-    job = msgspec.structs.replace(make_job(url, rows=2, per_chunk=1), num_workers=1)
+    job = msgspec.structs.replace(make_job(url, rows=1, per_chunk=1), num_workers=1)
     chunks = [msgspec.structs.replace(each, file="/etc/passwd") for each in job.chunks]
     store = MemoryStore(url)
     store.delete(["job.json"])
@@ -178,12 +178,12 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(jobs.logger, "warning", lambda text, *values: said.append(text % values))
-    config = PromptConfig(blank_columns=["answer", "_id", "promt"], tools_column="x")
+    config = PromptConfig(blank_columns=["answer", "_id", "promt"], columns={"tools": ["x"]})
     check_columns(job_of("jsonl"), {"--prompt-column": ["prompt"]}, config.optional_columns)
     start, seen = "in none of the rows that split looked at", "(prompt, answer)"
     assert said == [
         f"--blank-columns promt: {start} {seen}; did you mean 'prompt'?",
-        f"--tools-column x: {start} {seen}",
+        f"--column tools x: {start} {seen}",
     ]
     with pytest.raises(ConfigError, match="did you mean 'prompt'") as caught:
         check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]}, {})

@@ -1,12 +1,9 @@
-"""`generate` and `chat` with the demo's model behind vLLM's server: what it knows, its prompts, and its context."""
+"""`chat` with the demo's model behind vLLM's server: what it knows, its prompts, and its context."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from batchinfer.cli.main import main
 from terminal import CTRL_C, CTRL_D, Terminal
 from tiny_model import DEMO_MODEL
 
@@ -48,13 +45,3 @@ def test_chat_in_a_terminal(options: list[str], tmp_path) -> None:
         assert chat.end() == 0
     assert "WARNING" not in chat.shown
     assert "INFO" not in chat.shown
-
-
-def test_generate_answers_on_a_grid(options: list[str], capfd) -> None:
-    asked = ["-p", "What is the capital of Peru?", "-p", SUM, "--grid", "temperature=0.01,0.1"]
-    assert main(["generate", *options, "--json", *asked, "--n", "2"]) == 0
-    out, err = capfd.readouterr()
-    results = json.loads(out)["results"]
-    assert [each["answers"] for each in results] == [["Lima"] * 2, ["85"] * 2] * 2
-    assert all(each["input_tokens"] > 10 and each["output_tokens"] > 3 for each in results)
-    assert "INFO" not in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from goldens import FOLDER, SCENES, record
+from goldens.refusals import TABLE, record_refusals
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -14,4 +15,8 @@ def test_a_run_leaves_what_was_recorded(name, tmp_path):
 
 
 def test_every_recording_has_its_scene():
-    assert {path.stem for path in FOLDER.glob("*.txt")} == set(SCENES)
+    assert {path.stem for path in FOLDER.glob("*.txt")} == {*SCENES, TABLE.stem}
+
+
+def test_what_cannot_work_is_refused_in_a_line_and_leaves_nothing(tmp_path):
+    assert record_refusals(tmp_path / "world") == TABLE.read_text(encoding="utf-8")

@@ -73,7 +73,7 @@ def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
 
 
 def built(row: dict[str, Any], rules: EngineRules = FETCHES, **options: Any) -> Prepared:
-    return prepare(row, rules, image_columns=["image"], **options)
+    return prepare(row, rules, **{"columns": {"image": ["image"]}} | options)
 
 
 def user(prepared: Prepared) -> Any:
@@ -84,7 +84,7 @@ def user(prepared: Prepared) -> Any:
 def test_media_of_columns_stand_before_the_text() -> None:
     row: dict[str, Any] = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://x/a.wav"}
     options: dict[str, Any] = {"prompt_column": "q", "as_chat": True, "system_prompt": "Be brief."}
-    found = built(row, audio_columns=["sound"], **options)
+    found = built(row, columns={"image": ["image"], "audio": ["sound"]}, **options)
     assert user(found) == [link(A), INLINE, link(row["sound"], "audio"), text("What?")]
     assert user(built({"q": "What?", "image": None}, **options)) == "What?"
 
@@ -207,7 +207,7 @@ def test_a_schema_of_tools_names_no_media() -> None:
 
 def test_a_sound_has_the_form_that_every_server_knows() -> None:
     row = {"m": "What?", "sound": {"bytes": as_base64(WAVE), "path": None}}
-    options: dict[str, Any] = {"messages_column": "m", "audio_columns": ["sound"]}
+    options: dict[str, Any] = {"messages_column": "m", "columns": {"audio": ["sound"]}}
     sound = {"type": "input_audio", "input_audio": {"data": as_base64(WAVE), "format": "wav"}}
     assert user(prepare(row, **options)) == [sound, text("What?")]
     fetched = finish_call(prepare({"m": "What?", "sound": "a.wav"}, **options), [WAVE])
@@ -232,7 +232,7 @@ def test_a_column_of_sounds_is_transcribed() -> None:
     body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
     options: dict[str, Any] = {
         "task": "transcribe",
-        "audio_columns": ["a"],
+        "columns": {"audio": ["a"]},
         "body": body,
         "seed": 7,
     }

@@ -23,7 +23,7 @@ from batchinfer.prompts import (
 CONFIGS = [
     PromptConfig(prompt_column="p"),
     PromptConfig(prompt_column="p", as_chat=True, system_prompt="s"),
-    PromptConfig(messages_column="p", turns="all", image_columns=["q"]),
+    PromptConfig(messages_column="p", turns="all", columns={"image": ["q"]}),
     PromptConfig(messages_column="p", turns="2"),
     PromptConfig(prompt_template="{{ p }}{% for x in q %}{{ x.y }}{% endfor %}"),
     PromptConfig(template_name="alpaca"),
@@ -120,17 +120,20 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"request_format": "openai-batch"}, {"url": "/v1/embeddings", "body": {"input": ["x"]}}),
     ({"request_format": "openai-batch"}, {"url": "/v1/audio/transcriptions", "body": SOUND}),
     ({"request_format": "completions"}, {"prompt": [1, 2], "best_of": 2, "logprobs": 1, "n": 1}),
-    ({"messages_column": "p", "image_columns": ["i"]}, {"p": TALK[:1], "i": ["https://a/b.png"]}),
+    (
+        {"messages_column": "p", "columns": {"image": ["i"]}},
+        {"p": TALK[:1], "i": ["https://a/b.png"]},
+    ),
     ({"messages_column": "p", "turns": "all"}, {"p": TALK}),
     (
-        {"messages_column": "p", "image_columns": ["i"], "turns": "all"},
+        {"messages_column": "p", "columns": {"image": ["i"]}, "turns": "all"},
         {"p": [{"from": "human", "value": "<image> <image>"}], "i": [{"bytes": "AAAA"}, "a.png"]},
     ),
-    ({"prompt_column": "p", "constraint_column": "c"}, {"p": "x", "c": {"json": SCHEMA}}),
-    ({"prompt_column": "p", "lora_column": "l", "adapters": ["ad"]}, {"p": "x", "l": "ad"}),
-    ({"prompt_column": "p", "tools_column": "t", "as_chat": True}, {"p": "x", "t": TOOLS}),
+    ({"prompt_column": "p", "columns": {"constraint": ["c"]}}, {"p": "x", "c": {"json": SCHEMA}}),
+    ({"prompt_column": "p", "columns": {"lora": ["l"]}, "adapters": ["ad"]}, {"p": "x", "l": "ad"}),
+    ({"prompt_column": "p", "columns": {"tools": ["t"]}, "as_chat": True}, {"p": "x", "t": TOOLS}),
     ({"task": "rerank", "pair_columns": ["p", "q"]}, {"p": "x", "q": ["y"]}),
-    ({"task": "transcribe", "audio_columns": ["p"]}, {"p": "AAAA"}),
+    ({"task": "transcribe", "columns": {"audio": ["p"]}}, {"p": "AAAA"}),
 ]
 
 

@@ -73,7 +73,9 @@ def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
 
 def test_a_request_of_the_first_completions_api_is_understood() -> None:
     prepared = prepare(
-        {**SEED_REQUEST, "_row": 0, "_id": "a", "k": 1}, request_format="completions", id_column="k"
+        {**SEED_REQUEST, "_row": 0, "_id": "a", "k": 1},
+        request_format="completions",
+        columns={"id": ["k"]},
     )
     wanted = {
         name: value for name, value in SEED_REQUEST.items() if name not in ("engine", "best_of")

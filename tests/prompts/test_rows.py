@@ -85,7 +85,10 @@ def test_a_missing_column_is_named_with_its_nearest_match() -> None:
 
 def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
     assert prepare({"p": "x", "_id": "abc"}, prompt_column="p").id == "abc"
-    assert prepare({"p": "x", "k": 7, "_id": "abc"}, prompt_column="p", id_column="k").id == "7"
+    assert (
+        prepare({"p": "x", "k": 7, "_id": "abc"}, prompt_column="p", columns={"id": ["k"]}).id
+        == "7"
+    )
     assert prepare({"p": "x", "_id": {"$oid": "1"}}, prompt_column="p").id == '{"$oid":"1"}'
     assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
 
@@ -296,7 +299,9 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
 def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[str, Any]) -> None:
     run = {"structured_outputs": {"regex": "a"}}
     row = {"p": "x", "c": value}
-    body = sent(prepare(row, prompt_column="p", as_chat=True, constraint_column="c", body=run))
+    body = sent(
+        prepare(row, prompt_column="p", as_chat=True, columns={"constraint": ["c"]}, body=run)
+    )
     assert body == {"messages": [{"role": "user", "content": "x"}], **fields}
 
 
@@ -305,7 +310,7 @@ def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[
     [5, "[", "{" * 200, {"chioce": ["a"]}, {"name": "Ada"}, {}, [], {"regex": ""}, {"json": [1]}],
 )
 def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> None:
-    prepared = prepare({"p": "x", "c": value}, prompt_column="p", constraint_column="c")
+    prepared = prepare({"p": "x", "c": value}, prompt_column="p", columns={"constraint": ["c"]})
     assert code(prepared) == "invalid_constraint"
 
 
@@ -313,7 +318,7 @@ def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> Non
     "own", [[LOOK], json.dumps([LOOK]), [{"name": "look", "description": "d"}]]
 )
 def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
-    options: dict[str, Any] = {"prompt_column": "p", "as_chat": True, "tools_column": "t"}
+    options: dict[str, Any] = {"prompt_column": "p", "as_chat": True, "columns": {"tools": ["t"]}}
     run = {"tools": [ADD], "tool_choice": "required"}
     body = sent(prepare({"p": "x", "t": own}, body=run, **options))
     assert (body["tools"], body["tool_choice"]) == ([LOOK], "required")
@@ -333,7 +338,9 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
 
     assert model({"p": "x"}, adapters=["a"]) == "a"
     for name, expected in (("b", "b"), (None, "m"), ("", "m"), ("m", "m")):
-        assert model({"p": "x", "l": name}, adapters=["a", "b"], lora_column="l") == expected
+        assert (
+            model({"p": "x", "l": name}, adapters=["a", "b"], columns={"lora": ["l"]}) == expected
+        )
 
 
 # ------------------------------------------------------------------ options
@@ -348,19 +355,19 @@ def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
         ({"messages_column": "m", "turns": "0"}, "--turns 0"),
         ({"messages_column": "m", "as_chat": True}, "--as-chat"),
         ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
-        ({"prompt_column": "p", "image_columns": ["i"]}, "--image-column"),
-        ({"prompt_column": "p", "audio_columns": ["i"]}, "--audio-column"),
+        ({"prompt_column": "p", "columns": {"image": ["i"]}}, "--column image"),
+        ({"prompt_column": "p", "columns": {"audio": ["i"]}}, "--column audio"),
         ({"prompt_column": "p", "body": {"tools": [ADD]}}, "--tools"),
         ({"messages_column": "m", "system_prompt": "\udc80"}, "no text"),
-        ({"prompt_column": "p", "lora_column": "l"}, "no adapter"),
+        ({"prompt_column": "p", "columns": {"lora": ["l"]}}, "no adapter"),
         ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
         ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
         ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
         ({"task": "score", "prompt_column": "p"}, "--pair-columns"),
         ({"pair_columns": ["a", "b"]}, "--pair-columns"),
         ({"task": "score", "pair_columns": ["a", "b"], "truncate_prompt": "left"}, "left"),
-        ({"task": "embed", "prompt_column": "p", "tools_column": "t"}, "--tools-column"),
-        ({"task": "transcribe", "prompt_column": "p"}, "--audio-column"),
+        ({"task": "embed", "prompt_column": "p", "columns": {"tools": ["t"]}}, "--column tools"),
+        ({"task": "transcribe", "prompt_column": "p"}, "--column audio"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
@@ -370,9 +377,9 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 
 
 def test_the_columns_that_rows_need_are_known_before_any_row() -> None:
-    found = builder(prompt_column="p", as_chat=True, id_column="k", image_columns=["i", "j"])
+    found = builder(prompt_column="p", as_chat=True, columns={"id": ["k"], "image": ["i", "j"]})
     assert found.needed_columns == {
         "--prompt-column": ["p"],
-        "--id-column": ["k"],
-        "--image-column": ["i", "j"],
+        "--column id": ["k"],
+        "--column image": ["i", "j"],
     }

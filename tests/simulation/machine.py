@@ -242,7 +242,7 @@ def prompt_config(temperature: float, *, has_images: bool = False) -> PromptConf
     return PromptConfig(
         prompt_column="prompt",
         as_chat=has_images,
-        image_columns=["image"] if has_images else [],
+        columns={"image": ["image"]} if has_images else {},
         body={"temperature": temperature, "max_tokens": 64},
     )
 

@@ -271,7 +271,6 @@ def test_a_split_that_meets_a_finished_one_gives_way(
     [
         ({"num_chunks": 101}, "--num-chunks 101: more than the 100 rows"),
         ({"num_workers": 6, "num_chunks": 5}, "--num-workers 6: more than the 5 chunks"),
-        ({"delimiter": "|"}, "--delimiter: no source is CSV"),
         ({"columns": ["_id"]}, "has a column '_id'"),
         ({"append": True}, "no job.json there"),
         ({"append": True, "overwrite": True}, "--overwrite: not together with --append"),
@@ -440,7 +439,7 @@ def test_killed_at_any_change_the_same_command_ends_with_the_same_bytes(
             *(["--append", "--columns", "prompt"] if kind == "append" else ["--overwrite"]),
         ]
     killed = crash_everywhere(command, ["job/**/[!.]*"], start, modules=MODULES)
-    assert any(each.endswith("/job/job.json") for each in killed)
+    assert any("job.json" in each for each in killed)
     assert len(killed) >= 12
 
 

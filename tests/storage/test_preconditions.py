@@ -17,7 +17,8 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import opening
 from batchinfer.storage.hub import ReadOnlyStore
-from batchinfer.storage.opening import check_preconditions, open_store
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from fakes import MemoryStore, forget
 from fixtures_s3 import _SERVE, _announced
@@ -192,3 +193,19 @@ def test_transient_errors_end_as_storage_errors_that_count():
     assert type(caught.value) is StorageError
     assert caught.value.hint == "look"
     assert len(tries) == 3
+
+
+def test_a_probe_of_a_folder_that_is_not_there_leaves_none_of_the_folders_that_it_made(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        check_preconditions(LocalStore(root))
+        assert root.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_gets_a_file_during_its_probe_stays(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        check_preconditions(LocalStore(root))
+        (root / "run.json").write_text("{}")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", root, root / "run.json"]

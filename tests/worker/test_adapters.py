@@ -104,7 +104,7 @@ def test_a_column_names_each_rows_adapter(call: Call, tmp_path: Path) -> None:
     make_job(
         tmp_path / "job", rows=4, per_chunk=4, make_row=lambda i: {"prompt": "hi", "c": names[i]}
     )
-    given = ("--lora", f"sql={adapter}", "--lora-column", "c", "--max-error-rate", "1")
+    given = ("--lora", f"sql={adapter}", "--column", "lora=c", "--max-error-rate", "1")
     done = call(arguments(tmp_path, *given))
     assert done.status == 0, done.stderr
     assert codes(lines_of(tmp_path)) == ["sql", "echo", "model_not_found", "echo"]
@@ -113,7 +113,7 @@ def test_a_column_names_each_rows_adapter(call: Call, tmp_path: Path) -> None:
 def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Path) -> None:
     first = write_adapter(tmp_path / "first", seed=1)
     make_job(tmp_path / "job", rows=4, per_chunk=4)
-    column = ("--lora-column", "c")
+    column = ("--column", "lora=c")
     done = call(arguments(tmp_path, *column, "--lora", f"sql={first}"))
     assert done.status == 0, done.stderr
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -143,7 +143,7 @@ def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Pat
         (["--lora", "a=x", "--lora", "a=y"], "--lora a: is given twice"),
         (["--lora", "a=./nothing"], "--lora a: ./nothing is no folder"),
         (["--lora", 'a="nothing'], '--lora a: "nothing'),
-        (["--lora-column", "c"], "--lora-column: the run has no adapter"),
+        (["--column", "lora=c"], "--column lora: the run has no adapter"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
@@ -161,7 +161,7 @@ def test_a_preview_shows_adapter_and_constraint(call: Call, tmp_path: Path) -> N
     adapter = write_adapter(tmp_path / "sql")
     rows = [{"prompt": "hi", "c": "sql"}, {"prompt": "ho", "c": ""}]
     make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=rows.__getitem__)
-    given = ("--lora", f"sql={adapter}", "--lora-column", "c", "--choices", "yes,no")
+    given = ("--lora", f"sql={adapter}", "--column", "lora=c", "--choices", "yes,no")
     done = call(arguments(tmp_path, *given, "--preview", "2"))
     assert done.status == 0, done.stderr
     shown = [row["body"] for row in done.result["preview"]]

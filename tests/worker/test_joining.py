@@ -39,7 +39,7 @@ def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(jo
     [
         (["--prompt-column", "promt"], "--prompt-column promt: .*did you mean 'prompt'"),
         (["--messages-column", "nope"], "--messages-column nope: in none of the rows"),
-        (["--prompt-column", "prompt", "--id-column", "nope"], "--id-column nope: "),
+        (["--prompt-column", "prompt", "--column", "id=nope"], "--column id nope: "),
         (["--prompt-template", "t.jinja"], "the variable promt: .*did you mean 'prompt'"),
         (["--request-format", "openai-batch"], "openai-batch: the field custom_id: "),
     ],

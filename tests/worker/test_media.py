@@ -287,7 +287,7 @@ def answers(run: Path) -> list[dict[str, Any]]:
 
 def option(root: Path) -> list[str]:
     return [
-        *("--image-column", "image", "--as-chat", "--allow-private-urls"),
+        *("--column", "image=image", "--as-chat", "--allow-private-urls"),
         *("--media-root", str(root)),
     ]
 
@@ -375,10 +375,10 @@ def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: P
     make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=lambda _: rows)
     run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
     run = json.loads((tmp_path / "run/run.json").read_text())
-    assert run["config"]["prompt"]["image_columns"] == ["image"]
+    assert run["config"]["prompt"]["columns"] == {"image": ["image"]}
     assert run["recorded"]["options"]["media_root"] == str(tmp_path)
     command = worker_command(read_run(open_store(str(tmp_path / "run"))), "RUN", "JOB")
-    assert "--image-column image" in command
+    assert """--column 'image=["image"]'""" in command
     assert f"--media-root {tmp_path}" in command
     assert "--allow-private-urls" in command
 
@@ -410,7 +410,7 @@ def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
             [
                 *("--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")),
                 *("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"),
-                *("--messages-column", "m", "--image-column", "image"),
+                *("--messages-column", "m", "--column", "image=image"),
             ],
             standalone_mode=False,
         )

@@ -24,7 +24,9 @@ from batchinfer.storage.opening import open_store
 from fixtures_vllm import served
 from making import make_job, read_marker
 from mistral_model import write_mistral
+from pictures import as_base64, as_data_url, picture
 from pooling_models import write_bert
+from vision_model import torchvision_copy, write_vision_model
 from whisper_model import sound, write_whisper
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -213,7 +215,7 @@ def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     model = write_whisper(tmp_path / "model")
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
-    options = ("--task", "transcribe", "--audio-column", "audio", "--temperature", "0")
+    options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
     options += ("--sampling", "language=en", "--engine", "openai")
     arguments = [*SMALL, "--dtype", "float32", "--max-num-batched-tokens", "2048"]
     config = EngineConfig(model=str(model), task="transcribe", server_args=arguments)
@@ -223,3 +225,44 @@ def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     assert [line["status"] for line in found] == [200, 200, 200, 400]
     assert [line["body"]["text"] for line in found[:3]] == [each["text"] for each in alone]
     assert len({each["text"] for each in alone}) > 1
+
+
+def describe(url: str, model: Path, image: bytes) -> Any:
+    """Ask a server about an image as curl would."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": as_data_url(image)}},
+        {"type": "text", "text": "Which colour?"},
+    ]
+    body = {
+        "model": str(model),
+        "messages": [{"role": "user", "content": parts}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as found:
+        return json.loads(found.read())
+
+
+def test_images_are_described_as_the_server_does_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{torchvision_copy()}{os.pathsep}{Path.cwd()}")
+    model = write_vision_model(tmp_path / "model")
+    images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]
+    given = [*map(as_base64, images), as_data_url(b"no image")]
+    rows = [{"question": "Which colour?", "image": each} for each in given]
+    options = ("--prompt-column", "question", "--as-chat", "--image-column", "image")
+    options += ("--temperature", "0", "--max-tokens", "12", "--engine", "openai")
+    config = EngineConfig(model=str(model), server_args=[*SMALL, "--max-model-len", "512"])
+    with served(config, tmp_path) as url:
+        found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
+        alone = [describe(url, model, each) for each in images]
+    assert [line["status"] for line in found] == [200, 200, 200, 400]
+    assert found[3]["error"]["code"] == "invalid_request"
+    contents = [line["body"]["choices"][0]["message"]["content"] for line in found[:3]]
+    assert contents == [each["choices"][0]["message"]["content"] for each in alone]
+    prompts = [line["body"]["usage"]["prompt_tokens"] for line in found[:3]]
+    assert prompts == [each["usage"]["prompt_tokens"] for each in alone]
+    assert len(set(contents)) > 1

@@ -96,7 +96,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     sound = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
     rows = [{"sound": {"bytes": sound, "path": "a.wav"}}, {"sound": "a.wav"}, {"sound": "b.wav"}]
     make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
-    options = ["--prompt-column", "", "--audio-column", "sound", "--media-root", str(tmp_path)]
+    options = ["--prompt-column", "", "--column", "audio=sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
     assert result["errors"] == {"media_unavailable": 1}
     store = open_store(str(tmp_path / "run"))
@@ -112,10 +112,10 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--task", "embed", "--tools-column", "t"), "--tools-column with --task embed"),
+        (("--task", "embed", "--column", "tools=t"), "--column tools with --task embed"),
         (("--task", "embed", *PAIR), "--pair-columns with --task embed"),
         (("--task", "score"), "--pair-columns with --task score"),
-        (("--task", "translate"), "--audio-column"),
+        (("--task", "translate"), "--column audio"),
         (("--task", "sing"), "sing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -42,16 +42,14 @@ def test_preview_shows_the_first_requests_over_chunk_borders_and_leaves_no_trace
     assert not list(open_store(job).list("runs/"))
 
 
-@pytest.mark.parametrize("option", ["--prompt-column", "--messages-column", "--id-column"])
+@pytest.mark.parametrize("option", ["--prompt-column", "--messages-column"])
 def test_preview_refuses_the_columns_that_the_worker_refuses(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.csv").write_text("prompt,n\nx,1\ny,2\n")
     job = str(tmp_path / "job")
     main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"])
-    columns = {"--prompt-column": "prompt"} if option == "--id-column" else {}
-    words = [word for pair in (columns | {option: "promt"}).items() for word in pair]
-    arguments = ("--job", job, "--engine", "echo", *words)
+    arguments = ("--job", job, "--engine", "echo", option, "promt")
     worked, _, refused = call(capsys, *arguments)
     previewed, _, shown = call(capsys, *arguments, "--preview", "1")
     assert (previewed, worked) == (2, 2)
@@ -64,7 +62,7 @@ def test_preview_names_rows_that_would_be_errors_and_media_that_would_be_fetched
 ) -> None:
     rows = [{"prompt": "a", "image": "https://example.com/a.png"}, {"image": None}]
     make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=rows.__getitem__)
-    options = ("--job", str(tmp_path / "job"), *ECHO, "--as-chat", "--image-column", "image")
+    options = ("--job", str(tmp_path / "job"), *ECHO, "--as-chat", "--column", "image=image")
     status, result, shown = call(capsys, *options, "--preview", "2")
     assert status == 0
     good, bad = result["preview"]

@@ -26,7 +26,7 @@ from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
-WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, image_columns=["image"])
+WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, columns={"image": ["image"]})
 RED = 'say","image":"memory://pictures/red.png'
 """Text of a row with an image, as `ChunksPutByHand.put` takes it."""
 BLUE = 'say","image":"memory://pictures/blue.png'

@@ -309,7 +309,6 @@ class TestStoppedAndStartedAgain:
     @pytest.mark.parametrize(
         ("verb", "key"),
         [
-            ("get", "all.txt"),
             ("stat", layout.STOP_KEY),
             ("get", layout.RUN_KEY),
             ("create", layout.PROBES),
@@ -498,7 +497,7 @@ class TestBadRows:
         with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
             self.rows(tmp_path, lines)
         assert caught.value.exit_status == 3
-        assert "e.g. part line 2: column 'prompt' is not in the row" in caught.value.message
+        assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
         assert "--max-error-rate 1" in caught.value.hint
 
     def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(
@@ -718,7 +717,7 @@ class TestOutputs:
             assert digests[0] == digests[1]
 
     def test_ids_can_come_from_a_column(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--id-column", "prompt")
+        run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
         for line in all_lines(f"{job}/runs/a"):
             assert line["_id"] == default_row(line["_row"])["prompt"]
 

@@ -217,9 +217,8 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     number of rows at once. The rows are one chunk, which is not complete at the stop; so every row that was finished,
     before and after the engine's death, is one that the other worker goes on from.
     """
-    num_rows = 100
     job, run, whole = (str(tmp_path / name) for name in ("job", "run", "whole"))
-    split(source, job, "--limit", str(num_rows), "--num-chunks", "1")
+    split(source, job, "--num-chunks", "1")
     sampled = ("--temperature", "1", "--n", "2", "--seed", "7")
     options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics", "0")
     process = start_process(worker(job, run, *options))
@@ -253,7 +252,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     assert resumed == stopped.result["request_count"] > 0
     assert main(worker(job, whole, *sampled)) == 0
     found, wanted = lines(run), lines(whole)
-    assert [line["_row"] for line in found] == list(range(num_rows))
+    assert [line["_row"] for line in found] == list(range(NUM_ROWS))
     texts, whole_texts = (
         [
             [each["message"]["content"] for each in line.get("body", {}).get("choices", ())]

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from batchinfer.check.command import run_check
+from batchinfer.check.checking import run_check
+from batchinfer.check.examination import ERROR, CheckConfig
 from batchinfer.check.model import has_chat_template
-from batchinfer.check.steps import ERROR, CheckConfig
 from batchinfer.collect.collecting import run_collect
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.options import CollectConfig, check_options, suffix_of
@@ -32,10 +32,10 @@ from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import GENERATE
 from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
-from batchinfer.pipeline.command import PipelineConfig
-from batchinfer.pipeline.sources import recognise
-from batchinfer.pipeline.splitting import split_or_append
-from batchinfer.split.command import SplitConfig
+from batchinfer.pipeline.pipes import recognise
+from batchinfer.pipeline.run import PipelineConfig
+from batchinfer.split.append import is_part_of
+from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config
@@ -155,17 +155,18 @@ class WorkFolder:
         Raises:
             InputError: the sources are not those of the job that is there.
         """
-        config, limit, is_there = self.config, self.config.limit, self._job() is not None
+        config, limit, job = self.config, self.config.limit, self._job()
         split = SplitConfig(
             sources=config.sources,
             output=self.job_url,
             delimiter=config.delimiter,
-            border=limit if limit is not None and limit < counted.rows else 0,
+            border=limit if job is None and limit is not None and limit < counted.rows else 0,
+            append=job is not None and is_part_of(job, counted),
         )
         try:
-            split_or_append(split, counted, self._open_store)
+            run_split(split, store=self._open_store(self.job_url), counted=counted)
         except InputError as error:
-            if is_there:
+            if job is not None:
                 error.hint = f"name another DEST, or remove {config.work}"
             raise
 
@@ -272,9 +273,8 @@ class WorkFolder:
         dest = self.config.dest
         if split_url(dest)[0] != "file":
             return dest
-        if self.folder is None:
-            return os.path.normpath(local_path(dest))
-        return os.path.relpath(local_path(dest).resolve(), self.folder.resolve())
+        start = self.folder.resolve() if self.folder else Path()
+        return os.path.relpath(local_path(dest).resolve(), start)
 
     def _is_there(self) -> bool:
         dest = self.config.dest

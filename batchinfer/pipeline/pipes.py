@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
+_OF_SOUNDS = ("transcribe", "translate")
 _COLUMNS = {
     **dict.fromkeys(("messages", "conversation", "conversations"), "messages_column"),
     **dict.fromkeys(("prompt", "text"), "prompt_column"),
@@ -37,8 +38,9 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: No column has one of the names that prompts usually have.
     """
-    says = {*_COLUMNS.values(), "prompt_template", "pair_columns", "audio_columns"}
-    if options["request_format"] != "rows" or any(options.get(name) for name in says):
+    says = {*_COLUMNS.values(), "prompt_template", "pair_columns"}
+    is_said = options["request_format"] != "rows" or options["task"] in _OF_SOUNDS
+    if is_said or any(options.get(name) for name in says):
         return {}
     found = [(option, name) for name, option in _COLUMNS.items() if name in columns]
     if set(columns) >= _BATCH_KEYS:

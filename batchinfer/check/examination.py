@@ -25,7 +25,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
-from batchinfer.storage.opening import check_preconditions, open_store
+from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.config import WorkerConfig, real_environment, rules_of
@@ -186,7 +186,8 @@ class Examination:
         if not self.options["output"]:
             return
         store = open_store(self.options["output"])
-        check_preconditions(store)
+        with leaving_no_folders(store.url):
+            check_preconditions(store)
         self.result["storage"] = {"url": store.url}
         if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from batchinfer.check.steps import CheckConfig, Examination
+from batchinfer.check.examination import CheckConfig, Examination
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand

@@ -1,10 +1,12 @@
 """Records of launches below a run, launches/<id>.json: who is to be started where, written before it is submitted.
 
-Whoever can write to the bucket can write such a record, so it is read as data: see `LaunchRecord`.
+Whoever can write to the bucket can write such a record, so it is read as data: see `LaunchRecord`. An id ends with a
+digest of the run's place, so that no record makes `stop --cancel` end the launch of another run.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
@@ -19,12 +21,15 @@ from batchinfer.core.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.core.records import FORMAT_VERSION, Record
 from batchinfer.storage import Store
 
+_DIGITS = 12
+"""Hexadecimal digits of the digest of a run in the ids of its launches."""
+
 
 class LaunchRecord(Record, frozen=True, kw_only=True):
     """Content of launches/<id>.json. Only `id` reaches a command line, and decoding checks how it is spelled."""
 
     format_version: int = FORMAT_VERSION
-    id: Annotated[str, Meta(pattern=r"\A[0-9]{8}-[0-9]{6}-[0-9a-f]{4}\Z")]
+    id: Annotated[str, Meta(pattern=r"\A[0-9]{8}-[0-9]{6}-[0-9a-f]{16}\Z")]
     at: str
     host: str
     """Machine on which `launch` ran."""
@@ -42,9 +47,15 @@ class LaunchRecord(Record, frozen=True, kw_only=True):
         return [layout.launched_worker(self.id, rank) for rank in range(self.workers)]
 
 
-def new_id(now: float) -> str:
-    """Return an id for a launch: the time in UTC, and four random hexadecimal digits."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+def new_id(now: float, run: str) -> str:
+    """Return an id for a launch of a run: the time in UTC, four random digits, and a digest of these and the run."""
+    start = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    return start + _digest(start, run)
+
+
+def _digest(start: str, run: str) -> str:
+    place = run if "://" in run else os.path.realpath(run)
+    return codec.sha256(f"{start} {place}".encode())[:_DIGITS]
 
 
 def record_launch(store: Store, plan: Plan, replaces: list[str], now: float) -> None:
@@ -71,6 +82,8 @@ def find_launches(store: Store) -> tuple[dict[str, tuple[LaunchRecord, float]], 
             record = codec.decode(store.get(info.key).data, LaunchRecord, name=info.key)
             if info.key != layout.launch_key(record.id):
                 raise InputError(f"is not the record of {record.id}")
+            if record.id != (start := record.id[:-_DIGITS]) + _digest(start, store.url):
+                raise InputError("is of another run")
             found[record.id] = (record, info.modified)
         except ObjectNotFound:
             continue  # removed since it was listed

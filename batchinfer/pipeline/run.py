@@ -18,6 +18,7 @@ from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
+from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.options import NO_OPTION, Count, Opt
@@ -27,7 +28,7 @@ from batchinfer.pipeline.running import WORKER_ID, running_alone
 from batchinfer.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from batchinfer.pipeline.steps import WorkFolder
+    from batchinfer.pipeline.work_folder import WorkFolder
 
 STDOUT = "-"
 _GIVEN = {
@@ -38,7 +39,6 @@ _GIVEN = {
 """Parameters of the worker that are no options of `run`, with `run`'s own values."""
 _PLACES = ("manifests", "job", "output", "limit")
 """Parameters of the worker that `run` fills with places in its work folder."""
-_RESTART_STATUSES = (33, 34, 75)
 
 
 class PipelineConfig(Record, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
-    from batchinfer.pipeline.sources import copy_to, with_stdin_in_a_file
+    from batchinfer.pipeline.pipes import copy_to, with_stdin_in_a_file
     from batchinfer.storage.scratch import Scratch
 
     asked = PipelineConfig(**values_of(PipelineConfig, options) | {"sources": list(sources)})
@@ -133,9 +133,9 @@ def tell(result: dict[str, Any], dest: str) -> None:
 
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    from batchinfer.check.steps import refuse_other_run
+    from batchinfer.check.examination import refuse_other_run
     from batchinfer.core.clock import SystemClock
-    from batchinfer.pipeline.steps import WorkFolder
+    from batchinfer.pipeline.work_folder import WorkFolder
     from batchinfer.storage.opening import check_writable, open_store
     from batchinfer.worker.command import describe_host, engine_config, price_of_machine
 
@@ -164,7 +164,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
     except BatchinferError as error:
-        if error.exit_status in _RESTART_STATUSES and not error.hint:
+        if error.exit_status in RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"
         raise
     if options["max_error_rate"] is not None:

@@ -1,0 +1,151 @@
+"""Runs a command as a process of its own: its options, its log and progress bar, its result or its error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from batchinfer.core import errors
+
+_CHILD = (
+    "from batchinfer.engines.parent_death import die_with_parent; die_with_parent();"
+    "from batchinfer.cli.main import run; run()"
+)
+"""Program of a command's process. On Linux the kernel kills it when the thread that has started it ends."""
+_ERRORS = {
+    each.exit_status: each
+    for each in (
+        errors.UsageError,
+        errors.PolicyStop,
+        errors.EngineError,
+        errors.StorageError,
+        errors.Interrupted,
+    )
+}
+"""Class of the error that is raised, by the exit status of the command."""
+_JSON_FILES = ("json_schema", "tools")
+"""Options that are files with JSON, for which values are written to files."""
+
+
+def call(
+    name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path, *, quiet: bool
+) -> dict[str, Any]:
+    """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
+    from batchinfer.worker.progress import MARKED_LINES, is_shown_to_people
+
+    settings = folder / "options.yaml"
+    settings.write_text(_as_settings(name, options, folder), encoding="utf-8")
+    prefix = f"BATCHINFER_{name.upper()}_"
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
+    if not quiet and is_shown_to_people(sys.stderr):
+        variables[MARKED_LINES] = "1"
+    lines: deque[str] = deque(maxlen=200)
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, name, *arguments, "--config", str(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=variables,
+    ) as process:
+        forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
+        forwarding.start()
+        try:
+            assert process.stdout is not None
+            output = process.stdout.read()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # so that it saves finished rows and ends
+            raise
+        finally:
+            status = process.wait()
+            forwarding.join()
+    result = json.loads(output.splitlines()[-1]) if output.strip() else {}
+    if status:
+        _fail(status, [line.replace(f"{folder}/", "") for line in lines], result)
+    return dict(result)
+
+
+def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:
+    """Return options as the text of a settings file; what is no option of `run` is vLLM's. Schemas and tools get files.
+
+    Raises:
+        ConfigError: A settings file cannot hold a value, or a name is nearly that of an option.
+    """
+    import click
+
+    from batchinfer.cli.main import group
+    from batchinfer.cli.server_args import check_name
+    from batchinfer.cli.settings import SERVER_SECTION
+
+    found = group.get_command(click.Context(group), command)
+    assert found is not None
+    flags = {flag: True for each in found.params for flag in each.opts}
+    known = {flag.lstrip("-").replace("-", "_") for flag in flags}
+    own: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    for name, value in options.items():
+        try:
+            plain = json.loads(json.dumps(value, default=_plain))
+        except (TypeError, ValueError):
+            raise errors.ConfigError(
+                f"{name}: is a {type(value).__name__}, expected a number, a text, a list or a dictionary"
+            ) from None
+        if name in _JSON_FILES and not isinstance(plain, str):
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(plain), encoding="utf-8")
+            plain = str(path)
+        is_own = command != "run" or name in known
+        if not is_own:
+            check_name(f"--{name}", flags)
+        (own if is_own else server)[name] = plain
+    return json.dumps(own | ({SERVER_SECTION: server} if server else {}))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_json_schema"):  # a class of pydantic
+        return value.model_json_schema()
+    if hasattr(value, "dtype") and hasattr(value, "item"):  # a number of numpy
+        return value.item()
+    return os.fspath(value)
+
+
+def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> None:
+    """Copy a process's log to our stderr, which may be a cell of a notebook, and keep its last lines.
+
+    The error with which it ends is not copied, since it is raised.
+    """
+    from batchinfer.cli.terminal import say
+    from batchinfer.worker.progress import BarOfLines
+
+    assert process.stderr is not None
+    bar, is_error = BarOfLines(), False
+    for line in (text.rstrip("\n") for text in process.stderr):
+        if bar.take(line):
+            continue
+        is_error = is_error or line.lower().startswith("error: ")
+        lines.append(line)
+        if not quiet and not is_error:
+            say(line)
+    bar.close()
+
+
+def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
+    """Raise the error that a command has printed: its last lines are the message and the hints."""
+    kept = [line for line in lines if not (line.startswith("hint: ") and "options.yaml" in line)]
+    text = "\n".join(kept) or f"ended with exit status {status}"
+    found = re.split(r"^(?:error|Error): ", text, flags=re.MULTILINE)
+    message, _, hint = (found[-1] if len(found) > 1 else kept[-1]).partition("\nhint: ")
+    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=hint)
+    error.attach_result(result)
+    raise error

@@ -1,0 +1,88 @@
+"""The table of refusals, refusals.txt: command lines that cannot work, each with its exit status and what it says.
+
+`record_refusals` runs each line after ``$`` in a folder with a job, a run and files that are wrong in one way each.
+Whatever is refused leaves no file behind. To add a refusal, write its command line into the table and record:
+`python -m goldens` (from tests/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+from batchinfer.cli.main import main
+from goldens import FOLDER, inside, write_lines
+
+TABLE = FOLDER / "refusals.txt"
+ECHO = "--engine echo --prompt-column text --worker-id w0"
+WRONG_SETTINGS = {
+    "misspelt": "modle: x",
+    "section": "sampling: {topk: 1}",
+    "list": "- a\n- b",
+    "unclosed": "model: [unclosed",
+    "set": "stop: !!set {a, b}",
+    "binary": "model: !!binary aGk=",
+    "date": "model: 2026-01-02",
+    "vllm": "vllm: [1]",
+}
+
+
+def make_world() -> None:
+    """Make what the command lines of the table name."""
+    write_lines("rows.jsonl", [{"text": f"row {index}", "n": index} for index in range(20)])
+    write_lines("review.jsonl", [{"review": "good", "stars": 5}])
+    Path("rows.csv").write_text("text,n\nx,1\n")
+    Path("review.csv").write_text("review,n\nx,1\n")
+    Path("array.jsonl").write_text('[{"text": "a"}]')
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00binary")
+    Path("mine.jsonl").write_text("mine")
+    Path("file").touch()
+    Path("folder.jsonl").mkdir()
+    Path("model").mkdir()
+    Path("rows").mkdir()
+    write_lines("rows/rows.jsonl", [{"text": "a"}])
+    write_lines("tools.json", ["[1]"])
+    for name, text in WRONG_SETTINGS.items():
+        Path(f"{name}.yaml").write_text(text + "\n")
+    Path("no-command.sh").write_text("#!/bin/bash\n")
+    for command in (
+        "split rows.jsonl --output job --num-chunks 3 --num-workers 2",
+        f"worker --job job --output job/runs/first --limit 5 {ECHO}",
+    ):
+        _, status = _say(command)
+        assert status == 0
+
+
+def record_refusals(folder: Path) -> str:
+    """Run every command line of the table in an empty folder, and return the table as it is now."""
+    parts = []
+    with inside(folder), mock.patch.dict("os.environ", {"NO_SUCH_TOKEN": ""}):
+        make_world()
+        before = _files()
+        for command in re.findall(r"^\$ batchinfer (.*)", TABLE.read_text("utf-8"), re.MULTILINE):
+            said, status = _say(command)
+            assert status, command
+            assert _files() == before, command
+            assert "Traceback" not in said, said
+            errors = re.findall(r"^error: (.*(?:\n +.*)*)", said, re.MULTILINE | re.IGNORECASE)
+            line = " / ".join(part.strip() for error in errors for part in error.splitlines())
+            parts.append(f"$ batchinfer {command}\n{status} {line}\n")
+    return "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
+
+
+def _files() -> dict[Path, bytes]:
+    """Return every file and folder, but those in which a worker says how it ended."""
+    there = (path for path in Path().rglob("*") if "workers" not in path.parts)
+    return {path: path.read_bytes() if path.is_file() else b"" for path in there}
+
+
+def _say(command: str) -> tuple[str, int]:
+    """Run a command line here, and return what it writes to stderr, and its status."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        status = main(shlex.split(command))
+    return stderr.getvalue(), status
