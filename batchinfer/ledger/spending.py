@@ -1,4 +1,4 @@
-"""What the machines of a run have cost, and for how long it has run, by the records of all its workers.
+"""What the machines of a run have cost, by the records of all its workers.
 
 A worker's record says how long the worker has run and, if the worker knows its price, what that cost. Records stay when
 a worker dies, so the cost of a dead start is not forgotten. What happens before a worker's process starts is not seen:
@@ -7,7 +7,6 @@ a machine that is being set up costs money, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core.prices import Machine, Price, Prices, accelerator_count, accelerator_name
@@ -98,29 +97,3 @@ def offset_of(record: Worker, modified: float) -> float:
     """
     offset = modified - record.heartbeat if modified else 0.0
     return offset if abs(offset) > CLOCK_TOLERANCE_SECONDS else 0.0
-
-
-def starts_of(record: Worker, offset: float) -> list[tuple[float, float]]:
-    """Return begin and end of each start that a record lists. `offset` is the `offset_of` of the worker.
-
-    The last start ends at the worker's last heartbeat.
-    """
-    ends = [end for end, _ in record.ends] + [record.heartbeat]
-    starts = record.starts or [record.started]
-    return [
-        (begin + offset, max(begin, end) + offset)
-        for begin, end in zip(starts, ends[-len(starts) :], strict=False)
-    ]
-
-
-def joined_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds in which at least one of some spans of time lay.
-
-    >>> joined_seconds([(0, 10), (5, 12), (20, 21)])
-    13.0
-    """
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
