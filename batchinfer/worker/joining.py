@@ -91,13 +91,12 @@ class Membership:
         check_media(self.config.limits)
         builder = self.make_builder()
         job = self.assignment.job
-        if job is not None:
-            check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
-            if job.duplicate_ids:
-                logger.warning(
-                    "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
-                    units.many(job.duplicate_ids, "row"),
-                )
+        check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
+        if job.duplicate_ids:
+            logger.warning(
+                "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
+                units.many(job.duplicate_ids, "row"),
+            )
 
     @property
     def is_store_tried(self) -> bool:
@@ -150,18 +149,15 @@ class Membership:
 
         A manifest that `split` has not written says what is to be done, and no more.
         """
-        config = self.config
-        job = self.assignment.job
-        if job is None or config.retry_errors:
+        if self.config.retry_errors:
             return False
-        own = manifest_chunks(job)
-        names = [split_name(manifest)[1] for manifest in config.manifests]
+        own = manifest_chunks(self.assignment.job)
+        names = [split_name(manifest)[1] for manifest in self.config.manifests]
         return all(f"{layout.MANIFESTS}{name}" in own for name in names)
 
     def all_chunks(self) -> dict[str, ChunkRef]:
-        """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""
-        job, url = self.assignment.job, self.assignment.job_url
-        return job_chunks(job, url, self.config.limit) if job is not None else {}
+        """Return all chunks of the job by name, in order."""
+        return job_chunks(self.assignment.job, self.assignment.job_url, self.config.limit)
 
     def _take_revision(self) -> None:
         """Use the model revision that run.json records, unless --revision is given."""
@@ -237,7 +233,6 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )

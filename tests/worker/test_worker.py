@@ -220,7 +220,6 @@ class TestStoppedAndStartedAgain:
     @pytest.mark.parametrize(
         ("verb", "key"),
         [
-            ("get", "all.txt"),
             ("stat", layout.STOP_KEY),
             ("get", layout.RUN_KEY),
             ("create", layout.PROBES),
@@ -309,6 +308,10 @@ class TestBadRows:
             tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]
         )
         assert [said(line) for line in lines] == texts
+
+    def test_a_job_by_reference_needs_no_row_numbers(self, tmp_path: Path) -> None:
+        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
+        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
 
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
