@@ -17,7 +17,7 @@ from aiohttp import web
 from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import answer, latency_of, longest, most_at_once, stream_of
+from batchinfer.engines.echo import DEFAULT_MAX_NUM_SEQS, answer, latency_of, stream_of
 
 _MOST_BYTES = 1 << 30
 
@@ -28,7 +28,7 @@ class EchoServer:
     def __init__(self, config: EngineConfig, kill: str = "", hang: str = "") -> None:
         self.config = config
         self.kill, self.hang = kill.encode(), hang.encode()
-        self._slots = asyncio.Semaphore(most_at_once(config))
+        self._slots = asyncio.Semaphore(config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS)
         self._hangs = asyncio.Event()
 
     def app(self) -> web.Application:
@@ -46,9 +46,8 @@ class EchoServer:
     async def _models(self, request: web.Request) -> web.Response:
         del request
         names = [*self.config.served_names, *self.config.loras]
-        listed = [
-            {"id": name, "object": "model", "max_model_len": longest(self.config)} for name in names
-        ]
+        length = self.config.typed_number("max_model_len")
+        listed = [{"id": name, "object": "model", "max_model_len": length} for name in names]
         return web.json_response({"object": "list", "data": listed})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

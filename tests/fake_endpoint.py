@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer.core.records import Call
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import answer, chat_text, stream_of, texts_of
+from batchinfer.engines.echo import answer, stream_of, texts_of
 
 Reply = Callable[["Handler"], None]
 """What becomes of one request."""
@@ -190,9 +190,8 @@ class FakeEndpoint:
 
     @staticmethod
     def text_of(body: dict[str, Any]) -> str:
-        if "messages" in body:
-            return chat_text(body["messages"])
-        return " ".join(texts_of(body.get("prompt", body.get("input", "-"))))
+        names = [name for name in ("messages", "prompt", "input") if name in body]
+        return " ".join(texts_of(body[names[0]] if names else "-"))
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """What an endpoint that works answers: a `core.records.Reply`."""

@@ -180,35 +180,6 @@ def start_process(
     )
 
 
-_KILLS_ITSELF = """
-import os, signal, sys
-from batchinfer.cli.main import main
-from batchinfer.storage.bucket import BucketStore
-left = [int(sys.argv[1])]
-def wrap(name):
-    write = getattr(BucketStore, name)
-    def written(*arguments, **options):
-        result = write(*arguments, **options)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(BucketStore, name, written)
-wrap("create"), wrap("put_file")
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-def start_killed_on_s3(arguments: list[str], writes: int) -> subprocess.Popen[str]:
-    """Start a command that kills itself by SIGKILL after so many objects that it has created on S3."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _KILLS_ITSELF, str(writes), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def finish_process(process: subprocess.Popen[str], timeout_seconds: float = 240) -> Finished:
     """Wait for a process of `start_process` and read its result. Kills it when the time is up."""
     try:

@@ -14,6 +14,7 @@ from batchinfer.storage.scratch import Scratch, scratch_errors
 if TYPE_CHECKING:
     from batchinfer.collect.table import Collection as Rows
 
+_BLOCK_ROWS = 1000
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
 """Rows and bytes of which one suffices to end a row group of parquet."""
@@ -69,18 +70,37 @@ def write_files(rows: Rows, kind: str, most: int | None, scratch: Scratch) -> It
 
 
 def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield the same rows in tables of the size of row groups."""
+    """Yield the same rows in tables of the size of row groups.
+
+    Only the rows decide where a group ends, and how Arrow holds it: DuckDB's threads cut tables anywhere.
+    """
     import pyarrow as pa
 
     held: list[Any] = []
-    for table in tables:
-        held.append(table)
+    for block in _blocks(tables):
+        held.append(block)
         size = sum(each.nbytes for each in held)
-        if sum(map(len, held)) >= _GROUP_ROWS or size >= _GROUP_BYTES:
+        if len(held) * _BLOCK_ROWS >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield pa.concat_tables(held)
             held = []
     if held:
         yield pa.concat_tables(held)
+
+
+def _blocks(tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield the same rows in blocks of one size, each without chunks of its own."""
+    import pyarrow as pa
+
+    rest: Any = None
+    for table in tables:
+        rest = pa.concat_tables([rest, table]) if rest else table
+        start = 0
+        while len(rest) - start >= _BLOCK_ROWS:
+            yield rest.slice(start, _BLOCK_ROWS).combine_chunks()
+            start += _BLOCK_ROWS
+        rest = rest.slice(start)
+    if rest:
+        yield rest.combine_chunks()
 
 
 class LinesWriter:

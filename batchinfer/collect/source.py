@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from batchinfer.core.errors import ConfigError, InputError, StorageError, near
+from batchinfer.core.errors import ConfigError, InputError, near
 from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
-from batchinfer.storage.opening import fsspec_options, local_path, split_url
+from batchinfer.split.files import opened
 from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -93,20 +92,15 @@ class ParquetSource:
 
         kind = dataset.ParquetFileFormat()
         for file in self._files:
-            try:
-                with _open(file.url) as opened:
-                    rows = dataset.FileSystemDataset(
-                        [kind.make_fragment(opened)], self._types, kind
-                    )
-                    for batch in rows.to_batches(
-                        columns=self.schema.names,
-                        batch_size=self._at_once,
-                        batch_readahead=1,
-                        use_threads=False,
-                    ):
-                        yield pa.table(batch)
-            except (OSError, pa.ArrowException) as error:
-                raise StorageError(f"{file.url}: cannot be read ({error})") from error
+            with opened(file.url) as there:
+                rows = dataset.FileSystemDataset([kind.make_fragment(there)], self._types, kind)
+                for batch in rows.to_batches(
+                    columns=self.schema.names,
+                    batch_size=self._at_once,
+                    batch_readahead=1,
+                    use_threads=False,
+                ):
+                    yield pa.table(batch)
 
 
 class RowTaker:
@@ -154,29 +148,16 @@ def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
         return None
 
 
-def _open(url: str) -> Any:
-    import fsspec
-
-    scheme, path = split_url(url)
-    if scheme == "file":
-        return local_path(url).open("rb")
-    return fsspec.filesystem(scheme, **fsspec_options(scheme)).open(path)
-
-
 def _footer_of(file: SourceFile) -> Any:
     """Return the metadata of a parquet file.
 
     Raises:
-        InputError: it has not the size and the footer that it had when the job was made.
+        InputError: its footer is not the one that it had when the job was made.
     """
-    from pyarrow import parquet
+    from batchinfer.split.tables import read_footer
 
-    with _open(file.url) as opened:
-        size = opened.seek(0, 2)
-        opened.seek(max(0, size - 8))
-        length = int.from_bytes(opened.read(4), "little") + 8
-        opened.seek(max(0, size - length))
-        digest = hashlib.sha256(b"PAR1" + opened.read()).hexdigest()
-        if (size, digest) != (file.bytes, file.digest):
-            raise InputError(f"{file.url}: has changed since the split")
-        return parquet.read_metadata(opened)
+    with opened(file.url) as there:
+        metadata, digest = read_footer(there)
+    if digest != file.digest:
+        raise InputError(f"{file.url}: has changed since the split")
+    return metadata

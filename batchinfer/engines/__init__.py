@@ -8,17 +8,15 @@ an HTTP library nor vllm.
 
 from __future__ import annotations
 
-import heapq
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from batchinfer.core.errors import ConfigError, near
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines.config import EngineConfig, check_config
 
 __all__ = [
-    "ENGINES",
     "Engine",
     "RequestSource",
     "Stop",
@@ -132,37 +130,20 @@ class Engine(Protocol):
 
 # --------------------------------------------------------------------------- the engines
 
-ENGINES = ("vllm", "echo", "openai")
-"""Values of ``--engine``: servers that load a model, a rehearsal without a model, endpoints that run elsewhere."""
-
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuse an unknown engine, and a configuration that it could not run. Loads nothing, and asks no other machine.
+    """Refuse a configuration that an engine could not run. Loads nothing, and asks no other machine.
 
     Raises:
         ConfigError: the message names the option that is wrong.
     """
-    name = config.engine
-    if name not in ENGINES:
-        raise ConfigError(
-            f"--engine: {name!r} is not an engine, expected one of {', '.join(ENGINES)}{near(name, ENGINES)}"
-        )
     check_config(config)
-    for option, is_given in {
-        "--nnodes": config.nnodes > 1,
-        "--server-command": config.server_command,
-    }.items():
-        if is_given and name != "vllm":
-            raise ConfigError(
-                f"{option} with --engine {name}: this engine starts no such server",
-                hint=f"leave {option} out",
-            )
     if is_remote(config) and not config.base_urls:
         raise ConfigError(
-            f"--engine {name}: no --base-url says where the endpoint is",
+            "--engine openai: no --base-url says where the endpoint is",
             hint="add --base-url http://127.0.0.1:8000/v1, for example",
         )
-    if not config.model and name != "echo":
+    if not config.model and config.engine != "echo":
         raise ConfigError(
             "--model: is missing, expected a model's folder or its name on the Hub",
             hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
@@ -231,8 +212,7 @@ def longest_sequence(config: EngineConfig) -> int | None:
     Returns:
         None if the engine has no limit, or if the limit is known only after the model is loaded.
     """
-    typed = config.server_options.get("max_model_len")
-    if isinstance(typed, int) and typed > 0:
+    if typed := config.typed_number("max_model_len"):
         return typed
     if not has_model(config):
         return None
@@ -261,15 +241,9 @@ def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> lis
     [2, 4]
     """
     shares = [0] * len(held)
-    levels = [(held[index], index) for index, free in enumerate(free_slots) if free > 0]
-    heapq.heapify(levels)
     for _ in range(count):
-        if not levels:
+        places = [index for index, free in enumerate(free_slots) if shares[index] < free]
+        if not places:
             break
-        level, index = levels[0]
-        shares[index] += 1
-        if shares[index] < free_slots[index]:
-            heapq.heapreplace(levels, (level + 1, index))
-        else:
-            heapq.heappop(levels)
+        shares[min(places, key=lambda index: held[index] + shares[index])] += 1
     return shares

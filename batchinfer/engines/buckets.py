@@ -23,12 +23,10 @@ from batchinfer.core.errors import ConfigError, Interrupted, ScratchFull, Storag
 from batchinfer.core.units import size
 from batchinfer.engines import Stop
 from batchinfer.storage import ObjectInfo
-from batchinfer.storage.opening import READ_ONLY_SCHEMES, open_store, split_url
+from batchinfer.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = "_UNFINISHED"
-"""Key of the object that `batchinfer convert` keeps beside a model's files while it uploads them."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of weight files, in the order in which vLLM prefers them."""
 ANSWER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".v1", ".v2", ".v3")
@@ -60,14 +58,6 @@ def is_in_bucket(name: str) -> bool:
     return "://" in name and not name.lower().startswith("file://")
 
 
-def cache_folder() -> Path:
-    """Return the folder of fetched models: a folder in HF_HOME, else in the user's cache."""
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "batchinfer"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "batchinfer" / "models"
-
-
 def weight_files(names: Iterable[str]) -> list[str]:
     """Return the weight files that vLLM would load: those of the format that it likes best.
 
@@ -82,31 +72,16 @@ def weight_files(names: Iterable[str]) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def list_model(url: str, option: str) -> BucketModel:
+def list_model(url: str) -> BucketModel:
     """List a model's files. A process lists a model only once, so that all its parts use the same version.
 
-    Args:
-        url: The folder.
-        option: The option that names it, for messages.
-
     Raises:
-        ConfigError: the URL is not of a bucket, no file is there, or the upload of the files has not ended.
+        ConfigError: the URL is not of a bucket, or no file is there.
         InputError: there is no such bucket.
         AccessDenied: the store refuses access.
         StorageError: the store failed after its retries.
     """
-    subject = f"{option}: {url}"
-    if split_url(url)[0] in READ_ONLY_SCHEMES:
-        raise ConfigError(
-            f"{subject} cannot be listed as a folder of a bucket",
-            hint="give a local folder, a name on the Hub, or a folder in s3:// or gs://",
-        )
     there = {info.key: info for info in open_store(url).list("")}
-    if UNFINISHED in there:
-        raise ConfigError(
-            f"{subject} is not there whole: `batchinfer convert` was uploading it",
-            hint="wait until `batchinfer convert` has ended; if it was stopped, start it again",
-        )
     weights = {*weight_files(name for name in there if "/" not in name)}
     files = [
         info
@@ -117,13 +92,13 @@ def list_model(url: str, option: str) -> BucketModel:
     ]
     if not files:
         raise ConfigError(
-            f"{subject} has no model: there is no such folder",
+            f"{url}: has no model: there is no such folder",
             hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
         )
     return BucketModel(url.rstrip("/"), tuple(files))
 
 
-def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
+def fetch(model: BucketModel, stop: Stop | None = None) -> Path:
     """Bring a model's files to this machine, and return the folder with them. If it is there, the store is not asked.
 
     Raises:
@@ -132,6 +107,7 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
         Interrupted: `stop` was set.
     """
     name = model.url.rpartition("/")[2]
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "batchinfer"
     folder = cache.absolute() / model.identity[:20] / name
     if folder.is_dir():
         return folder
@@ -148,8 +124,7 @@ def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
                 raise
     except (OSError, ScratchFull) as error:
         raise ConfigError(
-            f"{cache}: cannot be used: {error}",
-            hint="name another folder in HF_HOME",
+            f"{cache}: cannot be used: {error}", hint="name another folder in HF_HOME"
         ) from error
     finally:
         shutil.rmtree(building.parent, ignore_errors=True)

@@ -50,7 +50,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     SECTION: ClassVar[str] = "engine"
 
-    engine: Annotated[str, RECORDED] = "vllm"
+    engine: Annotated[Literal["vllm", "openai", "echo"], RECORDED] = "vllm"
     """vllm; openai, a running endpoint; or echo, to rehearse without a model."""
     model: Annotated[str, Opt(section="model", is_first=True, is_recorded=True)] = ""
     """Name on the Hub, or folder, here or in a bucket."""
@@ -71,7 +71,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = {}
     """LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated."""
-    replicas: Annotated[int | Literal["auto"], Opt(form="auto")] = "auto"
+    replicas: Annotated[Count | Literal["auto"], Opt(form="auto")] = "auto"
     """Servers, each on its own GPUs, or auto: the fewest GPUs that serve the model well for each, on all GPUs."""
     gpus: Annotated[list[str] | None, Opt(form="names")] = None
     """GPUs to use, as numbers or UUIDs, e.g. 2,5. Default: all that are visible."""
@@ -127,6 +127,11 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         """The options in `server_args` by their names with underscores; see `parse_args`."""
         return parse_args(self.server_args)
 
+    def typed_number(self, name: str) -> int | None:
+        """Return the value of one of `server_options` that is a whole number; None if it is not typed."""
+        value = self.server_options.get(name)
+        return value if isinstance(value, int) else None
+
     @property
     def answer_options(self) -> dict[str, Any]:
         """Those of `server_options` that may change answers. They must be the same for all workers of a run."""
@@ -154,9 +159,9 @@ def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
     typed = parse_args(server_args)
     found: dict[str, Any] = {name: typed[name] for name in _PARALLEL if name in typed}
     for name, value in found.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if type(value) is not int or value < (name != "node_rank"):
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option}: is {value!r}, expected a whole number")
+            raise ConfigError(f"{option}: is {value!r}, expected a whole number from 1")
     if "master_addr" in typed:
         found["master_addr"] = str(typed["master_addr"])
     return found
@@ -231,44 +236,20 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names them.
     """
-    counts = {
-        "--replicas": None if config.replicas == "auto" else config.replicas,
-        "--tensor-parallel-size": config.tensor_parallel_size,
-        "--pipeline-parallel-size": config.pipeline_parallel_size,
-    }
-    for option, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{option}: is {value}, expected at least 1")
+    if config.replicas != "auto" and config.replicas < 1:
+        raise ConfigError(f"--replicas: is {config.replicas}, expected at least 1")
     command = config.server_command
-    if command and not any(place in command for place in ("{port}", "{socket}")):
+    if command and "{port}" not in command and "{socket}" not in command:
         raise ConfigError(
             f"--server-command {command}: says nowhere where the server shall listen",
             hint="put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it, and {model}",
         )
-    _check_nodes(config)
-
-
-def _check_nodes(config: EngineConfig) -> None:
-    """Refuse options of several nodes that contradict each other."""
-    if not 0 <= config.node_rank < config.nnodes:
-        raise ConfigError(
-            f"--node-rank: is {config.node_rank}, expected 0 to {config.nnodes - 1}, below --nnodes"
-        )
     if config.nnodes == 1:
         return
-    if not 1 <= config.master_port <= 65_534:
-        raise ConfigError(f"--master-port: is {config.master_port}, expected 1 to 65534")
-    if not config.master_addr:
+    if not config.master_addr or not 0 <= config.node_rank < config.nnodes:
         raise ConfigError(
-            f"--nnodes {config.nnodes} without --master-addr: expected the address of node 0",
-            hint="give it, and the same --master-port, to every node",
+            f"--nnodes {config.nnodes}: expected --master-addr, the address of node 0, and --node-rank below --nnodes",
+            hint="give --master-addr, and the same --master-port, to every node",
         )
     if config.replicas not in {1, "auto"}:
         raise ConfigError("--replicas with --nnodes: several nodes run one replica together")
-    size = (config.tensor_parallel_size or config.nnodes) * config.pipeline_parallel_size
-    if size % config.nnodes:
-        raise ConfigError(
-            f"--tensor-parallel-size x --pipeline-parallel-size: is {size}, expected a multiple of --nnodes "
-            f"{config.nnodes}",
-            hint="every node has the same number of GPUs",
-        )

@@ -46,8 +46,6 @@ LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks at a server that runs."""
-# A gap between two looks above this means that this process itself was frozen, perhaps with its machine.
-_FROZEN_SECONDS = 5.0
 # Most seconds that a server has to tell its counters when the last row has come.
 _LAST_STATS_SECONDS = 2.0
 
@@ -71,7 +69,7 @@ class Dispatcher:
         self.num_restarts = 0
         self._pace = Pace(config)
         self._watches: list[asyncio.Task[None]] = []
-        self._num_answered = 0
+        self._has_answered = False
         self.outage_since: float | None = None
         """Time of the first failed attempt since an endpoint last answered."""
         self._last_replies: dict[RowKey, Reply] = {}
@@ -119,24 +117,24 @@ class Dispatcher:
     async def _send(self, target: Target, call: Call) -> Reply:
         """Send a call until it has an answer, or has failed so often that the row must be at fault."""
         num_failed = num_faults = 0
-        is_ours = isinstance(target, OwnServer)
-        timeout = None if is_ours else self.config.request_timeout_seconds
         while True:
-            if not is_ours and (num_failed or target.pause_seconds):
+            if not self.servers and (num_failed or target.pause_seconds):
                 target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
             if pause := target.pause_seconds:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
                 continue
             await self._pace.wait(call)
             answered_before = target.num_answered
-            found = await target.post(call, timeout)
+            found = await target.post(call)
             reply = Reply(key=call.key, status=found.status or 503, body=found.body)
             if isinstance(target, Endpoint) and (found.status in DENIED or is_used_up(reply)):
                 self.failure = target.denied(found)
             elif found.status == 200 and not is_answer(call, found.body):
                 reply = Reply(key=call.key, status=INVALID_STATUS, body=invalid_answer(found.body))
             elif found.status and found.status not in TRANSIENT:
-                self._note_answer(target)
+                self._has_answered = True
+                self.outage_since, target.num_pauses = None, 0
+                target.num_answered += 1
                 return reply
             self.outage_since = self.outage_since or time.monotonic()
             if found.status in OVERLOADED or found.wait_seconds is not None:
@@ -156,12 +154,6 @@ class Dispatcher:
                 return reply
             await asyncio.sleep(pause_seconds(num_failed))
 
-    def _note_answer(self, target: Target) -> None:
-        self._num_answered += 1
-        self.outage_since = None
-        target.num_answered += 1
-        target.num_pauses = 0
-
     async def drop(self) -> None:
         """Cancel all calls in flight. Servers end the work on them, since their connections close."""
         tasks = {task for target in self.targets for task in target.in_flight.values()}
@@ -173,7 +165,7 @@ class Dispatcher:
         self._last_replies.clear()
         self.outage_since = None
         ready = [server for server in self.servers if server.is_ready]
-        await asyncio.gather(*(server.read_stats(_LAST_STATS_SECONDS) for server in ready))
+        await asyncio.gather(*(server.read_counters(_LAST_STATS_SECONDS) for server in ready))
 
     async def close(self) -> None:
         """End everything, and the servers that are ours: within seconds, or at once if the engine has failed."""
@@ -199,21 +191,20 @@ class Dispatcher:
         Args:
             is_idle: Whether the source had no further row when it was last asked.
         """
-        since = self.outage_since
-        is_late = since is not None and time.monotonic() - since >= self.config.stall_seconds
-        keys = [key for target in self.targets for key in target.in_flight]
-        replies = [self._last_replies[key] for key in keys if key in self._last_replies]
-        is_last = is_idle and self._num_answered and len(keys) <= FEW
-        is_own = is_last and all(reply.status == 500 for reply in replies)
-        if len(replies) == len(keys) and (is_own or (is_late and len(keys) <= FEWEST)):
+        since, seconds = self.outage_since, self.config.stall_seconds
+        is_late = since is not None and time.monotonic() - since >= seconds
+        left = [(target, key) for target in self.targets for key in target.in_flight]
+        replies = [self._last_replies[key] for _, key in left if key in self._last_replies]
+        is_own = is_idle and self._has_answered and len(left) <= FEW
+        is_own = is_own and all(reply.status == 500 for reply in replies)
+        if len(replies) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
             self.outage_since = None
-            for target in self.targets:
-                for key, task in list(target.in_flight.items()):
-                    task.cancel()
-                    self._deliver(target, self._last_replies[key])
-        elif is_late and keys:
+            for target, key in left:
+                target.in_flight[key].cancel()
+                self._deliver(target, self._last_replies[key])
+        elif is_late and left and self.failure is None:
             self.failure = EngineDied(
-                f"{self.targets[0].name}: answered nothing for {self.config.stall_seconds:g} s",
+                f"{self.targets[0].name}: answered nothing for {seconds:g} s",
                 hint="no row is lost; start the same command again when it answers",
             )
 
@@ -226,10 +217,7 @@ class Dispatcher:
     async def _watch(self, server: OwnServer) -> None:
         """End a server that hangs, hand back the rows of one that is dead, and start it again."""
         while True:
-            looked = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS if server.is_ready else LOAD_LOOK_SECONDS)
-            if (gap := time.monotonic() - looked) > _FROZEN_SECONDS:
-                server.forgive(gap)
             was_ready = server.is_ready
             reason = await server.look(self.config)
             if server.is_ready and not was_ready:

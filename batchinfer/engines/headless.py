@@ -2,8 +2,8 @@
 
 vLLM connects the nodes of a model itself, at --master-addr and --master-port. But no node notices there that another
 one has gone. So node 0, which is the worker, listens at the port after --master-port, and every other node keeps a
-connection to it open, which also breaks when a node is killed. Node 0 sends the revision of the model when the others
-may load it, and at its end its exit status, as far as its engine knows it.
+connection to it open, which also breaks when a node is killed. Node 0 sends one line with the revision of the model
+when the others may load it, and one with its exit status at its end, as far as its engine knows it.
 """
 
 from __future__ import annotations
@@ -50,26 +50,22 @@ class Nodes:
         place = (config.master_addr, config.master_port + 1)
         try:
             self._server = socket.create_server(place)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error.strerror or error})",
+                f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})",
                 hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
             ) from error
         self._server.setblocking(False)
 
-    def let_in(self, message: str) -> None:
-        """Send a message to nodes that have come."""
+    def check(self, kind: type[EngineError], revision: str) -> None:
+        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 link, _ = self._server.accept()
                 _keep_alive(link)
-                link.sendall(f"{message}\n".encode())
+                link.sendall(f"{revision}\n".encode())
                 link.setblocking(False)
                 self._links.append(link)
-
-    def check(self, kind: type[EngineError], revision: str) -> None:
-        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
-        self.let_in(f"load {revision}")
         for link in self._links:
             with contextlib.suppress(BlockingIOError):
                 with contextlib.suppress(ConnectionError, TimeoutError):
@@ -78,11 +74,11 @@ class Nodes:
 
     def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
-        with contextlib.suppress(OSError):
-            self.let_in("")
+        with contextlib.suppress(OSError, EngineError):
+            self.check(EngineDied, "")
         for link in self._links:
             with contextlib.suppress(OSError):
-                link.sendall(f"end {status}\n".encode())
+                link.sendall(f"{status}\n".encode())
             link.close()
         self._server.close()
 
@@ -90,9 +86,8 @@ class Nodes:
 def _keep_alive(link: socket.socket) -> None:
     """Have the kernel notice that the machine at the other end is gone."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_SECONDS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
 
 
 def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]:
@@ -118,27 +113,27 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         )
     check_engine(config)
     check_installed(config)
-    with contextlib.closing(_reach(config, loading)) as link:
-        message = ""
-        while not message.startswith("load"):
-            message = _receive(link, loading)
-        revision = config.revision or "".join(message.split()[1:2]) or None
+    with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
+        received = ""
+        while "\n" not in received:
+            received += _receive(link, loading)
+        revision = config.revision or received.partition("\n")[0] or None
         config = msgspec.structs.replace(config, revision=revision)
         scratch = Scratch(config.scratch_dir)
+        stack.callback(scratch.close)
         [launch] = plan(config, Path(scratch.folder), loading)
-        own_address = {"VLLM_HOST_IP": str(link.getsockname()[0])}
-        launch = msgspec.structs.replace(launch, environment={**launch.environment, **own_address})
+        launch.environment["VLLM_HOST_IP"] = str(link.getsockname()[0])
         process = ServerProcess(launch, scratch.folder / "server.log")
         process.start()
+        stack.callback(process.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        try:
-            while not _receive(link, stop).startswith("end"):
-                process.copy_log()
-                if process.exit_status() is not None:
-                    raise EngineDied(f"node {config.node_rank}: {process.reason()}")
-        finally:
-            process.end()
-            scratch.close()
+        while received.count("\n") < 2:
+            received += _receive(link, stop)
+            process.copy_log()
+            if process.exit_status() is not None:
+                raise EngineDied(f"node {config.node_rank}: {process.reason()}")
+    if status := int(received.split("\n")[1]):
+        raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
 
 
@@ -158,29 +153,23 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
             time.sleep(POLL_SECONDS)
         else:
             _keep_alive(link)
+            link.settimeout(POLL_SECONDS)
             return link
     raise Interrupted("stopped while it waited for node 0")
 
 
 def _receive(link: socket.socket, stop: Stop) -> str:
-    """Return the line that node 0 has sent; empty if nothing has come for a moment.
+    """Return what node 0 has sent, after waiting for it for a moment.
 
     Raises:
-        BatchinferError: node 0 has ended with another exit status than 0.
         EngineDied: node 0 has gone.
         Interrupted: `stop` was set.
     """
     if stop.is_set():
         raise Interrupted("stopped by a signal")
-    link.settimeout(POLL_SECONDS)
-    try:
-        lines = link.recv(1024).decode()
-    except TimeoutError:
-        return ""
-    except OSError as error:
-        raise EngineDied("node 0 has gone") from error
-    if not lines:
+    with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(ConnectionError):
+            if data := link.recv(1024):
+                return data.decode()
         raise EngineDied("node 0 has gone")
-    if (end := lines.rpartition("end ")[2].strip()).isdigit() and int(end):
-        raise _ERRORS.get(int(end), EngineDied)(f"node 0 ended with exit status {end}")
-    return lines.strip()
+    return ""

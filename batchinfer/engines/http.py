@@ -8,41 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
-
-import msgspec
 
 from batchinfer.core.errors import EngineDied, EngineError, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.core.tasks import CLASSIFY, GENERATE, RERANK, SCORE
 from batchinfer.engines import RequestSource, Stop, is_remote, share_out
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.dispatch import LOAD_LOOK_SECONDS, Dispatcher, logger
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.server import ServerProcess, plan, socket_folder
-from batchinfer.engines.targets import Answer, Endpoint, OwnServer, Target, read_parameters
+from batchinfer.engines.server import ServerProcess, plan
+from batchinfer.engines.targets import Endpoint, OwnServer, Target, read_parameters
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
 
-# Seconds until `RequestSource.take` is called again if slots are free: at first, and after many calls without a row.
-_POLL_SECONDS = 0.01
-_SLOWEST_POLL_SECONDS = 0.1
+# Seconds until `RequestSource.take` is called again if slots are free.
+_POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
 _LONGEST_WAIT_SECONDS = 0.25
-# Path to which most rows of a task go; /v1/embeddings if it is not here.
-_PATHS = {
-    GENERATE: "/v1/chat/completions",
-    CLASSIFY: "/classify",
-    SCORE: "/score",
-    RERANK: "/rerank",
-}
 
 
 class HttpEngine:
@@ -57,8 +45,7 @@ class HttpEngine:
         self._dispatcher = Dispatcher(config, [])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._scratch: Scratch | None = None
-        self._sockets: Path | None = None
+        self._folders: list[Scratch] = []
         self._nodes: Nodes | None = None
         self._is_idle = False
         """Whether the source had no row ready when it was last asked, and slots are free."""
@@ -78,10 +65,9 @@ class HttpEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
         try:
-            if self.config.engine == "vllm":
-                self._start_servers(stop)
-            else:
-                self._dispatcher = Dispatcher(self.config, self._others())
+            self._dispatcher = Dispatcher(self.config, self._targets(stop))
+            for server in self._servers:
+                server.start()
             while waiting := [each for each in self.targets if not each.is_ready]:
                 for target in waiting:
                     reason = self._run(target.look(self.config))
@@ -102,28 +88,23 @@ class HttpEngine:
             self.close()
             raise
 
-    def _others(self) -> Sequence[Target]:
-        """Return the targets that need no start."""
+    def _targets(self, stop: Stop) -> Sequence[Target]:
+        """Return the targets; servers of ours are not started."""
         config = self.config
         if is_remote(config):
-            path = _PATHS.get(config.task, "/v1/embeddings")
-            return [Endpoint(url, config, path) for url in config.base_urls]
-        count = 1 if config.replicas == "auto" else config.replicas
-        return [EchoTarget(f"echo {index}", config) for index in range(count)]
-
-    def _start_servers(self, stop: Stop) -> None:
-        self._scratch = Scratch(self.config.scratch_dir)
-        self._sockets = socket_folder(self._scratch.folder)
-        if self.config.nnodes > 1:
-            self._nodes = Nodes(self.config)
-        launches = plan(self.config, self._sockets, stop)
+            return [Endpoint(url, config) for url in config.base_urls]
+        if config.engine == "echo":
+            count = 1 if config.replicas == "auto" else config.replicas
+            return [EchoTarget(f"echo {index}", config) for index in range(count)]
+        # The path of a socket must be short, so sockets are in the system's own folder of temporary files.
+        logs, sockets = self._folders = [Scratch(config.scratch_dir), Scratch()]
+        if config.nnodes > 1:
+            self._nodes = Nodes(config)
         servers = []
-        for index, launch in enumerate(launches):
-            process = ServerProcess(launch, self._scratch.folder / f"server-{index}.log")
-            servers.append(OwnServer(process, self.config))
-        self._dispatcher = Dispatcher(self.config, servers)
-        for server in servers:
-            server.start()
+        for index, launch in enumerate(plan(config, sockets.folder, stop)):
+            process = ServerProcess(launch, logs.folder / f"server-{index}.log")
+            servers.append(OwnServer(process))
+        return servers
 
     @property
     def _servers(self) -> list[OwnServer]:
@@ -136,8 +117,8 @@ class HttpEngine:
 
     def _describe(self, load_seconds: float) -> EngineInfo:
         first = self.targets[0]
-        version = _field(self._run(first.get("/version")), "version")
-        models = _field(self._run(first.get("/v1/models")), "data")
+        version = self._run(first.get("/version")).field("version")
+        models = self._run(first.get("/v1/models")).field("data")
         length = models[0].get("max_model_len") if isinstance(models, list) and models else None
         launches = [server.process.launch for server in self._servers]
         seqs = [launch.max_num_seqs for launch in launches]
@@ -166,9 +147,8 @@ class HttpEngine:
         self._loop = None
         if self._nodes is not None:
             self._nodes.close(getattr(failure, "exit_status", 33) if failure else 0)
-        if self._scratch is not None and self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
-            self._scratch.close()
+        for folder in self._folders:
+            folder.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work in the event loop and wait for it."""
@@ -179,7 +159,7 @@ class HttpEngine:
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
-        exhausted, num_in_flight, poll_seconds = False, 0, _POLL_SECONDS
+        exhausted, num_in_flight = False, 0
         try:
             while not stop.is_set():
                 self._check(num_in_flight)
@@ -202,10 +182,7 @@ class HttpEngine:
                         time.sleep(_LONGEST_WAIT_SECONDS)  # all servers are being started again
                     continue
                 is_hungry = not exhausted and sum(free) > len(taken)
-                poll_seconds = (
-                    _POLL_SECONDS if taken else min(2 * poll_seconds, _SLOWEST_POLL_SECONDS)
-                )
-                found = self._collect(poll_seconds if is_hungry else _LONGEST_WAIT_SECONDS)
+                found = self._collect(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
                 num_in_flight -= len(found)
                 yield found
         finally:
@@ -243,16 +220,10 @@ class HttpEngine:
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
-        assert self._loop is not None
-        self._is_idle = True
-        self._loop.call_soon_threadsafe(self._dispatcher.begin, self._ready_target(), [call])
-        try:
-            while not (found := self._collect(_LONGEST_WAIT_SECONDS)):
-                self._check(1)
-                if stop is not None and stop.is_set():
-                    raise Interrupted("engine: stopped before it answered")
-        finally:
-            self._abandon()
+        source = _OneCall(call)
+        found = [reply for batch in self.generate(source, stop or source) for reply in batch]
+        if not found:
+            raise Interrupted("engine: stopped before it answered")
         if found[0].is_engine_death:
             raise EngineDied(found[0].body.decode(), in_flight=[call.key])
         return found[0]
@@ -260,7 +231,7 @@ class HttpEngine:
     def stream(self, call: Call) -> Iterator[bytes]:
         """See Engine.stream."""
         assert self._loop is not None
-        target = self._ready_target()
+        target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -280,9 +251,6 @@ class HttpEngine:
         finally:
             running.cancel()
 
-    def _ready_target(self) -> Target:
-        return next((target for target in self.targets if target.is_ready), self.targets[0])
-
     def parameters(self, path: str) -> frozenset[str]:
         """See Engine.parameters. The server is asked once."""
         if self._description is None:
@@ -291,10 +259,8 @@ class HttpEngine:
 
     def stats(self) -> EngineStats:
         """Return the sums of the counters of all servers, as they were about a second ago."""
-        all_stats = [server.stats for server in self._servers]
-        names = ("steps", "preemptions", "prompt_tokens", "cached_tokens", "completion_tokens")
         return EngineStats(
-            **{name: sum(getattr(each, name) for each in all_stats) for name in names},
+            **sum((server.counters for server in self._servers), Counter[str]()),
             replicas_lost=sum(server.is_lost for server in self._servers),
             restarts=self._dispatcher.num_restarts,
         )
@@ -310,16 +276,27 @@ class HttpEngine:
         except EngineDied as error:
             dispatcher.failure = error
             raise
-        if not self._servers and dispatcher.outage_since and dispatcher.failure is None:
+        if not self._servers and dispatcher.outage_since:
             self._run(dispatcher.find_outage(is_idle=self._is_idle))
         failure = dispatcher.failure
         if failure and not (self._servers and num_in_flight and isinstance(failure, EngineDied)):
             raise failure
 
 
-def _field(found: Answer, name: str) -> Any:
-    """Return a field of what a server answered to `Target.get`; None if there is none."""
-    try:
-        return msgspec.json.decode(found.body)[name] if found.status == 200 else None
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
-        return None
+class _OneCall:
+    """A source of one call, and a stop signal that is never set."""
+
+    def __init__(self, call: Call) -> None:
+        self._left = [call]
+
+    def take(self, max_calls: int) -> list[Call] | None:
+        """See RequestSource.take."""
+        del max_calls
+        return [self._left.pop()] if self._left else None
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See RequestSource.wait."""
+
+    def is_set(self) -> bool:
+        """See Stop.is_set."""
+        return False

@@ -5,29 +5,20 @@ A request for one short text costs the server twice to four times as much CPU as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
-from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 
 MOST_TEXTS = 64
 _PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
-_Fields = dict[str, msgspec.Raw]
-_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-
-
-class _Answers(msgspec.Struct):
-    data: list[_Fields]
-    usage: _Usage = _Usage()
-
-
-_answers = codec.json_decoder(_Answers)
+# A body whose first field is one text, as the prompt builder writes it; and all other fields.
+_TEXT = re.compile(rb'\{"input": ?("(?:[^"\\]++|\\.)*+")(|,.*)\}', re.DOTALL)
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_items = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_encode = msgspec.json.Encoder().encode
 
 
 def group(calls: Sequence[Call]) -> list[list[Call]]:
@@ -38,36 +29,25 @@ def group(calls: Sequence[Call]) -> list[list[Call]]:
     groups: list[list[Call]] = []
     open_groups: dict[tuple[str, bytes], list[Call]] = {}
     for call in calls:
-        options = _options(call)
-        found = open_groups.get((call.path, options)) if options is not None else None
+        match = _TEXT.fullmatch(call.body) if call.path in _PATHS else None
+        found = open_groups.get((call.path, match[2])) if match else None
         if found is None or len(found) >= MOST_TEXTS:
             found = []
             groups.append(found)
-            if options is not None:
-                open_groups[call.path, options] = found
+            if match:
+                open_groups[call.path, match[2]] = found
         found.append(call)
     return groups
-
-
-def _options(call: Call) -> bytes | None:
-    """Return all fields of a body but its text, as bytes; None if the call is no request for one text."""
-    if call.path not in _PATHS:
-        return None
-    try:
-        fields = _decoder.decode(call.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    text = fields.pop("input", None)
-    return msgspec.json.encode(fields) if text is not None and bytes(text)[:1] == b'"' else None
 
 
 def merge(calls: Sequence[Call]) -> Call:
     """Return the request for the texts of all these calls, which `group` has put together."""
     if len(calls) == 1:
         return calls[0]
-    texts = [_decoder.decode(call.body)["input"] for call in calls]
-    fields = _decoder.decode(calls[0].body) | {"input": msgspec.Raw(msgspec.json.encode(texts))}
-    return Call(key=calls[0].key, path=calls[0].path, body=msgspec.json.encode(fields))
+    matches = [match for call in calls if (match := _TEXT.fullmatch(call.body))]
+    texts = b",".join(match[1] for match in matches)
+    body = b'{"input":[%b]%b}' % (texts, matches[0][2])
+    return Call(key=calls[0].key, path=calls[0].path, body=body)
 
 
 def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
@@ -77,21 +57,18 @@ def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
     body; the shares are the whole count together. The bodies have no usage.
     """
     try:
-        found = _answers.decode(body)
-        rest = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        rest = _decode(body)
+        items = _decode_items(rest.pop("data"))
+        count = int(msgspec.json.decode(rest.pop("usage", b"{}")).get("prompt_tokens") or 0)
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return None
-    if len(found.data) != len(calls):
+    if len(items) != len(calls):
         return None
-    rest.pop("usage", None)
-    lengths = [len(call.body) for call in calls]
-    total, replies, before, given = sum(lengths), list[Reply](), 0, 0
-    for call, item, length in zip(calls, found.data, lengths, strict=True):
-        before += length
-        share = found.usage.prompt_tokens * before // total - given
+    total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0
+    for call, item in zip(calls, items, strict=True):
+        before += len(call.body)
+        share = count * before // total - given
         given += share
-        item["index"] = msgspec.Raw(b"0")
-        one = rest | {"data": msgspec.Raw(msgspec.json.encode([item]))}
-        reply = Reply(key=call.key, status=200, body=msgspec.json.encode(one), prompt_tokens=share)
-        replies.append(reply)
+        one = rest | {"data": msgspec.Raw(_encode([item | {"index": msgspec.Raw(b"0")}]))}
+        replies.append(Reply(key=call.key, status=200, body=_encode(one), prompt_tokens=share))
     return replies

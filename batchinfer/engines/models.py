@@ -6,19 +6,14 @@ the run's fingerprint), how long may a sequence be, and about how much memory do
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchinfer.core.errors import (
-    AccessDenied,
-    BatchinferError,
-    ConfigError,
-    EngineLoadError,
-    StorageError,
-)
+from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.records import Record
 from batchinfer.engines.buckets import (
     ANSWER_SUFFIXES,
@@ -32,25 +27,15 @@ from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import check_url, local_path, open_store
 
 CONFIG_FILE = "config.json"
-# Name of the config file in Mistral's own format.
-MISTRAL_CONFIG_FILE = "params.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "spiece.model",
-    "tiktoken.model",
-)
+# Small files that are read of a model on the Hub; params.json is its config in Mistral's own format.
+_SMALL_FILES = ("*config.json", "chat_template*", "params.json")
 _SAMPLE_BYTES = 1 << 20
 # Names of config entries that state the longest sequence. If a config has several of them, the smallest value counts.
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-_DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "bfloat16": 2, "half": 2}
+_BYTES_OF_A_NUMBER = 2
 
 
 class ModelInfo(Record, frozen=True, kw_only=True):
@@ -70,6 +55,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     """Bytes of KV cache per token. This is an estimate: models with attention windows or shared caches take less."""
     num_heads: int = 0
     num_kv_heads: int = 0
+    hidden_size: int = 0
     is_multimodal: bool = False
 
 
@@ -96,32 +82,24 @@ def describe_model(config: EngineConfig) -> ModelInfo:
     """
     files = model_files(config.model, config.revision)
     values = _read_config(config.model, files)
-    stored = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
-    element = _DTYPE_BYTES.get(stored, 2)
-    weights = sum(files.sizes[each] for each in weight_files(files.sizes))
-    if element == 4 and not values.get("quantization_config"):
-        # vLLM runs weights that are stored as float32 in 16 bits.
-        weights, element = weights // 2, 2
     heads = _number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = _number(values, "num_key_value_heads", "multi_query_group_num") or heads
     hidden = _number(values, "hidden_size", "n_embd", "d_model")
-    head_size = _number(values, "head_dim") or (hidden // heads if heads else 0)
-    cached = 2 * kv_heads * head_size
+    cached = 2 * kv_heads * (_number(values, "head_dim") or (hidden // heads if heads else 0))
     if latent := _number(values, "kv_lora_rank"):
         # Models with latent attention (DeepSeek) keep one compressed vector and one rotary key, on every GPU.
         cached, kv_heads = latent + _number(values, "qk_rope_head_dim"), 1
     layers = _number(values, "num_hidden_layers", "n_layer", "n_layers")
-    if str(config.server_options.get("kv_cache_dtype")).startswith("fp8"):
-        element = 1
     return ModelInfo(
         name=config.model,
         identity=files.identity,
         revision=files.revision,
         max_model_len=longest_length(values),
-        parameter_bytes=weights,
-        kv_bytes_per_token=layers * cached * element,
+        parameter_bytes=sum(files.sizes[each] for each in weight_files(files.sizes)),
+        kv_bytes_per_token=layers * cached * _BYTES_OF_A_NUMBER,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        hidden_size=hidden,
         is_multimodal=any(
             each.startswith(("vision_", "image_", "mm_", "audio_")) for each in values
         ),
@@ -132,21 +110,17 @@ def model_files(name: str, revision: str | None = None) -> ModelFiles:
     """List a model's files; see `describe_model` for the errors."""
     check_url(name)
     if is_in_bucket(name):
-        model = list_model(name, "--model")
+        model = list_model(name)
         store = open_store(name)
         sizes = {info.key: info.bytes for info in model.files}
         return ModelFiles(model.identity, "", sizes, lambda key: store.get(key).data)
     path = plain_path(name)
-    if path.is_dir():
-        return _files_in(path)
     if path.is_file():  # weights in GGUF's format
         return ModelFiles(_hash([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
-    if looks_like_path(name):
-        raise ConfigError(
-            f"--model: {name} is no folder on this machine",
-            hint="give a folder that holds config.json, or a name on the Hub as in Qwen/Qwen3-0.6B",
-        )
-    return _files_on_hub(name, revision)
+    if path.is_dir():
+        return _files_in(path)
+    subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
+    return _files_on_hub(name, hub_folder(subject, name, _SMALL_FILES, revision))
 
 
 def end_mark(config: EngineConfig) -> str:
@@ -198,54 +172,48 @@ def _hash(paths: list[Path]) -> str:
     return digest.hexdigest()[:40]
 
 
-def _files_on_hub(name: str, revision: str | None) -> ModelFiles:
-    """List a model on the Hub; if the Hub refuses or cannot be reached, its copy in the Hub's cache on this machine."""
-    import huggingface_hub as hub
-    from huggingface_hub import constants
+def hub_folder(
+    subject: str, name: str, patterns: Sequence[str], revision: str | None = None
+) -> Path:
+    """Fetch files from the Hub to its cache. If it cannot be reached, the cache's own copy is taken.
 
-    subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
-    if constants.HF_HUB_OFFLINE:
-        return _files_in_cache(name, revision, None)
-    try:
-        with hub_errors(subject):
-            info = hub.HfApi().model_info(
-                name, revision=revision, files_metadata=True, timeout=30.0
-            )
-    except (AccessDenied, StorageError) as error:
-        return _files_in_cache(name, revision, error)
-    commit = info.sha or ""
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-
-    def read(file: str) -> bytes:
-        with hub_errors(subject):
-            return Path(hub.hf_hub_download(name, file, revision=commit)).read_bytes()
-
-    return ModelFiles(
-        commit, commit, {key: each for key, each in sizes.items() if "/" not in key}, read
-    )
-
-
-def _files_in_cache(name: str, revision: str | None, cause: BatchinferError | None) -> ModelFiles:
-    """List the copy of a model in the Hub's cache on this machine, whose folder has the commit's name.
+    Returns:
+        The folder with the files, whose name is the commit.
 
     Raises:
-        BatchinferError: the cache has no copy, and the Hub refused access, did not answer, or is switched off.
+        ConfigError: the name can only be a path, and there is nothing.
+        InputError, AccessDenied: the Hub has no such repository, or refuses access.
+        EngineLoadError: the Hub cannot be reached, and the cache has no copy.
     """
     import huggingface_hub as hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
-    try:
-        folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
-        if isinstance(cause, AccessDenied):
-            raise cause from error
-        reason = cause.message if cause else "the Hub is switched off by HF_HUB_OFFLINE"
-        kind = EngineLoadError if cause else ConfigError
-        raise kind(
-            f"--model: {name} is no folder on this machine and not in its cache, and {reason}",
-            hint="check the spelling and the network",
-        ) from error
-    return _files_in(folder)._replace(identity=folder.name, revision=folder.name)
+    if looks_like_path(name):
+        raise ConfigError(
+            f"{subject} is no folder on this machine",
+            hint="give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B",
+        )
+    with hub_errors(subject):
+        try:
+            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+        except errors.LocalEntryNotFoundError as error:
+            raise (ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError)(
+                f"{subject} is no folder on this machine and not in its cache, and the Hub is not reached",
+                hint="check the spelling, the network, and HF_HUB_OFFLINE",
+            ) from error
+
+
+def _files_on_hub(name: str, folder: Path) -> ModelFiles:
+    """Return the files of a model on the Hub whose small ones are in a folder."""
+    import huggingface_hub as hub
+
+    commit, local = folder.name, _files_in(folder)
+    sizes = local.sizes
+    with contextlib.suppress(BatchinferError), hub_errors(name):
+        info = hub.HfApi().model_info(name, revision=commit, files_metadata=True, timeout=30.0)
+        found = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        sizes = {key: each for key, each in found.items() if "/" not in key}
+    return ModelFiles(commit, commit, sizes, local.read)
 
 
 # --------------------------------------------------------------------------- config.json
@@ -253,23 +221,17 @@ def _files_in_cache(name: str, revision: str | None, cause: BatchinferError | No
 
 def _read_config(name: str, files: ModelFiles) -> dict[str, Any]:
     """Read config.json. In a multimodal model's config, entries of the part `text_config` replace outer entries."""
-    if CONFIG_FILE not in files.sizes:
-        if MISTRAL_CONFIG_FILE in files.sizes or any(
-            file.endswith(".gguf") for file in files.sizes
-        ):
-            return {}
-        raise ConfigError(
-            f"--model: {name} has no {CONFIG_FILE}, which describes the model's shape",
-            hint="is this the model's folder, and is it there whole?",
-        )
+    others = {"params.json"} | {each for each in files.sizes if each.endswith(".gguf")}
+    if CONFIG_FILE not in files.sizes and others & files.sizes.keys():
+        return {}
     try:
         values = json.loads(files.read(CONFIG_FILE))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--model: {name}: {CONFIG_FILE} is not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--model: {name}: {CONFIG_FILE} holds no JSON object")
-    inner = values.get("text_config")
-    return {**values, **inner} if isinstance(inner, dict) else values
+        return {**values, **(values.get("text_config") or {})}
+    except (LookupError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"--model: {name} has no {CONFIG_FILE} that describes the model's shape ({error!r})",
+            hint="is this the model's folder, and is it there whole?",
+        ) from error
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-import msgspec
-
-from batchinfer.core import codec
 from batchinfer.core.records import Call
 from batchinfer.engines.config import EngineConfig
 
 _BYTES_PER_TOKEN = 4
+_NUMBERS = re.compile(rb'"(max_completion_tokens|max_tokens|n)": ?(\d{1,9})[,}]')
 # Shares of a minute's requests and tokens that may be sent at once. The rest follows evenly.
 _REQUEST_BURST = 1 / 60
 _TOKEN_BURST = 1 / 6
-
-
-class _Lengths(msgspec.Struct):
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-
-
-_decoder = codec.json_decoder(_Lengths)
 
 
 class Pace:
@@ -51,9 +41,6 @@ def _limiter(per_minute: int | None, burst: float) -> Any:
 
 def estimate_tokens(call: Call) -> int:
     """Return about how many tokens a call takes: a quarter of its bytes, and the longest answers that it asks for."""
-    try:
-        found = _decoder.decode(call.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = _Lengths()
-    answer = found.max_completion_tokens or found.max_tokens or 0
-    return len(call.body) // _BYTES_PER_TOKEN + answer * (found.n or 1)
+    numbers = {name: int(number) for name, number in _NUMBERS.findall(call.body)}
+    answer = numbers.get(b"max_completion_tokens") or numbers.get(b"max_tokens", 0)
+    return len(call.body) // _BYTES_PER_TOKEN + answer * numbers.get(b"n", 1)

@@ -22,7 +22,7 @@ INVALID_TYPE = "invalid_answer"
 INVALID_STATUS = 502
 _PROMPT_PARAMS = frozenset({"input_tokens", "input_text", "prompt_tokens"})
 _PROMPT_CODES = frozenset({"context_length_exceeded", "string_above_max_length"})
-_PAID_UP_CODES = frozenset({"insufficient_quota"})
+_USED_UP = "insufficient_quota"
 _CONSTRAINT_PARAMS = frozenset(
     {"response_format", "structured_outputs", "guided_json", "json_schema", "grammar"}
 )
@@ -38,72 +38,59 @@ class Problem(msgspec.Struct, frozen=True):
     code: str = ""
 
 
-def problem_of(body: bytes) -> Problem | None:
-    """Return the error that a body tells; None if it tells none. A body that is no JSON object is its own message."""
+def problem_of(body: bytes) -> Problem:
+    """Return the error that a body tells, empty if it tells none. A body that is no JSON object is its own message."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Problem(message=printable(body[:_LONGEST_MESSAGE].decode("utf-8", "replace")))
+    except (ValueError, RecursionError):
+        found = printable(body[:_LONGEST_MESSAGE].decode("utf-8", "replace"))
+    if isinstance(found, dict):
+        is_old = found.get("object") == "error"
+        found = found.get("error") or (found if is_old else found.get("detail", ""))
     if not isinstance(found, dict):
         return Problem(message=str(found)[:_LONGEST_MESSAGE])
-    error = found.get("error")
-    if error is None and found.get("object") == "error":
-        error = found
-    if isinstance(error, dict):
-        texts = {
-            name: str(error[name])
-            for name in Problem.__struct_fields__
-            if error.get(name) is not None
-        }
-        # vLLM names a field that pydantic refuses by its place in the request: body.model.
-        return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
-    if error is None and "detail" not in found:
-        return None
-    return Problem(message=str(error or found["detail"])[:_LONGEST_MESSAGE])
+    names = Problem.__struct_fields__
+    texts = {name: str(found[name]) for name in names if found.get(name) is not None}
+    # vLLM names a field that pydantic refuses by its place in the request: body.model.
+    return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
 
 
 # Field that the body of an answer has, by the end of the call's path.
 _ANSWER_FIELDS = {
-    "completions": ("choices",),
-    "responses": ("output",),
-    "embeddings": ("data", "embeddings"),
-    "pooling": ("data",),
-    "classify": ("data",),
-    "score": ("data",),
-    "rerank": ("results",),
+    **dict.fromkeys(("embeddings", "pooling", "classify", "score"), "data"),
+    "completions": "choices",
+    "responses": "output",
+    "rerank": "results",
 }
 
 
 def is_answer(call: Call, body: bytes) -> bool:
     """Whether the body of a status 200 is an answer to a call: whole JSON, no error, with what such answers hold."""
-    fields = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
-    if fields is None and not call.content_type.startswith("application/json"):
+    field = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
+    if field is None and not call.content_type.startswith("application/json"):
         return bool(body)  # a transcription may be plain text
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
-    if found.get("error", _NULL) != _NULL:
-        return False
-    return fields is None or any(found.get(field, _NULL) not in _EMPTY for field in fields)
+    has_error = bytes(found.get("error", b"null")) != b"null"
+    return not has_error and (field is None or bytes(found.get(field, b"[]")) not in _EMPTY)
 
 
-_NULL = msgspec.Raw(b"null")
-_EMPTY = (_NULL, msgspec.Raw(b"[]"))
+_EMPTY = (b"null", b"[]")
 
 
 def invalid_answer(body: bytes) -> bytes:
     """Return the body of the reply that takes the place of a server's answer which is none."""
-    problem = problem_of(body)
-    said = problem.message if problem is not None else body[:200].decode("utf-8", "replace")
-    message = f"the server's answer is none: {printable(said)[:200]}"
-    return msgspec.json.encode({"error": {"message": message, "type": INVALID_TYPE}})
+    said = problem_of(body).message or printable(body[:200].decode("utf-8", "replace"))
+    error = {"message": f"the server's answer is none: {said[:200]}", "type": INVALID_TYPE}
+    return msgspec.json.encode({"error": error})
 
 
 def is_used_up(reply: Reply) -> bool:
     """Whether a 429 means that the account has nothing left to pay with, and not that there is too much to do."""
-    problem = problem_of(reply.body) if reply.status == 429 else None
-    return problem is not None and not _PAID_UP_CODES.isdisjoint({problem.code, problem.type})
+    problem = problem_of(reply.body) if reply.status == 429 else Problem()
+    return _USED_UP in (problem.code, problem.type)
 
 
 def failure_of(reply: Reply) -> Failure | None:
@@ -113,16 +100,10 @@ def failure_of(reply: Reply) -> Failure | None:
         return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
     if 200 <= reply.status < 300:
         return None
-    problem = problem_of(reply.body) or Problem()
-    message = (
-        problem.message[:_LONGEST_MESSAGE] or f"the server answered with status {reply.status}"
-    )
-    return Failure(
-        code=_code_of(reply.status, problem),
-        message=message,
-        status=reply.status,
-        param=problem.param or None,
-    )
+    problem, status = problem_of(reply.body), reply.status
+    message = problem.message[:_LONGEST_MESSAGE] or f"the server answered with status {status}"
+    code, param = _code_of(status, problem), problem.param or None
+    return Failure(code=code, message=message, status=status, param=param)
 
 
 def _code_of(status: int, problem: Problem) -> Code:

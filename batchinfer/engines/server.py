@@ -17,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -27,14 +26,8 @@ from batchinfer.core.printable import printable
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 from batchinfer.engines import Stop, guard
-from batchinfer.engines.adapters import (
-    AdapterInfo,
-    check_fit,
-    describe_adapters,
-    write_modules,
-    write_options,
-)
-from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
+from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
+from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
@@ -57,13 +50,12 @@ _VARIABLES = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment variables of servers, where the user has not set them."""
-_LONGEST_SOCKET = 107  # bytes of sun_path, without the zero at the end
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
 """Marks the lines of a log that say why something failed."""
 _PREFIX = re.compile(
-    r"\x1b\[[\d;]*m|^\(\w[^)]* pid=\d+\) *|^(?:ERROR|WARNING) [\d-]+ [\d:]+ \[[^\]]*\] ?"
+    r"^(?:\x1b\[[\d;]*m|\(\w[^)]* pid=\d+\) *|(?:ERROR|WARNING) [\d-]+ [\d:]+ \[[^\]]*\] ?)*"
 )
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|No available memory for the cache|larger than the available KV cache memory"
@@ -113,74 +105,53 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
-    model = local_model(config, stop)
+    path = plain_path(config.model)
+    model = str(path) if path.exists() else config.model
+    if is_in_bucket(model):
+        model = str(fetch(list_model(model), stop))
     adapters = describe_adapters(config)
-    check_fit(adapters, model, info.revision)
+    check_fit(adapters, info.hidden_size)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
+    if idle := max(0, len(gpus) - layout.replicas * size):
+        logger.warning("%d of %d GPUs stay idle", idle, len(gpus))
+    seqs = None
     if config.server_command:
         # Braces that are no place of ours stay, as in JSON.
         places = {"{model}": model, "{name}": config.served_names[0], "{gpus}": str(size)}
-        command = shlex.split(config.server_command)
-        for place, value in places.items():
-            command = [part.replace(place, value) for part in command]
-        command, seqs = [*command, *without_parallel_options(config.server_args)], None
+        command = _filled(shlex.split(config.server_command), places)
+        command += without_parallel_options(config.server_args)
     else:
-        is_cpu = is_cpu_build()
-        seqs, tokens = batch_sizes(config, info, None if is_cpu or not gpus else gpus[0])
+        gpu = None if is_cpu_build() or not gpus else gpus[0]
+        seqs, tokens = batch_sizes(config, info, gpu)
         command = write_vllm_command(config, model, adapters, seqs, tokens)
-    groups = [gpus[index * size : (index + 1) * size] for index in range(layout.replicas)]
-    if idle := len(gpus) - sum(map(len, groups)):
-        logger.warning("%d of %d GPUs stay idle", idle, len(gpus))
-    launches = [_launch(config, command, group, seqs) for group in groups]
-    launches = [msgspec.structs.replace(each, revision=info.revision) for each in launches]
-    return [_listening(each, index, folder) for index, each in enumerate(launches)]
+    launches = []
+    for index in range(layout.replicas):
+        group = gpus[index * size : (index + 1) * size]
+        listed = f" (GPU {','.join(gpu.id for gpu in group)})" if group else ""
+        place, port = str(folder / f"{index}.sock"), 0
+        if not any("{socket}" in part for part in command):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                place, port = "", free.getsockname()[1]
+        launch = Launch(
+            name=f"replica {index}{listed}",
+            command=_filled(command, {"{socket}": place, "{port}": str(port)}),
+            environment=device_variables(group, config.gpus),
+            slots=math.ceil(seqs * IN_FLIGHT_FACTOR) if seqs else config.max_concurrency,
+            max_num_seqs=seqs,
+            socket=place,
+            port=port,
+            device=group[0].name if group else "cpu",
+            revision=info.revision,
+        )
+        launches.append(launch)
+    return launches
 
 
-def local_model(config: EngineConfig, stop: Stop | None = None) -> str:
-    """Return the folder of the model, fetched from its bucket if need be, or its name on the Hub."""
-    if is_in_bucket(config.model):
-        return str(fetch(list_model(config.model, "--model"), cache_folder(), stop))
-    path = plain_path(config.model)
-    return str(path) if path.exists() else config.model
-
-
-def _launch(config: EngineConfig, command: list[str], group: list[Gpu], seqs: int | None) -> Launch:
-    listed = ",".join(gpu.id for gpu in group)
-    return Launch(
-        name=f" (GPU {listed})" if group else "",
-        command=command,
-        environment=device_variables(group, config.gpus),
-        slots=math.ceil(seqs * IN_FLIGHT_FACTOR) if seqs else config.max_concurrency,
-        max_num_seqs=seqs,
-        device=group[0].name if group else "cpu",
-    )
-
-
-def _listening(launch: Launch, index: int, folder: Path) -> Launch:
-    """Give a server its name, and the place where it listens."""
-    path, port = "", 0
-    if any("{socket}" in part for part in launch.command):
-        path = str(folder / f"{index}.sock")
-        if len(os.fsencode(path)) > _LONGEST_SOCKET:
-            raise ConfigError(
-                f"--scratch-dir: {folder} is too long a path for a unix socket",
-                hint="name a folder with a shorter path, such as /tmp",
-            )
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-    places = {"{socket}": path, "{port}": str(port)}
-    command = launch.command
+def _filled(command: list[str], places: dict[str, str]) -> list[str]:
+    """Return a command with values in their places."""
     for place, value in places.items():
         command = [part.replace(place, value) for part in command]
-    name = f"replica {index}{launch.name}"
-    return msgspec.structs.replace(launch, name=name, command=command, socket=path, port=port)
-
-
-def socket_folder(scratch: Path) -> Path:
-    """Make a folder for sockets that only its owner may enter: in the scratch folder, or where paths are short."""
-    is_short = len(os.fsencode(scratch)) + len("/servers-12345678/100.sock") <= _LONGEST_SOCKET
-    return Path(tempfile.mkdtemp(prefix="servers-", dir=scratch if is_short else "/tmp"))  # noqa: S108 - mode 0700
+    return command
 
 
 def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tuple[int, int]:
@@ -189,16 +160,15 @@ def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tupl
     These are vLLM's defaults for `LLM.generate`. Its server's own are smaller, for a quick first token, which nobody
     waits for here. `gpu` is None on a CPU.
     """
-    typed = config.server_options
     is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
     seqs, tokens = (1024, 16384) if is_large else (256, 8192)
-    length = typed.get("max_model_len", model.max_model_len)
+    length = config.typed_number("max_model_len") or model.max_model_len
     if gpu is None:
         size = (config.tensor_parallel_size or 1) * config.pipeline_parallel_size
         # Without chunked prefill, a step must have room for the longest prompt.
-        seqs, tokens = 256 * size, max(4096 * size, length if isinstance(length, int) else 0)
-    seqs = typed["max_num_seqs"] if isinstance(typed.get("max_num_seqs"), int) else seqs
-    return seqs, 0 if model.is_multimodal or not isinstance(length, int) or not length else tokens
+        seqs, tokens = 256 * size, max(4096 * size, length)
+    seqs = config.typed_number("max_num_seqs") or seqs
+    return seqs, 0 if model.is_multimodal or not length else tokens
 
 
 def write_vllm_command(
@@ -235,17 +205,13 @@ def write_vllm_command(
         # prefill, a prompt may be split over two steps, and the CPU engine then dies if the request has a seed.
         ours += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
         ours += ["--no-enable-chunked-prefill", "--enforce-eager"]
-    ours += write_options(adapters, is_cpu=is_cpu, asked_slots=typed.get("max_loras"))
+    ours += write_options(adapters, is_cpu=is_cpu, asked_slots=config.typed_number("max_loras"))
     fixed = ["--served-model-name", *config.served_names, "--seed", str(config.seed)]
     fixed += ["--tensor-parallel-size", str(config.tensor_parallel_size or 1)]
-    fixed += ["--pipeline-parallel-size", str(config.pipeline_parallel_size)]
     if config.revision:
         fixed += ["--revision", config.revision]
     if config.nnodes > 1:
-        fixed += ["--nnodes", str(config.nnodes), "--node-rank", str(config.node_rank)]
-        fixed += ["--master-addr", config.master_addr, "--master-port", str(config.master_port)]
-        fixed += ["--distributed-executor-backend", "mp"]
-    fixed += write_modules(adapters)
+        fixed += ["--master-port", str(config.master_port), "--distributed-executor-backend", "mp"]
     listen = ["--headless"] if config.node_rank else ["--uds", "{socket}"]
     program = [sys.executable, "-m", "batchinfer.engines.vllm_serve", model]
     return [*program, *ours, *config.server_args, *fixed, *listen]
@@ -304,9 +270,7 @@ class ServerProcess:
 
     def last_lines(self) -> str:
         """Return the lines that say why the server failed, or its last ones, as a text to append."""
-        lines = [
-            _PREFIX.sub("", _PREFIX.sub("", line)).strip() for line in self._last().splitlines()
-        ]
+        lines = [_PREFIX.sub("", line).strip() for line in self._last().splitlines()]
         errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
         chosen = (errors or [line for line in lines if line])[-_REASON_LINES:]
         return "; its log says:\n  " + "\n  ".join(chosen) if chosen else ""
@@ -316,23 +280,20 @@ class ServerProcess:
             log.seek(max(self._start_bytes, self._log.stat().st_size - _LAST_BYTES))
             return printable(log.read().decode("utf-8", "replace"))
 
-    def load_error(self) -> BatchinferError:
-        """Return the error for a server that ended before it was ready.
+    def load_error(self, reason: str) -> BatchinferError:
+        """Return the error for a server that ended, or is given up, before it was ready.
 
-        Raises nothing. vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
+        vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
         """
-        message = f"{self.launch.name}: {self.reason()}"
+        message = f"{self.launch.name}: {reason}"
         if self.exit_status() in (2, 127):
-            return ConfigError(
-                f"the server does not start: {message}", hint="see the options after --model"
-            )
-        if _NO_MEMORY.search(self._last()):
-            return ConfigError(
-                f"the model does not fit into memory: {message}", hint=_MEMORY_ADVICE
-            )
-        return EngineLoadError(
-            message, hint=f"the server's log is {self._log} while the worker runs"
-        )
+            hint = "see the options after --model"
+            return ConfigError(f"the server does not start: {message}", hint=hint)
+        if self.exit_status() is not None and _NO_MEMORY.search(self._last()):
+            message = f"the model does not fit into memory: {message}"
+            return ConfigError(message, hint=_MEMORY_ADVICE)
+        hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
+        return EngineLoadError(message, hint=hint)
 
     def copy_log(self) -> None:
         """Write what the server has written since the last call to our log, at debug level."""

@@ -6,13 +6,18 @@ what varies between two equal answers.
 
 from __future__ import annotations
 
-from batchinfer.formats.answers import Answer, answer_of
-from batchinfer.formats.lines import EncodedRow, OutputError, OutputLine, encode_row, read_line
+from batchinfer.formats.lines import (
+    Answer,
+    EncodedRow,
+    OutputLine,
+    answer_of,
+    encode_row,
+    read_line,
+)
 
 __all__ = [
     "Answer",
     "EncodedRow",
-    "OutputError",
     "OutputLine",
     "answer_of",
     "encode_row",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ _VARYING = ("created", "created_at", "request_id", "system_fingerprint")
 """Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
 _OF_THE_CACHE = ("prompt_tokens_details", "input_tokens_details")
 """Members of `usage` that say how much of the prompt came from the server's prefix cache."""
-_PREFIX = re.compile(r"[A-Za-z]+[-_]")
+# Within texts the quotes are escaped, so this finds members of objects only.
+_ID = re.compile(rb'"(id|call_id)": *"(?!functions\.)((?:[A-Za-z]+[-_])?)[^"\\]*"')
 _LOWEST = -9999.0
 
 _decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
@@ -35,31 +38,9 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Incomplete(msgspec.Struct, gc=False):
-    reason: str | None = None
-
-
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    """Token counts of a body. The Responses API has names of its own for them."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
-
-
 _choices_of = codec.json_decoder(list[_Choice]).decode
-_usage_of = codec.json_decoder(_Usage).decode
-_incomplete_of = codec.json_decoder(_Incomplete).decode
+_objects_of = codec.json_decoder(list[dict[str, Any]]).decode
+_object_of = codec.json_decoder(dict[str, Any]).decode
 
 
 def read_body(data: bytes) -> tuple[Body | None, bytes]:
@@ -83,10 +64,13 @@ def read_body(data: bytes) -> tuple[Body | None, bytes]:
             data = msgspec.json.format(data, indent=-1)
         return _members(data), data
     except DECODE_ERRORS as error:
-        mended = _mended(data)
-        if mended is None:
+        try:
+            value = json.loads(data, parse_constant=lambda _name: None)
+        except (ValueError, RecursionError):
             raise InputError(f"the answer is not JSON ({error})", hint="") from error
-        return _members(mended), mended
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        data = with_whole_characters(text).encode()
+        return _members(data), data
 
 
 def _members(data: bytes) -> Body | None:
@@ -96,86 +80,46 @@ def _members(data: bytes) -> Body | None:
     return None
 
 
-def _mended(data: bytes) -> bytes | None:
-    try:
-        value = json.loads(data, parse_constant=lambda _name: None)
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return with_whole_characters(text).encode()
-
-
 def with_whole_characters(text: str) -> str:
     """Return the text with U+FFFD in the place of surrogates without a partner, which UTF-8 cannot hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def digest_of(key: RowKey, *places: int) -> str:
-    """Return 24 digits that stand for a row, or for a place in its answer, in every worker alike."""
-    parts = "\0".join([key[0], *map(str, (key[1], *places))])
-    return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
+def digest_of(key: RowKey, place: int) -> str:
+    """Return 24 digits that stand for a place in a row's answer, in every worker alike."""
+    return hashlib.blake2b(f"{key[0]}\0{key[1]}\0{place}".encode(), digest_size=12).hexdigest()
 
 
 # --------------------------------------------------------------------------- what varies
 
 
-def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
-    """Take out of a body what varies between equal answers, in place: ids follow from the row's key.
+def settle(body: Body, key: RowKey) -> bytes:
+    """Return a body as JSON without what varies between equal answers: ids follow from the row's key.
+
+    Ids that mean something stay: those of Kimi's calls are the function's name and a number. So do the servers'
+    prefixes ("chatcmpl-tool-" becomes "chatcmpl-").
 
     Args:
-        body: The body's members.
+        body: The body's members, which are changed.
         key: The row's key.
-        has_calls: Whether the body may have tool calls. Looking for them costs as much as reading the whole answer.
     """
+    places = itertools.count()
+
+    def named(match: re.Match[bytes]) -> bytes:
+        return b'"%b":"%b%b"' % (match[1], match[2], digest_of(key, next(places)).encode())
+
     for name in _VARYING:
         body.pop(name, None)
-    if "usage" in body:
-        _settle_usage(body)
-    if "id" in body:
-        body["id"] = _raw(_id_like(msgspec.json.decode(body["id"]), digest_of(key)))
-    try:
-        if "output" in body:
-            items = msgspec.json.decode(body["output"], type=list[dict[str, Any]])
-            body["output"] = _raw(
-                [_settled_item(key, place, item) for place, item in enumerate(items)]
-            )
-        elif has_calls and "choices" in body:
-            choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
-            for index, choice in enumerate(choices):
-                calls = (choice.get("message") or {}).get("tool_calls") or ()
-                for place, call in enumerate(calls):
-                    call["id"] = _id_like(call.get("id"), digest_of(key, index, place))
-            body["choices"] = _raw(choices)
-    except (*DECODE_ERRORS, AttributeError, TypeError):
-        return  # an answer of another shape has no ids that we know
-
-
-def _settle_usage(body: Body) -> None:
-    """Take out of a body's usage what depends on the rows that the server had before: tokens from its cache."""
-    try:
+    with contextlib.suppress(KeyError, *DECODE_ERRORS):
         usage = _decode(body["usage"])
-    except DECODE_ERRORS:
-        return
-    if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
-        body["usage"] = _raw(usage)
-
-
-def _settled_item(key: RowKey, place: int, item: dict[str, Any]) -> dict[str, Any]:
-    for number, name in enumerate(("id", "call_id")):
-        if name in item:
-            item[name] = _id_like(item[name], digest_of(key, place, number))
-    return item
-
-
-def _id_like(value: Any, digest: str) -> Any:
-    """Return an id made of a digest, with the server's prefix ("chatcmpl-tool-" becomes "chatcmpl-").
-
-    Ids that mean something stay: those of Kimi's calls are the function's name and a number.
-    """
-    if not isinstance(value, str) or value.startswith("functions."):
-        return value
-    prefix = _PREFIX.match(value)
-    return f"{prefix[0] if prefix else ''}{digest}"
+        if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
+            body["usage"] = _raw(usage)
+    if "id" in body:
+        body["id"] = msgspec.Raw(_ID.sub(named, b'"id":' + bytes(body["id"]))[5:])
+    for name in ("output", "choices"):  # other members may repeat what the request said
+        if name in body:
+            body[name] = msgspec.Raw(_ID.sub(named, bytes(body[name])))
+    return _encode(body)
 
 
 def _raw(value: Any) -> msgspec.Raw:
@@ -186,33 +130,34 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def usage_of(body: Body) -> Usage:
-    """Return the token counts of a body; 0 where it has none."""
+    """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        found = _usage_of(body["usage"])
-    except (KeyError, *DECODE_ERRORS):
+        found = _object_of(body["usage"])
+        prompt, answer = (
+            found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
+            for one, other in (("prompt", "input"), ("completion", "output"))
+        )
+        counts = {
+            "prompt_tokens": found.get("prompt_tokens") or found.get("input_tokens") or 0,
+            "cached_tokens": prompt.get("cached_tokens") or 0,
+            "completion_tokens": found.get("completion_tokens") or found.get("output_tokens") or 0,
+            "reasoning_tokens": answer.get("reasoning_tokens"),
+        }
+        return codec.convert(counts, Usage)
+    except (KeyError, AttributeError, *DECODE_ERRORS):
         return Usage()
-    prompt = found.prompt_tokens_details or found.input_tokens_details or _Details()
-    answer = found.completion_tokens_details or found.output_tokens_details or _Details()
-    return Usage(
-        prompt_tokens=found.prompt_tokens or found.input_tokens or 0,
-        cached_tokens=prompt.cached_tokens or 0,
-        completion_tokens=found.completion_tokens or found.output_tokens or 0,
-        reasoning_tokens=answer.reasoning_tokens,
-    )
 
 
 def finish_reason_of(body: Body) -> str:
     """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
-    try:
+    with contextlib.suppress(AttributeError, *DECODE_ERRORS):
         if "choices" in body:
             choices = _choices_of(body["choices"])
             return (choices[0].finish_reason or "") if choices else ""
         if "output" in body and "status" in body:
-            incomplete = body.get("incomplete_details")
-            reason = None if incomplete in (None, b"null") else _incomplete_of(incomplete).reason
+            details = msgspec.json.decode(body.get("incomplete_details", b"null"))
+            reason = details.get("reason") if details else None
             return {"max_output_tokens": "length", None: "stop"}.get(reason, reason or "")
-    except DECODE_ERRORS:
-        pass
     return ""
 
 
@@ -228,7 +173,7 @@ def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
         keeps_logprobs: Whether the request asked for log-probabilities itself.
     """
     try:
-        choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
+        choices = _objects_of(body["choices"])
         best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
     except (KeyError, AttributeError, TypeError, *DECODE_ERRORS):
         return

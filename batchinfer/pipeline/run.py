@@ -108,6 +108,9 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
         try:
             result = _run(config, options | _GIVEN)
         except BatchinferError as error:
+            for source, place in zip(sources, config.sources, strict=True):
+                if source != place:
+                    error.message = error.message.replace(place, "stdin")
             if is_brief:
                 error.result = None
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import traceback
@@ -71,14 +70,8 @@ class PromptBuilder:
         ConfigError: options contradict each other, or one of them has a value that cannot work.
     """
 
-    rows_at_once = 1 << 30
-    """Most rows that `build` should get at once."""
-
     def __init__(self, config: PromptConfig, run_seed: int | None, *, rules: EngineRules) -> None:
         check_config(config)
-        # An engine may read its server's description each time, and rows may name any path.
-        parameters = functools.lru_cache(64)(rules.parameters)
-        rules = dataclasses.replace(rules, parameters=parameters)
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
@@ -101,9 +94,6 @@ class PromptBuilder:
             chunk_name: Name of the chunk. The key of a row is this name and the row's line index.
             first_row: Number of the chunk's first row in the job; 0 for a chunk that `split` did not make.
             rows: Some lines of this chunk, in any order.
-
-        Raises:
-            ConfigError: prompts shall be cut, and the engine does not say to which length.
         """
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk_name)
         return [
@@ -147,8 +137,6 @@ class PromptBuilder:
             return self._finish(prepared, *self._reader.read(columns), seed_of)
         except RowProblem as problem:
             return msgspec.structs.replace(prepared, failure=problem.as_failure())
-        except ConfigError:
-            raise
         except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
             return msgspec.structs.replace(prepared, failure=internal_failure(error))
 
@@ -181,6 +169,15 @@ class PromptBuilder:
         )
         return found if media else _with_call(found)
 
+    def _known(self, path: str) -> frozenset[str]:
+        """Return the fields that bodies of a path may get from the run."""
+        fields = frozenset({*self._config.body, "truncate_prompt_tokens"})
+        if path == COMPLETIONS_URL:
+            fields = fields.difference(_CHAT_ONLY)
+        elif path not in (CHAT_URL, self._task_path):
+            fields = frozenset()
+        return self._rules.parameters(path) or fields
+
     def _make_fields(self, path: str) -> dict[str, Any]:
         """Return the run's fields for bodies of a path, in the form that they have there."""
         implied = _TASK_FIELDS.get(self._config.task, {}) if path == self._task_path else {}
@@ -191,12 +188,8 @@ class PromptBuilder:
             fields["max_completion_tokens"] = fields.pop("max_tokens")
         if self._reader.path:
             return fields
-        known = self._rules.parameters(path)
-        if not known and path == COMPLETIONS_URL:
-            known = frozenset(fields).difference(_CHAT_ONLY)
-        elif not known and path in (CHAT_URL, self._task_path):
-            known = frozenset(fields)
-        return {name: value for name, value in fields.items() if name in known | {"best_of"}}
+        known = self._known(path) | implied.keys() | {"best_of", "top_logprobs"}
+        return {name: value for name, value in fields.items() if name in known}
 
     def _check_names(self) -> None:
         """Refuse fields of the run that the server knows for none of the paths.
@@ -216,20 +209,11 @@ class PromptBuilder:
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""
-        known, name = self._rules.parameters(path), "truncate_prompt_tokens"
-        is_generating = path in (CHAT_URL, COMPLETIONS_URL)
-        may_cut = name in known if known else is_generating or path == self._task_path
-        if name in body or not may_cut or path in SPEECH_URLS:
+        name, length = "truncate_prompt_tokens", self._rules.max_model_len
+        side = self._config.truncate_prompt
+        if length is None or name in body or path in SPEECH_URLS or name not in self._known(path):
             return
-        length, side = self._rules.max_model_len, self._config.truncate_prompt
-        if length is None:
-            if not known:  # the engine is not open yet, or does not say what it takes
-                return
-            raise ConfigError(
-                "--truncate-prompt: the engine does not say how many tokens a prompt may have",
-                hint="leave it out; prompts that are too long become error rows",
-            )
-        if is_generating:
+        if path in (CHAT_URL, COMPLETIONS_URL):
             default = 1 if path == CHAT_URL or self._reader.path else _API_MAX_TOKENS
             wanted = body.get("max_completion_tokens") or body.get("max_tokens")
             room = length - (wanted if type(wanted) is int else default)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.conversation import check_turns
 from batchinfer.prompts.types import (
     COLUMN_KINDS,
     MEDIA_KINDS,
@@ -14,26 +13,20 @@ from batchinfer.prompts.types import (
     PromptConfig,
 )
 
-_PROMPTS = ("messages_column", "prompt_column", "prompt_template", "template_name", "pair_columns")
+_PROMPTS = ("messages_column", "prompt_column", "prompt_template", "pair_columns")
 """Fields that say what the prompt of a row is."""
 _OF_CHATS = ("system_prompt", "image", "video", "tools")
-_OF_TEXTS = ("constraint", "tools")
-"""Kinds of columns that say something about texts that the model writes."""
-_OTHERS = ("as_chat", "blank_columns", "lora", "audio")
+_OTHERS = ("as_chat", "blank_columns", "lora", "audio", "constraint")
 """The other fields, and kinds of columns, that only rows of columns have."""
 
 
 def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
     """Return the options of those fields that are set, and of those kinds of columns that there are."""
-    flags = {"template_name": "--prompt-template"} | {x: f"--column {x}" for x in COLUMN_KINDS}
+    flags = {x: f"--column {x}" for x in COLUMN_KINDS}
     given = [
         x for x in fields if (x in config.columns if x in COLUMN_KINDS else getattr(config, x))
     ]
     return [flags.get(field, "--" + field.replace("_", "-")) for field in given]
-
-
-def _is_speech(config: PromptConfig) -> bool:
-    return TASK_PATHS.get(config.task) in SPEECH_URLS
 
 
 def check_config(config: PromptConfig) -> None:
@@ -48,42 +41,21 @@ def check_config(config: PromptConfig) -> None:
 
 def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do. Later complaints may follow from the first."""
-    if any("\ud800" <= char <= "\udfff" for char in config.system_prompt):
-        yield "--system-prompt: holds bytes that are no text", "expected UTF-8"
     for kind, names in config.columns.items():
         if kind not in COLUMN_KINDS:
-            yield (
-                f"--column {kind}: expected one of {', '.join(COLUMN_KINDS)}",
-                "--column image=photo",
-            )
+            known = ", ".join(COLUMN_KINDS)
+            yield f"--column {kind}: expected one of {known}", "--column image=photo"
         if len(names) > 1 and kind not in MEDIA_KINDS:
             yield f"--column {kind}: {len(names)} columns, expected one", "give it once"
     if config.request_format != "rows":
-        for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OF_TEXTS, *_OTHERS]):
+        for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OTHERS]):
             yield (
                 f"{option} with --request-format {config.request_format}: such rows hold their prompts",
                 f"leave out {option}, or use --request-format rows",
             )
         return
-    yield from _of_the_prompt(config, _given(config, _PROMPTS))
-    for option in _given(config, _OF_TEXTS) if config.task != "generate" else ():
-        yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
-    of_chats = _given(config, [*_OF_CHATS, *(["audio"] if not _is_speech(config) else [])])
-    for option in [*of_chats, *(["--tools"] if "tools" in config.body else [])]:
-        is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
-        if not config.is_chat and not is_used:
-            hint = "add --as-chat, or use --messages-column"
-            yield f"{option}: the prompt is plain text, expected a chat", hint
-    if config.column("lora") and not config.adapters:
-        yield "--column lora: the run has no adapter", "add --lora NAME=PATH"
-    if len(config.adapters) > 1 and not config.column("lora"):
-        yield "--lora: several adapters, and rows say none", "add --column lora=NAME"
-
-
-def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:
-    task = f"--task {config.task}"
-    is_speech = _is_speech(config)
-    sounds = config.media_columns["audio"]
+    task, given = f"--task {config.task}", _given(config, _PROMPTS)
+    is_speech, sounds = TASK_PATHS.get(config.task) in SPEECH_URLS, config.media_columns["audio"]
     if is_speech and (given or len(sounds) != 1):
         found = " and ".join(given) or f"{len(sounds)} columns of sounds"
         yield f"{task}: {found}, expected one column of sounds", "name it: --column audio=NAME"
@@ -96,14 +68,13 @@ def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str
     if len(config.pair_columns) != num_columns:
         found = f"{len(config.pair_columns)} columns, expected {num_columns}"
         yield f"--pair-columns with {task}: {found}", "as in --task score --pair-columns query,text"
-    if config.pair_columns and config.truncate_prompt == "left":
-        yield "--truncate-prompt left with --pair-columns", "a pair can only lose its end: right"
-    try:
-        check_turns(config.turns)
-    except ValueError:
-        yield (
-            f"--turns {config.turns}: expected first, all or a number from 1",
-            "`--turns all` answers the last user message of each conversation",
-        )
-    if config.as_chat and (config.messages_column or config.template_name == "sharegpt"):
-        yield "--as-chat with a messages column: it is a chat already", "leave out --as-chat"
+    of_chats = _given(config, [*_OF_CHATS, *(["audio"] if not is_speech else [])])
+    for option in [*of_chats, *(["--tools"] if "tools" in config.body else [])]:
+        is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
+        if not config.is_chat and not is_used:
+            hint = "add --as-chat, or use --messages-column"
+            yield f"{option}: the prompt is plain text, expected a chat", hint
+    if config.column("lora") and not config.adapters:
+        yield "--column lora: the run has no adapter", "add --lora NAME=PATH"
+    if len(config.adapters) > 1 and not config.column("lora"):
+        yield "--lora: several adapters, and rows say none", "add --column lora=NAME"

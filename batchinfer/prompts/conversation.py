@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.prompts.json_lines import json_type
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts.json_lines import shown
 from batchinfer.prompts.media import read_part
 from batchinfer.prompts.types import Unfit
 
@@ -18,7 +19,7 @@ SPEAKERS = {
     "system": "system",
 }
 # Fields that are kept of a message besides role, content and calls. All others, such as language or time, are dropped.
-_EXTRA_FIELDS = ("name", "tool_call_id", "reasoning")
+_EXTRA_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 _WRAPPERS = ("messages", "conversations", "conversation")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -41,7 +42,7 @@ def read_conversation(value: Any, *, num_user_turns: int = 0) -> list[Message]:
     """
     value = _unwrapped(_parsed(value) if isinstance(value, str) else value)
     if not isinstance(value, list):
-        raise Unfit(f"the conversation is a JSON {json_type(value)}, expected a list")
+        raise Unfit(f"the conversation is {shown(value)}, expected a list")
     messages: list[Message] = []
     for index, item in enumerate(value):
         messages.append(_message(item, index))
@@ -78,7 +79,7 @@ def _unwrapped(value: Any) -> Any:
 
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict):
-        raise Unfit(f"message {index} is a JSON {json_type(item)}, expected an object")
+        raise Unfit(f"message {index} is {shown(item)}, expected an object")
     role, speaker = item.get("role"), item.get("from")
     if not isinstance(role, str) or not role:
         role = SPEAKERS.get(str(speaker).lower())
@@ -93,8 +94,6 @@ def _message(item: Any, index: int) -> Message:
         raise Unfit(f"message {index} ({role}) has no content, expected a text")
     message: Message = {"role": role, "content": _content(given[0], index) if given else None}
     message |= {name: item[name] for name in _EXTRA_FIELDS if item.get(name)}
-    if item.get("reasoning_content"):
-        message.setdefault("reasoning", item["reasoning_content"])
     if calls:
         message["tool_calls"] = _calls(calls, index)
     return message
@@ -107,12 +106,11 @@ def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
     found = []
     for place, call in enumerate(calls):
         function = call["function"] if isinstance(call.get("function"), dict) else call
-        arguments = function.get("arguments") or {}
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
-        function = {"name": function.get("name"), "arguments": arguments}
+        given = function.get("arguments") or {}
+        arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        named = {"name": function.get("name"), "arguments": arguments}
         call_id = call.get("id") or f"call_{index}_{place}"
-        found.append({"id": call_id, "type": "function", "function": function})
+        found.append({"id": call_id, "type": "function", "function": named})
     return found
 
 
@@ -121,13 +119,13 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise Unfit(
-            f"message {index}: content is a JSON {json_type(content)}, expected a text or a list of parts"
+            f"message {index}: content is {shown(content)}, expected a text or a list of parts"
         )
     parts: list[dict[str, Any]] = []
     for item in content:
         part = {"type": "text", "text": item} if isinstance(item, str) else item
         if not isinstance(part, dict):
-            raise Unfit(f"message {index}: a part is a JSON {json_type(part)}")
+            raise Unfit(f"message {index}: a part is {shown(part)}")
         if part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
@@ -146,41 +144,39 @@ def check_turns(turns: str) -> int:
     """Read the value of ``--turns``: return a number of user turns; 0 for ``all``, 1 for ``first``.
 
     Raises:
-        ValueError: the value is neither of these, nor a number from 1.
+        ConfigError: the value is neither of these, nor a number from 1.
     """
     if turns == "all":
         return 0
-    if (number := 1 if turns == "first" else int(turns)) < 1:
-        raise ValueError(turns)
+    number = 1 if turns == "first" else int(turns) if turns.isdecimal() else 0
+    if number < 1:
+        raise ConfigError(
+            f"--turns {turns}: expected first, all or a number from 1",
+            hint="`--turns all` answers the last user message of each conversation",
+        )
     return number
 
 
-def select_turns(messages: list[Message], turns: int) -> list[Message]:
-    """Return the beginning of a conversation, up to the message that the model shall answer.
+def select_turns(messages: list[Message], turns: int, *, is_judged: bool = False) -> list[Message]:
+    """Return the beginning of a conversation.
 
-    With a number of turns this is the last of so many user messages, or the last user message if there are fewer. With
-    0 it is the last message that is not the assistant's.
-
-    Raises:
-        Unfit: no returned user message has text.
-    """
-    asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    others = [index for index, each in enumerate(messages) if each["role"] != "assistant"]
-    ends = asking[:turns] if turns else others
-    end = ends[-1] + 1 if ends else 0
-    if not any(_has_content(messages[index]) for index in asking if index < end):
-        raise Unfit("the conversation has no user message with text, expected one")
-    return messages[:end]
-
-
-def with_answers(messages: list[Message], turns: int) -> list[Message]:
-    """Return the first so many user messages and what follows each of them; with 0, the whole conversation.
+    Args:
+        messages: The conversation.
+        turns: Number of user messages; 0 for all.
+        is_judged: Whether what follows the last of them is returned as well. Otherwise the beginning ends with the
+            message that the model shall answer: with this last user message or, with 0, with the last message that is
+            not the assistant's.
 
     Raises:
-        Unfit: no returned message has text.
+        Unfit: no returned message has text, or none of a user if the model shall answer.
     """
     asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    selected = messages[: asking[turns]] if 0 < turns < len(asking) else messages
-    if not any(map(_has_content, selected)):
-        raise Unfit("the conversation has no message with text, expected one")
+    if is_judged:
+        selected = messages[: asking[turns]] if 0 < turns < len(asking) else messages
+    else:
+        others = [index for index, each in enumerate(messages) if each["role"] != "assistant"]
+        ends = asking[:turns] if turns else others
+        selected = messages[: ends[-1] + 1] if ends else []
+    if not any(_has_content(each) for each in selected if is_judged or each["role"] == "user"):
+        raise Unfit("the conversation has no message of a user with text, expected one")
     return selected

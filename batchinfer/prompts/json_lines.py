@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,6 @@ ID_FIELD = "_id"
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
@@ -36,26 +34,13 @@ def decode_object(data: bytes) -> dict[str, Any]:
         is_readable = isinstance(error, msgspec.ValidationError)  # no object, or such a number
         members = read_object(data) if is_readable else None
         if members is None:
-            raise RowProblem(Code.INVALID_JSON, _complaint(data.strip(), error)) from error
+            found = str(error) if data.strip() else "blank line"
+            message = f"{found}, expected a JSON object in UTF-8"
+            raise RowProblem(Code.INVALID_JSON, message) from error
     return {
         name: bytes(value).decode() if type(value) is msgspec.Raw else value
         for name, value in members.items()
     }
-
-
-def _complaint(line: bytes, error: Exception) -> str:
-    if not line:
-        return "blank line, expected a JSON object"
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        return "JSON is nested too deep to be read"
-    except ValueError as problem:
-        return f"not JSON in UTF-8: {problem}"
-    if not isinstance(value, dict):
-        return f"a JSON {json_type(value)}, expected an object with the columns"
-    # The standard library takes more than JSON has, so this is as a rule NaN, or half of a surrogate pair.
-    return f"NaN, an infinity, or a \\ud800 to \\udfff escape without its partner ({error})"
 
 
 def decode_text(text: str) -> Any:
@@ -71,15 +56,6 @@ def decode_text(text: str) -> Any:
         return msgspec.json.decode(data)
     except _DECODE_ERRORS as error:
         raise Unfit(f"not JSON ({error})") from error
-
-
-def json_type(value: Any) -> str:
-    """Name a decoded value's JSON type.
-
-    >>> json_type([1]), json_type(None)
-    ('array', 'null')
-    """
-    return "null" if value is None else _TYPES.get(type(value), "object")
 
 
 def shown(value: Any) -> str:

@@ -21,10 +21,9 @@ _URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS
 _NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "metadata"})
 """Fields of a body in which a server looks for no media."""
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(=[=\s]*)?")
 _FORMAT = re.compile(
     rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<bmp>BM)|(?P<tiff>II\*\0|MM\0\*)"
-    rb"|RIFF....((?P<webp>WEBP)|(?P<wav>WAVE)|(?P<avi>AVI ))|(?P<flac>fLaC)|(?P<ogg>OggS)"
+    rb"|RIFF....(?:(?P<webp>WEBP)|(?P<wav>WAVE)|(?P<avi>AVI ))|(?P<flac>fLaC)|(?P<ogg>OggS)"
     rb"|(?P<mp3>ID3|\xff[\xfb\xf3\xf2])|(?P<mp4>....ftyp)|(?P<webm>\x1aE\xdf\xa3)",
     re.DOTALL,
 )
@@ -61,16 +60,14 @@ def read_media(value: Any, kind: str) -> list[str]:
             return [data_url(content, kind)]
         text = value.get("url") or value.get("path")
     text = text.strip() if isinstance(text, str) else ""
-    is_data, is_link = text[:5].lower() == "data:", _LINK.match(text) is not None
-    if is_data and re.match(r"[^,]*;base64,.", text):
+    if re.match(r"data:[^,]*;base64,.", text, re.IGNORECASE):
         return ["data:" + text[5:]]
-    may_be_base64 = len(text) > _SHORTEST_FILE and not is_link and _BASE64.fullmatch(text)
-    if may_be_base64 and (len(text) > _LONGEST_PATH or _format_of(_start_of(text))):
-        return [data_url(text, kind)]
-    if not text or is_data or (len(text) > _LONGEST_PATH and not is_link):
+    if not text or text[:5].lower() == "data:":
         expected = "a URL, a path, base64, or an object with bytes, path or url"
         raise Unfit(f"{shown(value)}, expected {expected}")
-    return [text]
+    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(_start_of(text)))
+    is_file = has_format or len(text) > _LONGEST_PATH
+    return [data_url(text, kind) if is_file and not _LINK.match(text) else text]
 
 
 def data_url(content: str | bytes, kind: str) -> str:
@@ -90,8 +87,7 @@ def _start_of(content: str) -> bytes:
 
 def _format_of(start: bytes) -> str:
     found = _FORMAT.match(start)
-    names = found.groupdict().items() if found else ()
-    return next((name for name, mark in names if mark), "")
+    return (found and found.lastgroup) or ""
 
 
 def read_part(part: Mapping[str, Any], subject: str) -> list[dict[str, Any]]:
@@ -122,8 +118,8 @@ def _part(kind: str, url: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- media of columns in conversations
 
 
-def with_media(messages: list[Message], kind: str, urls: Sequence[str]) -> list[Message]:
-    """Return the messages with the media of columns in their places.
+def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
+    """Put the media of columns into their places in messages, which are changed.
 
     They take the place of parts that only name their kind; if there is none, of the marks ``<image>`` (``<audio>``,
     ``<video>``) in the texts of user messages; and if there is none either, they stand before the text of the first
@@ -132,21 +128,18 @@ def with_media(messages: list[Message], kind: str, urls: Sequence[str]) -> list[
     Raises:
         RowProblem: there are more places than media, or more media than places.
     """
-    num_open = _num_open(messages, kind)
-    if urls and not num_open:
-        messages = [_with_marks_opened(message, kind) for message in messages]
-        num_open = _num_open(messages, kind)
-        asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
-        if not num_open and asking:
-            parts = [{"type": kind}] * len(urls) + _parts_of(messages[asking[0]])
-            messages[asking[0]] = {**messages[asking[0]], "content": parts}
-            num_open = len(urls)
-    if num_open != len(urls):
-        message = f"the conversation has {num_open} places for media of the kind {kind}, and the columns of the row "
-        message += f"{len(urls)} (--{kind}-column)"
-        raise RowProblem(Code.INVALID_MEDIA, message)
-    waiting = iter(urls)
-    return [_filled(message, kind, waiting) for message in messages] if urls else messages
+    asking = [message for message in messages if message["role"] == "user"]
+    if urls and not _open_parts(messages, kind):
+        for message in asking:
+            _open_marks(message, kind)
+        if asking and not _open_parts(messages, kind):
+            asking[0]["content"] = [{"type": kind} for _ in urls] + _parts_of(asking[0])
+    places = _open_parts(messages, kind)
+    if len(places) != len(urls):
+        said = f"the conversation has {len(places)} places for media of the kind {kind}, and the columns of the row "
+        raise RowProblem(Code.INVALID_MEDIA, f"{said}{len(urls)} (--{kind}-column)")
+    for place, url in zip(places, urls, strict=True):
+        place.update(_part(kind, url))
 
 
 def _parts_of(message: Message) -> list[dict[str, Any]]:
@@ -154,34 +147,21 @@ def _parts_of(message: Message) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _num_open(messages: list[Message], kind: str) -> int:
+def _open_parts(messages: list[Message], kind: str) -> list[dict[str, Any]]:
     lists = [each["content"] for each in messages if isinstance(each["content"], list)]
-    return sum(part["type"] == kind for parts in lists for part in parts)
+    return [part for parts in lists for part in parts if part["type"] == kind]
 
 
-def _filled(message: Message, kind: str, waiting: Iterator[str]) -> Message:
-    if not _num_open([message], kind):
-        return message
-    parts = _parts_of(message)
-    content = [_part(kind, next(waiting)) if part["type"] == kind else part for part in parts]
-    return {**message, "content": content}
-
-
-def _with_marks_opened(message: Message, kind: str) -> Message:
-    if message["role"] != "user":
-        return message
+def _open_marks(message: Message, kind: str) -> None:
     parts: list[dict[str, Any]] = []
     for part in _parts_of(message):
         # The mark stands on a line of its own in most data sets; the line break belongs to the mark.
-        pieces = re.split(f"\n?<{kind}>\n?", part["text"]) if part["type"] == "text" else []
-        if len(pieces) < 2:
-            parts.append(part)
-            continue
-        for piece in pieces:
-            parts += [{"type": "text", "text": piece}] if piece else []
-            parts.append({"type": kind})
-        parts.pop()
-    return {**message, "content": parts} if {"type": kind} in parts else message
+        pieces = re.split(f"(\n?<{kind}>\n?)", part["text"]) if part["type"] == "text" else []
+        shown = [{"type": "text", "text": piece} for piece in pieces]
+        shown[1::2] = [{"type": kind} for _ in shown[1::2]]
+        parts += [each for each in shown if each != {"type": "text", "text": ""}] or [part]
+    if {"type": kind} in parts:
+        message["content"] = parts
 
 
 # --------------------------------------------------------------------------- media in bodies

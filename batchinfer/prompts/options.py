@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.json_lines import decode_text, json_type, shown
+from batchinfer.prompts.json_lines import decode_text, shown
 from batchinfer.prompts.types import Sampling, Unfit
 
 _FIELDS = ("max_tokens", "temperature", "top_p", "n", "stop", "chat_template_kwargs")
@@ -22,14 +22,8 @@ ALIASES = {
     "normalize": "use_activation",
 }
 """Names that transformers' GenerationConfig, vLLM's engine or people use, each with the name of the same field here."""
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("use_cache", "pad_token_id", "early_stopping"), ()),
-    **dict.fromkeys(("return_dict_in_generate", "output_scores"), ()),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "length_penalty", "typical_p"), (1,)),
-    "prepend_bos": (True,),
-}
-"""Parameters of generation scripts that change no answer here if they have one of these values. An empty tuple means
-that no value changes any."""
+_WITHOUT_EFFECT = ("use_cache", "pad_token_id", "early_stopping", "do_sample", "prepend_bos")
+"""Parameters of generation scripts that servers do not have, and that change no answer here."""
 _KINDS = ("json", "choice", "regex", "grammar", "structural_tag", "json_object")
 """Kinds of constraints, by vLLM's names."""
 _RULES = {
@@ -67,54 +61,34 @@ def _translated(pairs: Mapping[str, Any]) -> Fields:
     found: Fields = {}
     for name, value in pairs.items():
         field = ALIASES.get(name, name)
-        if name == "prepend_bos" and value is False:
-            found["add_special_tokens"] = False
-        elif name == "seed":
+        if name == "seed":
             raise ConfigError("--sampling seed: is the run's", hint="use --seed")
-        elif name in _WITHOUT_EFFECT:
-            if _WITHOUT_EFFECT[name] and value not in _WITHOUT_EFFECT[name]:
-                message = f"--sampling {name}={value}: has no equivalent here"
-                raise ConfigError(message, hint="leave it out")
-        elif field in found:
+        if field in found:
             raise ConfigError(f"--sampling {name}: sets {field}, which another name sets as well")
-        elif name != "do_sample":
+        if name not in _WITHOUT_EFFECT:
             is_single = field in ("stop", "stop_token_ids") and isinstance(value, str | int)
             found[field] = [value] if is_single else value
+    if pairs.get("prepend_bos") is False:
+        found["add_special_tokens"] = False
     if pairs.get("do_sample") is False:  # as in transformers, it outweighs a temperature
         found["temperature"] = 0.0
     return found
 
 
 def _constraint_of(options: Sampling) -> Fields:
-    stated: Fields = {
-        "json": options.json_schema,
-        "choice": options.choices,
-    }
-    names = {"json": "--json-schema", "choice": "--choices"}
-    given = {kind: value for kind, value in stated.items() if value}
-    flags = " and ".join(names[kind] for kind in given)
-    if len(given) > 1:
-        raise ConfigError(f"{flags}: expected one constraint", hint="keep one")
+    schema, choices = options.json_schema, options.choices
+    if schema and choices:
+        raise ConfigError("--json-schema and --choices: expected one constraint", hint="keep one")
     try:
-        for kind, value in given.items():
-            if kind == "json":
-                return constraint_fields(kind, decode_text(value))
-            is_one = kind == "choice" and len(value) == 1
-            return constraint_fields(kind, _split_choices(value[0]) if is_one else value)
+        if schema:
+            return constraint_fields("json", decode_text(schema))
+        if choices:
+            texts = choices[0].split(",") if len(choices) == 1 else choices
+            return constraint_fields("choice", [x.strip() for x in texts if x.strip()])
     except Unfit as error:
-        raise ConfigError(f"{flags}: {error}") from error
+        option = "--json-schema" if schema else "--choices"
+        raise ConfigError(f"{option}: {error}") from error
     return {}
-
-
-def _split_choices(text: str) -> Any:
-    """Return the items of a text that is a JSON array; of any other text, the parts between its commas.
-
-    >>> _split_choices("yes, no"), _split_choices('["yes, or no"]')
-    (['yes', 'no'], ['yes, or no'])
-    """
-    if text.startswith("["):
-        return decode_text(text)
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 # --------------------------------------------------------------------------- constraints and tools
@@ -179,11 +153,10 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """
     tools = decode_text(value) if isinstance(value, str) else value
     if not isinstance(tools, list) or not tools or not all(isinstance(x, dict) for x in tools):
-        raise Unfit(f"a JSON {json_type(tools)}, expected a list of tools, not empty")
-    is_whole = ["function" in tool or "name" not in tool for tool in tools]
+        raise Unfit(f"{shown(tools)}, expected a list of tools, not empty")
     return [
         tool
-        if whole
+        if "function" in tool or "name" not in tool
         else {"type": "function", "function": {x: y for x, y in tool.items() if x != "type"}}
-        for tool, whole in zip(tools, is_whole, strict=True)
+        for tool in tools
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import json_type, reading, shown
+from batchinfer.prompts.json_lines import reading, shown
 from batchinfer.prompts.media import read_media
 from batchinfer.prompts.types import (
     CHAT_URL,
@@ -77,10 +77,7 @@ class RequestsReader:
         unknown = [name for name in body if name not in known and name not in _LET_THROUGH]
         if known and unknown:
             name = unknown[0][:80]
-            advice = near(name, known)
-            if name.startswith("guided_"):
-                advice = f"; vLLM's name of it is structured_outputs: {{{name[7:]!r}: …}}"
-            message = f"{name}: {path} of the server has no such parameter{advice}"
+            message = f"{name}: {path} of the server has no such parameter{near(name, known)}"
             raise RowProblem(Code.UNKNOWN_PARAMETER, message, param=name)
 
 
@@ -98,10 +95,7 @@ def _envelope(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         ("body", isinstance(body, dict), "an object"),
     ):
         if not is_right:
-            found = "missing"
-            if name in line:
-                value = line[name]
-                found = shown(value) if isinstance(value, str) else f"a JSON {json_type(value)}"
             code = Code.UNKNOWN_URL if name == "url" else Code.INVALID_REQUEST
+            found = shown(line[name]) if name in line else "missing"
             raise RowProblem(code, f"{name} is {found}, expected {expected}", param=name)
     return str(url), dict(body or {})

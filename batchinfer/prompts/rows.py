@@ -7,12 +7,16 @@ from typing import Any
 
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
-from batchinfer.prompts import conversation
-from batchinfer.prompts.conversation import Message, read_conversation
-from batchinfer.prompts.json_lines import column, json_type, reading
-from batchinfer.prompts.media import read_media, with_media
+from batchinfer.prompts.conversation import (
+    Message,
+    check_turns,
+    read_conversation,
+    select_turns,
+)
+from batchinfer.prompts.json_lines import column, reading, shown
+from batchinfer.prompts.media import add_media, read_media
 from batchinfer.prompts.options import read_constraint, read_tools
-from batchinfer.prompts.templates import PromptTemplate, named_template
+from batchinfer.prompts.templates import PromptTemplate, find_template
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -37,19 +41,16 @@ class RowsReader:
         self._rules = rules
         self._messages_column = config.messages_column
         self._template: PromptTemplate | None = None
-        if name := config.template_name:
-            named = named_template(name)
-            self._messages_column = named.messages_column
-            if named.source:
-                self._template = PromptTemplate(named.source, name=f"--prompt-template {name}")
-        elif config.prompt_template:
-            values = {"system_prompt": config.system_prompt}
-            self._template = PromptTemplate(
-                config.prompt_template, name="--prompt-template", values=values
-            )
+        if source := config.prompt_template:
+            named = find_template(source)
+            if named and not named.source:
+                [self._messages_column] = named.columns
+            else:
+                values = {"system_prompt": config.system_prompt}
+                self._template = PromptTemplate(named.source if named else source, values)
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
-        self._turns = conversation.check_turns(config.turns)
+        self._turns = check_turns(config.turns)
         self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
 
@@ -108,8 +109,7 @@ class RowsReader:
             value = self._without_end(value) if isinstance(value, str) else value
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
             if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
-                ids = "" if self._is_chat else " or a list of token ids"
-                raise Unfit(f"a JSON {json_type(value)}, expected a text{ids}, not empty")
+                raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
             if self._is_chat:
                 return self._chat(columns, [{"role": "user", "content": value}])
         return {"input" if self._is_judged else "prompt": value}
@@ -121,30 +121,21 @@ class RowsReader:
         return text[:end]
 
     def _pair(self, columns: dict[str, Any]) -> dict[str, Any]:
-        first, second = self._config.pair_columns
         is_rerank = self._config.task == "rerank"
         fields = ("query", "documents") if is_rerank else ("text_1", "text_2")
-        body = {}
-        for name, field in ((first, fields[0]), (second, fields[1])):
-            body[field] = value = column(columns, name)
-            texts = value if field == "documents" and isinstance(value, list) else [value]
-            with reading(f"column {name!r}"):
-                if not texts or not all(isinstance(text, str) and text for text in texts):
-                    expected = "texts" if field == "documents" else "a text"
-                    raise Unfit(f"a JSON {json_type(value)}, expected {expected}, not empty")
-        return body
+        named = zip(fields, self._config.pair_columns, strict=True)
+        return {field: column(columns, name) for field, name in named}
 
     def _selected(self, value: Any) -> list[Message]:
         """Return the messages of a conversation that are sent."""
-        if self._is_judged:
-            return conversation.with_answers(read_conversation(value), self._turns)
-        messages = read_conversation(value, num_user_turns=self._turns)
-        return conversation.select_turns(messages, self._turns)
+        num_user_turns = 0 if self._is_judged else self._turns
+        messages = read_conversation(value, num_user_turns=num_user_turns)
+        return select_turns(messages, self._turns, is_judged=self._is_judged)
 
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
-            messages = with_media(messages, kind, self._media(columns, kind))
+            add_media(messages, kind, self._media(columns, kind))
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
+from batchinfer.prompts.json_lines import column
 from batchinfer.prompts.types import RowProblem
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ class NamedTemplate(NamedTuple):
     source: str
     """Jinja text over `columns`; empty if the first of them holds a conversation."""
 
-    @property
-    def messages_column(self) -> str:
-        """Column with a conversation; empty if there is a source."""
-        return "" if self.source else self.columns[0]
-
 
 _INPUT = ["instruction", "input"]
 NAMED_TEMPLATES = {
@@ -58,25 +54,19 @@ NAMED_TEMPLATES = {
 """The templates of ``--prompt-template``, by their names."""
 
 
-def named_template(name: str) -> NamedTemplate:
-    """Look up a template by its name.
+def find_template(given: str) -> NamedTemplate | None:
+    """Return the named template that a value of ``--prompt-template`` names; None if the value is Jinja text.
 
     Raises:
         ConfigError: there is no template of this name. The message suggests the most similar one.
     """
-    if name not in NAMED_TEMPLATES:
-        known = ", ".join(NAMED_TEMPLATES)
+    if given not in NAMED_TEMPLATES and re.fullmatch("[a-z-]+", given):
         raise ConfigError(
-            f"--prompt-template {name}: no such template, expected one of {known}{near(name, NAMED_TEMPLATES)}",
+            f"--prompt-template {given}: no such template, expected one of {', '.join(NAMED_TEMPLATES)}"
+            + near(given, NAMED_TEMPLATES),
             hint="`--prompt-template list` describes them; a file of your own is named as --prompt-template ./FILE",
         )
-    return NAMED_TEMPLATES[name]
-
-
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
+    return NAMED_TEMPLATES.get(given)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -95,7 +85,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(
         value, ensure_ascii=False, indent=indent
     )
-    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
@@ -104,26 +93,24 @@ class PromptTemplate:
 
     Args:
         source: Jinja text. Its variables are the row's columns, `row` (the whole row), and the entries of `values`.
-        name: Name of the template in error messages, for example the option that it comes from.
         values: Further variables, such as `system_prompt`. A column of the same name takes precedence.
 
     Raises:
         ConfigError: the template does not compile.
     """
 
-    def __init__(self, source: str, *, name: str, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, source: str, values: dict[str, Any]) -> None:
         from jinja2 import TemplateError, TemplateSyntaxError, meta
 
         environment = _environment()
-        self._name = name
-        self._values = values or {}
+        self._values = values
         try:
             self._template = environment.from_string(source)
             read = meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, RecursionError) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             raise ConfigError(
-                f"{name}{line}: {error}, expected a Jinja template over the row's columns",
+                f"--prompt-template{line}: {error}, expected a Jinja template over the row's columns",
                 hint="see the section on templates in docs/format.md",
             ) from error
         self.variables = sorted(read - {"row", *self._values, *environment.globals})
@@ -144,15 +131,12 @@ class PromptTemplate:
             text = self._template.render({"row": row, **self._values, **row})
             text.encode()
         except Exception as error:  # a template runs arbitrary expressions on the row
-            code, message = Code.TEMPLATE_ERROR, f"{type(error).__name__}: {str(error)[:500]}"
             # A template may test whether a column exists, so the cause is only a column that Jinja's message names.
             missing = [
                 each for each in self.variables if each not in row and f"'{each}'" in str(error)
             ]
             if isinstance(error, UndefinedError) and missing:
-                has = ", ".join(list(row)[:20])
-                code = Code.MISSING_COLUMN
-                message = f"column {missing[0]!r} is not in the row (it has: {has})"
-                message += near(missing[0], row)
-            raise RowProblem(code, f"{self._name}: {message}") from error
+                column(row, missing[0])
+            message = f"--prompt-template: {type(error).__name__}: {str(error)[:500]}"
+            raise RowProblem(Code.TEMPLATE_ERROR, message) from error
         return text

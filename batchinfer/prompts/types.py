@@ -74,8 +74,8 @@ class Sampling(Record, frozen=True, kw_only=True):
 class PromptConfig(Record, frozen=True, kw_only=True):
     """The options that say how rows become requests. If an option names a file, the field holds the file's content.
 
-    With the request format ``rows``, one of `messages_column`, `prompt_column`, `prompt_template`, `template_name`,
-    `pair_columns`, or (to transcribe and translate) a column of the kind ``audio`` says what the prompt is.
+    With the request format ``rows``, one of `messages_column`, `prompt_column`, `prompt_template`, `pair_columns`, or
+    (to transcribe and translate) a column of the kind ``audio`` says what the prompt is.
     """
 
     SECTION: ClassVar[str] = "prompt"
@@ -94,8 +94,6 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Two columns: texts for --task score, a query and its documents for --task rerank."""
     prompt_template: Annotated[str, Opt(form="template", metavar="FILE")] = ""
     """Jinja file over the row's columns, or the name of a template; list shows the names."""
-    template_name: Annotated[str, NO_OPTION] = ""
-    """Name of a template, in place of `prompt_template`."""
     as_chat: bool = False
     """Send the prompt as one user message through the chat template."""
     system_prompt: Annotated[str, Opt(form="text")] = ""
@@ -118,7 +116,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     @property
     def is_chat(self) -> bool:
         """Whether rows of columns become conversations."""
-        return bool(self.messages_column) or self.as_chat or self.template_name == "sharegpt"
+        return bool(self.messages_column) or self.as_chat or self.prompt_template == "sharegpt"
 
     def column(self, kind: str) -> str:
         """Return the column of a kind of which there may be one; "" if there is none."""
@@ -142,16 +140,12 @@ class EngineRules:
 
     model: str
     """Name by which bodies ask for the run's model."""
-    adapters: tuple[str, ...] = ()
-    """Names by which bodies ask for the run's adapters."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; None if the engine does not say."""
     parameters: Callable[[str], frozenset[str]] = lambda _path: frozenset()
     """Names of the fields that bodies for a path may have. An empty set: unknown, no name is refused."""
     fetches_links: bool = False
     """Whether the server fetches media at http(s) links itself."""
-    is_vllm: bool = True
-    """Whether fields that only vLLM has may be added to bodies."""
     eos_token: str = ""
     """Text of the model's end-of-sequence token, which is removed from the end of plain prompts: a model generates
     nothing useful after it. Empty if unknown."""
@@ -209,13 +203,10 @@ class Unfit(ValueError):
 class RowProblem(RowError):
     """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
 
-    def __init__(
-        self, code: str, message: str, *, param: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(str(code), message)
         self.param = param
-        self.status = status
 
     def as_failure(self) -> Failure:
         """Return the reason why the row has no answer, for its output line."""
-        return Failure(code=self.code, message=self.message, status=self.status, param=self.param)
+        return Failure(code=self.code, message=self.message, param=self.param)

@@ -77,5 +77,4 @@ def _values_of(run: Run) -> dict[str, Any] | None:
         recorded = codec.convert(run.recorded.get("options") or {}, dict[str, Any])
     except msgspec.ValidationError:
         return None
-    shown = {"prompt_template": prompt.template_name or prompt.prompt_template}
-    return msgspec.structs.asdict(prompt) | shown | {"sampling": prompt.body} | recorded
+    return msgspec.structs.asdict(prompt) | {"sampling": prompt.body} | recorded

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -33,9 +32,7 @@ def is_part_of(job: Job, sources: Sources) -> bool:
     return job.limit is None and num_new > 0 and len(sources.parts) - num_new >= num_files
 
 
-def append(
-    store: Store, sources: Sources, *, num_chunks: int | None, advance: Callable[[int], object]
-) -> tuple[Job, int, int]:
+def append(store: Store, sources: Sources, *, num_chunks: int | None) -> tuple[Job, int, int]:
     """Append those files of the sources to the job that it does not have.
 
     Returns:
@@ -64,7 +61,7 @@ def append(
         return msgspec.structs.replace(chunk, file=file)
 
     longer = msgspec.structs.replace(
-        write_chunks(job, new, even_bounds(new.rows, num_chunks), publish, advance),
+        write_chunks(job, new, even_bounds(new.rows, num_chunks), publish),
         sources=[*job.sources, *new.sources],
         rows=job.rows + new.rows,
         generation=job.generation + 1,

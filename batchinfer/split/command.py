@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import click
@@ -186,8 +184,7 @@ def _append(config: SplitConfig, job: Job | None, store: Store) -> tuple[Job, di
             )
     counted = _count(config, job.id_column or "_row")
     counted.check_apart(config.output)
-    with _progress(counted.rows) as advance:
-        longer, rows, chunks = append(store, counted, num_chunks=config.num_chunks, advance=advance)
+    longer, rows, chunks = append(store, counted, num_chunks=config.num_chunks)
     return longer, {
         "generation": longer.generation,
         "rows_appended": rows,
@@ -234,8 +231,7 @@ def _make(
         store.delete([layout.JOB_KEY])
     if counted is not None:
         publish = functools.partial(writer.publish_chunk, store, config.compression)
-        with _progress(counted.rows) as advance:
-            job = writer.write_chunks(job, counted, bounds, publish, advance)
+        job = writer.write_chunks(job, counted, bounds, publish)
     writer.complete_job(store, job)
     return job, True
 
@@ -277,15 +273,6 @@ def _refuse_runs(store: Store, output: str) -> None:
                 f"{output}: has runs ({item.key}), expected none under a job that is split anew",
                 hint=f"name another --output, or remove {output.rstrip('/')}/{folder} first",
             )
-
-
-@contextlib.contextmanager
-def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the number of finished rows, which moves a bar on a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=rows, unit=" rows", desc="split", file=sys.stderr, disable=None) as bar:
-        yield bar.update
 
 
 # --------------------------------------------------------------------------- command line

@@ -12,13 +12,14 @@ import io
 import itertools
 import re
 from collections.abc import Iterator
-from typing import cast
+from typing import BinaryIO, cast
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.json_text import raw_members
 from batchinfer.split.files import FoundFile, damaged, ending, opened
 from batchinfer.split.rows import Block, Counted, Part
 
@@ -51,14 +52,20 @@ def _refuse_repeats(url: str, names: list[str]) -> None:
 def count_parquet(found: FoundFile, _delimiter: str) -> Counted:
     """Read the footer of a parquet file."""
     with opened(found.url) as file:
-        file.seek(max(0, found.bytes - 8))
-        length = int.from_bytes(file.read(4), "little") + 8
-        file.seek(max(0, found.bytes - length))
-        digest = hashlib.sha256(b"PAR1" + file.read()).hexdigest()
-        metadata = pq.read_metadata(file)
-        names = list(metadata.schema.to_arrow_schema().names)
+        metadata, digest = read_footer(file)
+    names = list(metadata.schema.to_arrow_schema().names)
     _refuse_repeats(found.url, names)
     return Counted(rows=metadata.num_rows, columns=names, digest=digest)
+
+
+def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
+    """Return the metadata of an open parquet file, and the sha256 of its footer."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little") + 8
+    file.seek(max(0, size - length))
+    digest = hashlib.sha256(b"PAR1" + file.read()).hexdigest()
+    return pq.read_metadata(file), digest
 
 
 def read_parquet(part: Part) -> Iterator[Block]:
@@ -82,9 +89,26 @@ def read_parquet(part: Part) -> Iterator[Block]:
             columns=needed,
         ):
             table = pa.Table.from_batches([batch.select(needed)]).rename_columns(schema.names)
-            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).select(values)
-            yield _frame_block(frame, needed, part, row)
+            table = table.cast(schema)
+            frame = cast("pl.DataFrame", pl.from_arrow(table)).select(values)
+            block = _frame_block(frame, needed, part, row)
+            yield block if _is_text(table) else block._replace(num_broken=_num_broken(block))
             row += frame.height
+
+
+def _is_text(table: pa.Table) -> bool:
+    """Whether all texts are UTF-8, which Arrow does not check when it reads them."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _num_broken(block: Block) -> int:
+    """Return the number of rows that are no UTF-8, of which the worker makes error rows."""
+    lines = block.encode(0, block.num_rows).split(b"\n")[:-1]
+    return sum(raw_members(line) is None for line in lines)
 
 
 def _frame_block(frame: pl.DataFrame, names: list[str], part: Part, first_row: int) -> Block:

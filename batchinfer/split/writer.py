@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +20,9 @@ from batchinfer.core.errors import (
     ConfigError,
     InputError,
     ObjectNotFound,
-    PreconditionFailed,
 )
 from batchinfer.core.records import Chunk, Job
+from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
 from batchinfer.split.rows import Block, lines_block
 from batchinfer.storage import Store
@@ -118,7 +116,6 @@ def write_chunks(
     sources: Sources,
     bounds: Sequence[int],
     publish: Callable[[Chunk, Path], Chunk],
-    advance: Callable[[int], object],
 ) -> Job:
     """Build chunks one after the other in a scratch folder, publish several at a time, and add them to a job.
 
@@ -127,7 +124,6 @@ def write_chunks(
         sources: The rows.
         bounds: The first row of each chunk, counted from the first of the sources, then the number of all rows.
         publish: Publishes the file of a chunk; returns the chunk as job.json is to have it.
-        advance: Called with the number of rows of each chunk that is published.
 
     Returns:
         The job with the new chunks, and with what is odd about their rows.
@@ -136,35 +132,29 @@ def write_chunks(
         InputError: See `Sources.blocks`, `Sources.check_unchanged`.
         ScratchFull: The scratch folder is full.
     """
-    rows, before = _Rows(sources), len(job.chunks)
-    total = before + len(bounds) - 1
-    waiting, chunks = deque[Future[Chunk]](), list[Chunk]()
+    from tqdm import tqdm
 
-    def take() -> None:
-        chunks.append(waiting.popleft().result())
-        advance(chunks[-1].rows)
+    rows, before, chunks = _Rows(sources), len(job.chunks), list[Chunk]()
+
+    def built(scratch: Scratch) -> Iterator[tuple[Chunk, Path]]:
+        for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
+            name = layout.chunk_name(index, before + len(bounds) - 1)
+            path = scratch.new_path(name)
+            size, sha256 = _write_file(path, rows.take(stop - first), job.compression)
+            row = sources.first_row + first
+            yield (
+                Chunk(name=name, first_row=row, rows=stop - first, bytes=size, sha256=sha256),
+                path,
+            )
 
     with (
         contextlib.closing(Scratch()) as scratch,
         scratch_errors(scratch.folder),
-        ThreadPoolExecutor(_THREADS) as pool,
+        tqdm(total=sources.rows, unit=" rows", desc="split", disable=None) as bar,  # on a terminal
     ):
-        for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
-            name = layout.chunk_name(index, total)
-            path = scratch.new_path(name)
-            size, sha256 = _write_file(path, rows.take(stop - first), job.compression)
-            chunk = Chunk(
-                name=name,
-                first_row=sources.first_row + first,
-                rows=stop - first,
-                bytes=size,
-                sha256=sha256,
-            )
-            waiting.append(pool.submit(publish, chunk, path))
-            while len(waiting) > _THREADS:
-                take()
-        while waiting:
-            take()
+        for chunk in in_parallel(lambda pair: publish(*pair), built(scratch), _THREADS):
+            chunks.append(chunk)
+            bar.update(chunk.rows)
     if sources.rows == sum(part.counted.rows for part in sources.parts):  # no limit leaves out rows
         rows.finish()
     sources.check_unchanged()
@@ -235,17 +225,8 @@ def write_manifests(store: Store, job: Job) -> None:
     manifests = manifest_chunks(job)
     stale = [item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests]
     store.delete(stale)
-    for key, chunks in manifests.items():
-        _set(store, key, "".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks).encode())
-
-
-def _set(store: Store, key: str, data: bytes) -> None:
-    """Create or replace an object, whoever else does so meanwhile."""
-    while True:
-        try:
-            store.create(key, data)
-            return
-        except AlreadyExists:
-            with contextlib.suppress(PreconditionFailed, ObjectNotFound):
-                store.replace(key, data, store.stat(key).etag)
-                return
+    with contextlib.closing(Scratch()) as scratch:
+        for key, chunks in manifests.items():
+            path = scratch.new_path("manifest")
+            path.write_text("".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks))
+            store.put_file(key, path)

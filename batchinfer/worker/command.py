@@ -25,7 +25,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
-from batchinfer.prompts import NAMED_TEMPLATES, PromptConfig, Sampling, make_body
+from batchinfer.prompts import PromptConfig, Sampling, make_body
 from batchinfer.worker.config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
@@ -339,11 +339,8 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
     Raises:
         ConfigError: a value cannot work.
     """
-    fields = values_of(PromptConfig, options)
-    if fields["prompt_template"] in NAMED_TEMPLATES:
-        fields |= {"template_name": fields["prompt_template"], "prompt_template": ""}
     return PromptConfig(
-        **fields,
+        **values_of(PromptConfig, options),
         adapters=sorted(value_of(EngineConfig, "loras", options)),
         task=value_of(EngineConfig, "task", options),
         body=make_body(Sampling(**values_of(Sampling, options))),

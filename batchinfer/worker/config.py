@@ -223,11 +223,9 @@ def rules_of(
     return EngineRules(
         model=engine.served_names[0],
         eos_token=end_mark(engine) if info is not None and engine.engine == "vllm" else "",
-        adapters=tuple(sorted(engine.loras)),
         max_model_len=None if info is None else info.max_model_len,
         parameters=_unknown if opened is None else opened.parameters,
         fetches_links=is_remote(engine) or "allowed_media_domains" in engine.server_options,
-        is_vllm=not is_remote(engine),
     )
 
 

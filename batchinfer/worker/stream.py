@@ -255,7 +255,7 @@ class RowStream:
         if not chunks:
             return
         limits, builder = self._limits, self._builder
-        num_rows = min(limits.max_build_rows, builder.rows_at_once)
+        num_rows = limits.max_build_rows
         self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(

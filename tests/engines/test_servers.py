@@ -77,6 +77,16 @@ def command(tmp_path, script: str) -> str:
     return f"{sys.executable} {path} {{socket}} {{model}}"
 
 
+def app(*routes: str, before: str = "", rest: str = "") -> str:
+    """A script with a healthy server and further routes; `before` is run first, `rest` defines what they call."""
+    begin = "import asyncio, os, subprocess, sys, time\nfrom aiohttp import web\n"
+    begin += textwrap.dedent(before) + "\nasync def health(_): return web.Response()\n"
+    listed = ", ".join(['web.get("/health", health)', *routes])
+    end = f"app = web.Application()\napp.add_routes([{listed}])\n"
+    end += "web.run_app(app, path=sys.argv[1], print=None, handle_signals=False)"
+    return begin + textwrap.dedent(rest) + end
+
+
 def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
     """A --server-command that starts an echo server of 512 tokens."""
     length = ["--max-model-len", "512", "--max-num-seqs", "8"]
@@ -133,23 +143,6 @@ def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
     engine.close()
     assert are_gone(found)
     assert not folder.exists()
-
-
-def test_a_long_scratch_folder_gets_a_short_socket_elsewhere(open_engine, tmp_path):
-    engine = open_engine(scratch_dir=str(tmp_path / ("x" * 120)))
-    folder = Path(engine.targets[0].process.launch.socket).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert len(drive(engine, ListSource(calls(3)))) == 3
-    engine.close()
-    assert not folder.exists()
-
-
-def test_both_servers_are_kept_busy_and_told_apart(open_engine):
-    engine = open_engine(latency_seconds=0.01)
-    source = ListSource(calls(100))
-    drive(engine, source)
-    assert source.asked[0] == 24
-    assert min(server.num_answered for server in engine.targets) > 30
 
 
 def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, caplog):
@@ -229,17 +222,8 @@ def test_a_death_ends_an_ask_with_its_reason(open_engine):
 
 
 def test_what_a_server_writes_is_in_our_log_at_debug_level(model, tmp_path, caplog):
-    script = """
-        import sys
-        from aiohttp import web
-        print("a word of the server")
-        async def health(_): return web.Response()
-        app = web.Application()
-        app.add_routes([web.get("/health", health)])
-        web.run_app(app, path=sys.argv[1], print=None)
-        """
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    opening(model, command(tmp_path, script))
+    opening(model, command(tmp_path, app(before='print("a word of the server")')))
     assert "replica 0: a word of the server" in caplog.text
 
 
@@ -260,7 +244,6 @@ NOT_STARTING = {
     "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
-    "ends": ("print('that is all')", EngineLoadError, "that is all"),
 }  # fmt: skip
 
 
@@ -281,57 +264,36 @@ def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
         opening(model, command(tmp_path, "import time; time.sleep(60)"), load_timeout_seconds=0.5)
 
 
-def test_a_server_that_says_ready_and_dies_ends_the_engine(model, tmp_path):
-    script = """
-        import os, sys, asyncio
-        from aiohttp import web
-        async def health(_): return web.Response()
-        async def die(_): os._exit(3)
-        app = web.Application()
-        app.add_routes([web.get("/health", health), web.post("/{any:.*}", die)])
-        web.run_app(app, path=sys.argv[1], print=None)
-        """
-    config = EngineConfig(model=str(model), server_command=command(tmp_path, script))
-    engine = create_engine(config)
-    engine.open(Flag())
-    with pytest.raises(EngineDied, match="exit status 3"):
-        drive_again(engine, calls(5))
-    engine.close()
-
-
 ODD = """
-    import asyncio, sys
-    from aiohttp import web
-    async def health(_): return web.Response()
     async def answer(request):
         text = await request.text()
         if "row 1 " in text:
             return web.Response(text="<html>", content_type="text/html")
         if "row 2 " in text:
-            return web.Response(text='{"choices": [{"mess')
-        if "row 3 " in text:
-            return web.json_response({"error": {"message": "no"}})
-        if "row 4 " in text:
             response = web.StreamResponse(headers={"Content-Length": "99"})
             await response.prepare(request)
             request.transport.close()
             return response
+        if "row 9 " in text:
+            os._exit(3)
         return web.json_response({"choices": [{"message": {"content": "yes"}}]})
-    app = web.Application()
-    app.add_routes([web.get("/health", health), web.post("/{any:.*}", answer)])
-    web.run_app(app, path=sys.argv[1], print=None)
     """
 
 
-def test_rows_that_a_server_answers_with_rubbish_fail_alone(model, tmp_path, monkeypatch):
+def test_rows_that_a_server_answers_with_rubbish_fail_alone_and_a_death_ends_it(
+    model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.01)
-    config = EngineConfig(model=str(model), server_command=command(tmp_path, ODD))
+    odd = app('web.post("/{any:.*}", answer)', rest=ODD)
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, odd))
     engine = create_engine(config)
     engine.open(Flag())
-    found = drive(engine, ListSource(calls(8)))
+    found = drive(engine, ListSource(calls(4)))
+    codes = [code_of(found["c", index]) for index in range(4)]
+    assert codes == ["", "invalid_answer", "server_error", ""]
+    with pytest.raises(EngineDied, match="exit status 3"):
+        drive_again(engine, [call(9)])
     engine.close()
-    codes = [code_of(found["c", index]) for index in range(8)]
-    assert codes == ["", *["invalid_answer"] * 3, "server_error", "", "", ""]
 
 
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
@@ -353,16 +315,10 @@ def test_a_command_that_says_not_where_to_listen_is_refused(model, server):
 # --------------------------------------------------------------------------- nothing is left
 
 FAMILY = """
-    import os, subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     grandchild = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL).pid)"
     other = subprocess.run([sys.executable, "-c", grandchild], stdout=subprocess.PIPE).stdout
-    from aiohttp import web
-    async def health(_): return web.Response()
     async def pids(_): return web.json_response({"data": [os.getpid(), child.pid, int(other)]})
-    app = web.Application()
-    app.add_routes([web.get("/health", health), web.get("/pids", pids)])
-    web.run_app(app, path=sys.argv[1], print=None, handle_signals=False)
     """
 WORKER = """
     import json, sys, threading, time
@@ -381,7 +337,8 @@ WORKER = """
 
 @pytest.mark.parametrize("victim", ["worker", "server"])
 def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
-    config = EngineConfig(model=str(model), server_command=command(tmp_path, FAMILY))
+    family = app('web.get("/pids", pids)', rest=FAMILY)
+    config = EngineConfig(model=str(model), server_command=command(tmp_path, family))
     given = msgspec.json.encode(config).decode()
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WORKER), given], stdout=subprocess.PIPE

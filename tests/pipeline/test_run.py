@@ -166,7 +166,7 @@ def test_questions_are_asked_as_a_chat_of_a_model_in_a_bucket(
     assert "the model has a template for chats" in done.stderr
     assert answers(tmp_path / "a.jsonl") == ["Paris", "Tokyo"]
     config = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())["config"]
-    assert (config["model"], config["model_identity"]) == (url, list_model(url, "--model").identity)
+    assert (config["model"], config["model_identity"]) == (url, list_model(url).identity)
 
 
 # --------------------------------------------------------------------------- pipes
@@ -193,11 +193,19 @@ def test_a_full_disk_behind_standard_output_is_an_error(rows: Path) -> None:
     assert "error: stdout: cannot take the answers (No space left on device)" in done.stderr
 
 
-def test_nothing_on_standard_input_is_an_error(
-    run: Runner, dest: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"\n", "error: SOURCE -: standard input is empty"),
+        (b'{"prompt":"a"}\n{"_id":1}', "error: stdin: has a column '_id'"),
+    ],
+)
+def test_standard_input_that_cannot_be_used_is_named_so(
+    data: bytes, error: str, run: Runner, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert run("-", "-o", dest) == 2
+    assert error in run.err
     assert list(dest.parent.iterdir()) == []
 
 

@@ -13,22 +13,13 @@ from prompt_rows import prepare
 
 pytestmark = pytest.mark.vllm
 
-RULES = EngineRules(model="m", max_model_len=100, adapters=("a",))
+RULES = EngineRules(model="m", max_model_len=100)
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
 TOOLS = [{"name": "add", "description": "Adds.", "parameters": json.loads(SCHEMA)}]
+NAMES = "top_k min_p repetition_penalty thinking_budget bad_words min_new_tokens logprobs"
+VALUES = [3, 0.1, 1.1, 4, ["x"], 1, 2]
 GENERATE = make_body(
-    Sampling(
-        max_tokens=5,
-        temperature=0.5,
-        top_p=0.9,
-        n=2,
-        stop=["x"],
-        sampling=json.loads(
-            '{"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, '
-            '"stop_token_ids": [1], "logprobs": 2, "thinking_budget": 4, "best_of": 3, "bad_words": ["x"], '
-            '"min_new_tokens": 1}'
-        ),
-    )
+    Sampling(max_tokens=5, n=2, stop=["x"], sampling=dict(zip(NAMES.split(), VALUES, strict=True)))
 )
 TALK = [
     {"from": "system", "value": "s"},
@@ -41,7 +32,7 @@ TALK = [
 ]
 
 
-MEDIA = {"image_columns": ["i"], "audio_columns": ["s"], "video_columns": ["v"]}
+MEDIA = {"columns": {"image": ["i"], "audio": ["s"], "video": ["v"]}}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_column": "p", "body": GENERATE}, {"p": "x"}),
     ({"prompt_column": "p"}, {"p": [1, 2]}),
@@ -56,13 +47,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"messages_column": "p", "turns": "all", **MEDIA},
         {"p": TALK, "i": as_hub(picture()), "s": "a.wav", "v": "a.mp4"},
     ),
-    ({"task": "embed", "prompt_column": "p", "body": {"dimensions": 4}}, {"p": "x"}),
-    ({"task": "embed", "messages_column": "p", "truncate_prompt": "right"}, {"p": TALK[3:]}),
-    ({"task": "token-embed", "prompt_column": "p"}, {"p": "x"}),
-    ({"task": "classify", "prompt_column": "p"}, {"p": "x"}),
-    ({"task": "reward", "messages_column": "p", "turns": "all"}, {"p": TALK[3:]}),
-    ({"task": "score", "pair_columns": ["p", "q"]}, {"p": "x", "q": "y"}),
-    ({"task": "rerank", "pair_columns": ["p", "q"]}, {"p": "x", "q": ["y", "z"]}),
 ]
 
 
@@ -71,19 +55,10 @@ def test_the_servers_own_definition_takes_every_body() -> None:
     from pydantic import TypeAdapter
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest
-    from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
-    from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest
-    from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
 
     kinds: dict[str, Any] = {
         "/v1/chat/completions": ChatCompletionRequest,
         "/v1/completions": CompletionRequest,
-        "/v1/embeddings": EmbeddingRequest,
-        "/pooling": PoolingRequest,
-        "/classify": ClassificationRequest,
-        "/score": ScoreRequest,
-        "/rerank": RerankRequest,
     }
     for options, row in CASES:
         prepared = prepare(row, RULES, seed=7, **options)

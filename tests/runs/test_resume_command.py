@@ -41,7 +41,7 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
-    prompt = dict.fromkeys(("messages_column", "system_prompt", "template_name"), text) | {
+    prompt = dict.fromkeys(("messages_column", "system_prompt", "prompt_template"), text) | {
         "blank_columns": [text],
         "body": {"stop": [text], "response_format": {text: text}},
     }

@@ -150,14 +150,6 @@ def test_bad_input_is_refused_with_what_to_do(
     assert "\n" not in caught.value.message + caught.value.hint
 
 
-@pytest.mark.parametrize("cut", [10, 60, 90])
-def test_a_truncated_parquet_is_named(tmp_path: Path, cut: int) -> None:
-    path = write_parquet(tmp_path / "whole.parquet", n=list(range(1000)))
-    (tmp_path / "x.parquet").write_bytes(path.read_bytes()[: path.stat().st_size * cut // 100])
-    with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
-        count_sources([str(tmp_path / "x.parquet")])
-
-
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", n=[f"text {n}" for n in range(1000)])
     data = bytearray(path.read_bytes())
@@ -229,12 +221,6 @@ def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is not apart from the source"):
             count_sources([str(source)]).check_apart(str(output))
     count_sources([str(tmp_path / "d/*.parquet")]).check_apart(str(tmp_path / "d/job"))
-
-
-def test_memory_urls_are_read() -> None:
-    with fsspec.open("memory://sources/a.jsonl", "wb") as file:
-        file.write(b'{"n":1}')
-    assert numbers("memory://sources/") == [1]
 
 
 @pytest.mark.s3

@@ -131,12 +131,6 @@ def test_chunks_are_about_a_minute_of_a_worker(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_border_is_the_beginning_of_a_chunk(source: Path, tmp_path: Path) -> None:
-    split(source, tmp_path / "job", num_chunks=3, border=10)
-    assert [chunk.first_row for chunk in job_at(tmp_path / "job").chunks] == [0, 10, 33, 66]
-    assert len(rows_at(tmp_path / "job")) == 100
-
-
 def test_a_limit_and_columns_are_kept(source: Path, tmp_path: Path) -> None:
     split([source, source], tmp_path / "job", limit=130, columns=["n"], num_chunks=4)
     rows = rows_at(tmp_path / "job")
@@ -159,14 +153,6 @@ def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
     assert split(tmp_path / "a.jsonl", tmp_path / "other", id_column="key")["duplicate_ids"] == 0
     assert "--id-column" not in caplog.text
     assert job_at(tmp_path / "other").id_column == "key"
-
-
-def test_repeats_are_counted_over_files_of_several_formats(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": ["a", "b"]}), tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text('{"id":"b"}\n{"id":"c"}')
-    (tmp_path / "c.csv").write_text("id\nc\na\n")
-    sources = [tmp_path / name for name in ("a.parquet", "b.jsonl", "c.csv")]
-    assert split(sources, tmp_path / "job")["duplicate_ids"] == 3
 
 
 def test_the_same_split_again_changes_nothing_wherever_the_files_lie(

@@ -112,7 +112,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--task", "embed", "--column", "tools=t"), "--column tools with --task embed"),
+        (("--task", "embed", "--column", "tools=t"), "--column tools: the prompt is plain"),
         (("--task", "embed", *PAIR), "--pair-columns with --task embed"),
         (("--task", "score"), "--pair-columns with --task score"),
         (("--task", "translate"), "--column audio"),

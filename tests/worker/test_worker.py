@@ -480,7 +480,7 @@ def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_t
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--engine", "foo", "--model", "x"], "'foo' is not an engine"),
+        (["--engine", "foo", "--model", "x"], "'foo' is not one of"),
         (["--engine", "vllm"], "--model: is missing"),
     ],
 )
