@@ -25,7 +25,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
-from batchinfer.prompts import PromptConfig, Sampling, make_body
+from batchinfer.prompts import NAMED_TEMPLATES, PromptConfig, Sampling, make_body
 from batchinfer.worker.config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
