@@ -132,9 +132,6 @@ def make_job_of(url: str | Path, *files: bytes) -> Job:
         chunks=chunks,
         num_workers=1,
     )
-    store.create(
-        layout.ALL_MANIFEST, _lines(layout.chunk_file(each.name, "none") for each in chunks)
-    )
     store.create(layout.JOB_KEY, codec.encode_pretty(job))
     return job
 

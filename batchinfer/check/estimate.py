@@ -11,7 +11,7 @@ from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.prices import Machine, Prices
-from batchinfer.ledger.inventory import RunReader
+from batchinfer.ledger.looks import RunReader
 from batchinfer.ledger.spending import machine_of
 from batchinfer.storage.opening import open_store
 

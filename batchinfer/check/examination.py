@@ -178,7 +178,6 @@ class Examination:
         found = read_assignment(
             manifests or [f"{job.rstrip('/')}/{layout.ALL_MANIFEST}"],
             job_url=job,
-            allow_absolute=True,
             limit=self.options["limit"],
             open_store=open_store,
         )
@@ -282,7 +281,6 @@ def refuse_other_run(options: dict[str, Any]) -> None:
     assignment = read_assignment(
         worker.manifests,
         job_url=worker.job,
-        allow_absolute=False,
         limit=worker.limit,
         open_store=open_store,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Job, Marker, Run
-from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, Finding, find_target
+from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, Audit, Finding, find_target
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.ledger.runs import refuse_edited
@@ -56,9 +56,8 @@ def select(
     inventory = take_inventory(store, now=now)
     usage = "batchinfer collect {} DEST"
     target = find_target(store, inventory, open_store, usage=usage, job_url=job_url)
-    assert target.job is not None  # it has been found
     refuse_edited(target.run, url=store.url)
-    audit = target.audit(inventory)
+    audit = Audit(target, inventory)
     sound = audit.check_all()
     if any(found.fix == "job" for found in audit.findings):
         raise InputError(

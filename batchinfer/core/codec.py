@@ -33,12 +33,6 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
         return msgspec.json.Decoder(kind)
 
 
-def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return a new decoder of msgpack, as `json_decoder` does."""
-    with _building:
-        return msgspec.msgpack.Decoder(kind)
-
-
 def convert(value: Any, kind: type[T]) -> T:
     """Convert plain values to a type, as msgspec.convert does, whose errors it raises. Safe for threads."""
     _decoder_of(kind)

@@ -83,16 +83,11 @@ class BatchinferError(Exception):
         self.message = redact(message)
         self.hint = redact(hint)
         self.result: dict[str, Any] | None = None
-        self.origins: list[str] = []
         super().__init__(self.message)
 
     def attach_result(self, result: dict[str, Any]) -> None:
         """Keep the result object that the command line prints although the command failed."""
         self.result = result
-
-    def attach_origins(self, origins: list[str]) -> None:
-        """Keep sentences for the command line that say from where the values of options are."""
-        self.origins = origins
 
 
 class UsageError(BatchinferError):

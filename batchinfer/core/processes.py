@@ -1,12 +1,10 @@
-"""Helpers for child processes: how they find this package and import large ones, and words for how they ended."""
+"""Helpers for child processes: how they find this package, and words for how they ended."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import batchinfer
@@ -23,22 +21,6 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     if root not in paths:
         environment["PYTHONPATH"] = os.pathsep.join([*paths, root])
     return environment
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Switch Python's garbage collection off while large packages are imported.
-
-    Imported modules stay, so collections find hardly anything to free. While vLLM is imported, they take a sixth of the
-    CPU time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def start_of_process(pid: int) -> str:

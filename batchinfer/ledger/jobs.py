@@ -1,20 +1,18 @@
 """job.json and manifests: which chunks a worker has to do, and where they are stored.
 
-A manifest may come from a bucket that other people can write to. So no path in it may have a "..", and absolute paths
-in it need the user's permission. A manifest in a local folder may name absolute paths.
+A job in a bucket may have been written by other people. So no key in it may have a "..", and its chunks must lie in the
+job's own bucket. A job in a local folder may name chunks anywhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
 
 from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound, near
+from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound, near
 from batchinfer.core.records import Chunk, Job
 from batchinfer.core.shell import quote
 from batchinfer.storage import Store, split_bucket
@@ -33,9 +31,8 @@ _MAX_SHOWN = 30
 class ChunkRef(NamedTuple):
     """One chunk to do.
 
-    `rows`, `bytes` and `sha256` come from job.json. If the manifest belongs to no job, they are None, and
-    `listed_bytes` is the size that the file had when the worker started. `row_limit` is the number of rows to do,
-    counted from the first (``--limit``); None for all. `generation` is the generation of the marker that will be
+    `rows`, `bytes` and `sha256` come from job.json; None while a job is being made. `row_limit` is the number of rows
+    to do, counted from the first (``--limit``); None for all. `generation` is the generation of the marker that will be
     published: 0, or more if error rows are done again. Then `base` is the generation whose answered rows are kept.
     """
 
@@ -49,14 +46,13 @@ class ChunkRef(NamedTuple):
     row_limit: int | None = None
     generation: int = 0
     base: int | None = None
-    listed_bytes: int | None = None
 
 
 class Assignment(NamedTuple):
-    """A worker's own chunks in manifest order, and the job they belong to, if any."""
+    """A worker's own chunks in manifest order, and the job they belong to."""
 
     chunks: list[ChunkRef]
-    job: Job | None
+    job: Job
     job_url: str
     job_sha256: str
 
@@ -88,21 +84,9 @@ def no_job(url: str) -> InputError:
         hint = f"name its folder: --job {quote(folder or '.')}"
     elif job := layout.job_above(url):
         hint = f"this is the place of a run; its job is --job {quote(job)}"
-    elif _is_data(name):
-        hint = f"this is no job but a data set: batchinfer split {quote(url)} --output JOB, then --job JOB"
     else:
-        hint = f"make the job first: batchinfer split SOURCE --output {quote(url)}"
+        hint = "make one of your data: batchinfer split SOURCE… --output JOB, then --job JOB"
     return InputError(f"{url}: no job.json there", hint=hint)
-
-
-def _is_data(name: str) -> bool:
-    """Whether a file's name ends as those of data sets do.
-
-    >>> _is_data("reviews.jsonl.gz"), _is_data("reviews")
-    (True, False)
-    """
-    plain = name.lower().removesuffix(".gz").removesuffix(".zst")
-    return plain.endswith((".parquet", ".pq", ".jsonl", ".ndjson", ".json", ".csv", ".tsv"))
 
 
 def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:
@@ -204,11 +188,6 @@ def chunk_key(job: Job, chunk: Chunk) -> str:
     return chunk.file or layout.chunk_file(chunk.name, job.compression)
 
 
-def _chunk_keys(job: Job) -> set[str]:
-    """Return the keys of the files of all chunks of a job."""
-    return {chunk_key(job, chunk) for chunk in job.chunks}
-
-
 def manifest_chunks(job: Job) -> dict[str, list[Chunk]]:
     """Return the chunks of every manifest of a job, by the manifest's key: all.txt and one for each worker. Pure.
 
@@ -285,49 +264,48 @@ def read_assignment(
     manifests: Sequence[str],
     *,
     job_url: str | None,
-    allow_absolute: bool,
     limit: int | None = None,
     open_store: OpenStore,
 ) -> Assignment:
-    """Read manifests (paths or URLs), and find the chunk that each of their lines names. Read-only.
+    """Find the chunks that manifests (paths or URLs) assign to a worker. Read-only.
+
+    The job's own manifests follow from job.json and are not read: after `split --append` they may be older than it.
 
     Raises:
-        InputError: A manifest is missing, empty or not a list of paths; or a line of it is absolute without permission,
-            has a "..", names a chunk that does not exist, or would have the same output name as another line. Or
-            job.json is damaged, or it is missing although `job_url` or `limit` needs it.
+        InputError: A manifest is missing, empty or not a list of paths, or names a chunk twice or one that is not in
+            the job. Or the job is not told, or its job.json is missing or damaged.
     """
     base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
-    found = load_job(base, open_store) if base else None
-    if found is None and job_url:
-        raise no_job(job_url)
-    lines = [
-        (manifest, line) for manifest in manifests for line in _read_lines(manifest, open_store)
-    ]
-    if found is not None and base:
-        if not _chunk_keys(found[0]).issuperset(line for _, line in lines):
-            found = load_job(base, open_store) or found  # chunks were appended meanwhile, perhaps
-        lines = _with_appended(lines, manifests, found[0], open_store(base).url, open_store)
-    if not lines:
+    if not base:
         raise InputError(
-            f"{', '.join(manifests)}: no chunk in it", hint="give a manifest with one path a line"
+            f"{manifests[0]}: does not lie in the manifests/ of a job, so its job must be named",
+            hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
         )
-    if found is not None:
-        assert base is not None
-        job, sha256 = found
-        if "://" not in base:  # the URL is recorded in run.json, which is read from other folders
-            base = open_store(base).url
-        refs = _resolve_in_job(lines, job, base, limit)
-        if not allow_absolute and split_url(base)[0] != "file":
-            _refuse_references(job, base)
-    else:
-        job, sha256 = None, ""
-        if limit is not None:
-            raise InputError(
-                "--limit: needs the job of the manifest, and there is no job.json",
-                hint="pass --job URL, or shorten the manifest",
-            )
-        refs = _require_present(_resolve_elsewhere(lines, allow_absolute, open_store), open_store)
-    return Assignment(refs, job, base if job is not None and base else "", sha256)
+    read = {each: _read_lines(each, open_store) for each in manifests if _job_of(each) != base}
+    found = load_job(base, open_store)
+    if found is None:
+        raise no_job(base)
+    job, sha256 = found
+    if "://" not in base:  # the URL is recorded in run.json, which is read from other folders
+        base = open_store(base).url
+    own = manifest_chunks(job)
+    lines: dict[str, str] = {}
+    for manifest in manifests:
+        key = layout.MANIFESTS + split_name(manifest)[1]
+        if manifest not in read and key in own:
+            named = [chunk_key(job, chunk) for chunk in own[key]]
+        else:
+            named = read.get(manifest) or _read_lines(manifest, open_store)
+        for line in named:
+            if line in lines:
+                raise InputError(
+                    f"{manifest}: {line!r} is in {lines[line]}, too, expected each chunk once",
+                    hint="give each manifest once",
+                )
+            lines[line] = manifest
+    if split_url(base)[0] != "file":
+        _refuse_references(job, base)
+    return Assignment(_resolve(lines, job, base, limit), job, base, sha256)
 
 
 def is_absolute(path: str) -> bool:
@@ -359,55 +337,18 @@ def _job_of(manifest: str) -> str | None:
 def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
     folder, name = split_name(manifest.rstrip("/"))
     try:
-        data = open_store(folder).get(name).data
+        text = open_store(folder).get(name).data.decode()
     except ObjectNotFound:
-        hint = "`batchinfer split` writes them to JOB/manifests/"
-        with contextlib.suppress(BatchinferError):  # only a hint depends on what is there
-            there = open_store(manifest.rstrip("/"))
-            first = next((info.key for info in there.list("")), "")
-            if next(iter(there.list(layout.MANIFESTS)), None) is not None:
-                hint = f"it is a job: pass --job {there.url}, or a file of {there.url}/manifests/"
-            elif first.endswith(".txt"):
-                hint = f"it is a folder: pass one of its files, such as {there.url}/{first}"
+        hint = "`batchinfer split` writes them to JOB/manifests/; a job itself is named by --job"
         raise InputError(f"{manifest}: no such manifest", hint=hint) from None
-    try:
-        text = data.decode()
     except UnicodeDecodeError as error:
         raise InputError(
             f"{manifest}: not a text file ({error})", hint="give one chunk path a line"
         ) from error
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    if lines and lines[0].startswith("{"):
-        raise InputError(
-            f"{manifest}: holds JSON Lines, expected one chunk's path a line",
-            hint="a chunk is no manifest: name the manifest that lists it, or write its path into one",
-        )
+    if not lines:
+        raise InputError(f"{manifest}: no chunk in it", hint="give one chunk path a line")
     return lines
-
-
-def _with_appended(
-    lines: list[tuple[str, str]],
-    manifests: Sequence[str],
-    job: Job,
-    job_url: str,
-    open_store: OpenStore,
-) -> list[tuple[str, str]]:
-    """Return the lines of manifests, with the appended chunks that the job's own manifests lack.
-
-    `split --append` replaces job.json first and the manifests after it, so it may have been killed in between.
-    """
-    if not job.generation:
-        return lines
-    named = {line for _, line in lines}
-    own = manifest_chunks(job)
-    result = []
-    for manifest in manifests:
-        result += [line for line in lines if line[0] == manifest]
-        key, above = layout.MANIFESTS + split_name(manifest)[1], _job_of(manifest)
-        if key in own and above is not None and open_store(above).url == job_url:
-            keys = [chunk_key(job, chunk) for chunk in own[key]]
-            result += [(manifest, each) for each in keys if each not in named]
-    return result
 
 
 def _refuse_references(job: Job, base: str) -> None:
@@ -418,85 +359,18 @@ def _refuse_references(job: Job, base: str) -> None:
         if is_absolute(file) and (file.partition("://")[0], split_bucket(file)[0]) != own:
             raise InputError(
                 f"{base}/{layout.JOB_KEY}: names {file}, which is not in the job's bucket",
-                hint="if you trust who made the job, pass --allow-absolute",
+                hint="copy the files into that bucket, or let `batchinfer split` copy the rows",
             )
 
 
-def _resolve_in_job(
-    lines: list[tuple[str, str]], job: Job, base: str, limit: int | None
-) -> list[ChunkRef]:
+def _resolve(lines: Mapping[str, str], job: Job, base: str, limit: int | None) -> list[ChunkRef]:
+    """Return the chunks that lines name, except those beyond the limit. `lines`: the manifest of each line."""
     refs = job_chunks(job, base, limit)
-    everything = {chunk_key(job, chunk): chunk.name for chunk in job.chunks}
-    _refuse_repeats(lines)
-    for manifest, line in lines:
-        if line not in everything:
+    names = {chunk_key(job, chunk): chunk.name for chunk in job.chunks}
+    for line, manifest in lines.items():
+        if line not in names:
             raise InputError(
                 f"{manifest}: names {line!r}, which is no chunk of the job {base}",
                 hint="use a manifest of this job (JOB/manifests/), or pass the --job it belongs to",
             )
-    return [refs[everything[line]] for _, line in lines if everything[line] in refs]
-
-
-def _resolve_elsewhere(
-    lines: list[tuple[str, str]], allow_absolute: bool, open_store: OpenStore
-) -> list[ChunkRef]:
-    _refuse_repeats(lines)
-    # Relative folders become absolute, because the same text names another data set in another working directory.
-    roots: dict[str, str] = {}
-    refs = []
-    for manifest, line in lines:
-        folder, _ = split_name(manifest)
-        is_remote = split_url(manifest)[0] != "file"
-        if ".." in line.split("/"):
-            raise InputError(
-                f"{manifest}: {line!r} leaves its folder", hint="write paths without '..'"
-            )
-        if is_absolute(line) and is_remote and not allow_absolute:
-            raise InputError(
-                f"{manifest}: {line!r} is absolute, and the manifest is not local",
-                hint="if you trust who wrote it, copy it to this machine",
-            )
-        if line.startswith("chunks/") and folder.endswith("manifests"):
-            raise InputError(
-                f"{manifest}: its job has no job.json, so its split did not finish",
-                hint="run the same `batchinfer split` command again; it goes on where it stopped",
-            )
-        root, key = split_name(line) if is_absolute(line) else (folder, posixpath.normpath(line))
-        if root not in roots:
-            roots[root] = root if "://" in root else open_store(root).url
-        refs.append(ChunkRef(name=layout.stem(line), root=roots[root], key=key))
-    return refs
-
-
-def _refuse_repeats(lines: list[tuple[str, str]]) -> None:
-    seen: dict[str, str] = {}
-    for manifest, line in lines:
-        name = layout.stem(line)
-        if not name or name.startswith("."):
-            raise InputError(
-                f"{manifest}: {line!r} is no path of a chunk", hint="give one JSONL path a line"
-            )
-        if name in seen:
-            raise InputError(
-                f"{manifest}: {seen[name]!r} and {line!r} would both write the output {name}.jsonl",
-                hint="give each chunk a file name of its own",
-            )
-        seen[name] = line
-
-
-def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> list[ChunkRef]:
-    """Check that all listed files exist, with one listing for each folder. Return them with their sizes."""
-    folders: dict[tuple[str, str], dict[str, int]] = {}
-    found = []
-    for ref in refs:
-        place = (ref.root, posixpath.dirname(ref.key))
-        if place not in folders:
-            prefix = place[1] + "/" if place[1] else ""
-            folders[place] = {info.key: info.bytes for info in open_store(ref.root).list(prefix)}
-        if ref.key not in folders[place]:
-            raise InputError(
-                f"{ref.root}/{ref.key}: named in the manifest, but not there",
-                hint="check the manifest's paths, or pass the --job it belongs to",
-            )
-        found.append(ref._replace(listed_bytes=folders[place][ref.key]))
-    return found
+    return [refs[names[line]] for line in lines if names[line] in refs]

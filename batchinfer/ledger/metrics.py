@@ -15,24 +15,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 
-class Metric(NamedTuple):
-    """One metric: its name, and what it counts.
-
-    `values` returns its values for one worker, by the value of `label`; without a label the only key is "". No value
-    means that it is not known. A metric whose name ends with _total only grows, over all starts of the worker.
-    """
-
-    name: str
-    help: str
-    values: Callable[[WorkerSample], dict[str, float]]
-    label: str = ""
-
-    @property
-    def is_counter(self) -> bool:
-        """Whether it only grows."""
-        return self.name.endswith("_total")
-
-
 class WorkerSample(NamedTuple):
     """What the metrics of one worker are made from.
 
@@ -47,111 +29,105 @@ class WorkerSample(NamedTuple):
     age_seconds: float
 
 
-def _of(read: Callable[[Worker], float]) -> Callable[[WorkerSample], dict[str, float]]:
-    """Return a function for `Metric.values` that reads one number from the record."""
-    return lambda sample: {"": read(sample.record)}
+class Metric(NamedTuple):
+    """One metric: its name, and what it counts.
+
+    `read` returns its value for one worker, or its values by the value of `label`; None if it is not known. A metric
+    whose name ends with _total only grows, over all starts of the worker.
+    """
+
+    name: str
+    help: str
+    read: Callable[[WorkerSample], float | dict[str, int] | None]
+    label: str = ""
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it only grows."""
+        return self.name.endswith("_total")
 
 
-def _known(value: float | None) -> dict[str, float]:
-    return {} if value is None else {"": value}
-
-
-def _checkpoint_age(sample: WorkerSample) -> dict[str, float]:
+def _checkpoint_age(sample: WorkerSample) -> float | None:
     record = sample.record
     if not record.checkpointed:
-        return {}
-    return {"": max(0.0, record.heartbeat - record.checkpointed) + sample.age_seconds}
+        return None
+    return max(0.0, record.heartbeat - record.checkpointed) + sample.age_seconds
 
 
-def _errors(sample: WorkerSample) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for written, count in sample.record.errors.items():
-        code = error_code(written)
-        found[code] = found.get(code, 0) + count
-    return found
-
-
-METRICS = (
-    Metric(
-        "batchinfer_rows_total",
-        "Rows finished, failed ones included.",
-        _of(lambda w: w.rows_done),
+_TABLE: list[tuple[str, str, Callable[[WorkerSample], float | dict[str, int] | None]]] = [
+    ("rows_total", "Rows finished, failed ones included.", lambda s: s.record.rows_done),
+    (
+        "rows_failed_total",
+        "Rows that became error lines, by code.",
+        lambda s: s.record.with_codes(error_code).errors,
     ),
-    Metric(
-        "batchinfer_rows_failed_total", "Rows that became error lines, by code.", _errors, "code"
-    ),
-    Metric(
-        "batchinfer_rows_resumed_total",
+    (
+        "rows_resumed_total",
         "Rows taken over from checkpoints instead of being generated again.",
-        _of(lambda w: w.rows_resumed),
+        lambda s: s.record.rows_resumed,
     ),
-    Metric("batchinfer_prompt_tokens_total", "Tokens of prompts.", _of(lambda w: w.prompt_tokens)),
-    Metric(
-        "batchinfer_cached_prompt_tokens_total",
+    ("prompt_tokens_total", "Tokens of prompts.", lambda s: s.record.prompt_tokens),
+    (
+        "cached_prompt_tokens_total",
         "Tokens of prompts that came from the prefix cache.",
-        _of(lambda w: w.cached_tokens),
+        lambda s: s.record.cached_tokens,
     ),
-    Metric(
-        "batchinfer_completion_tokens_total",
-        "Tokens of answers.",
-        _of(lambda w: w.completion_tokens),
-    ),
-    Metric(
-        "batchinfer_reasoning_tokens_total",
+    ("completion_tokens_total", "Tokens of answers.", lambda s: s.record.completion_tokens),
+    (
+        "reasoning_tokens_total",
         "Those tokens of answers that are reasoning.",
-        _of(lambda w: w.reasoning_tokens or 0),
+        lambda s: s.record.reasoning_tokens,
     ),
-    Metric("batchinfer_rows_in_engine", "Rows in the engine.", _of(lambda w: w.rows_in_engine)),
-    Metric("batchinfer_chunks_done_total", "Chunks published.", _of(lambda w: w.chunks_done)),
-    Metric("batchinfer_chunks_open", "Chunks under way.", _of(lambda w: len(w.open_chunks))),
-    Metric(
-        "batchinfer_checkpoint_age_seconds",
+    ("rows_in_engine", "Rows in the engine.", lambda s: s.record.rows_in_engine),
+    ("chunks_done_total", "Chunks published.", lambda s: s.record.chunks_done),
+    ("chunks_open", "Chunks under way.", lambda s: len(s.record.open_chunks)),
+    (
+        "checkpoint_age_seconds",
         "Seconds since all rows that were finished then were safe on storage.",
         _checkpoint_age,
     ),
-    Metric(
-        "batchinfer_engine_restarts_total",
+    (
+        "engine_restarts_total",
         "Engine processes (replicas) that were started again within the worker.",
-        _of(lambda w: w.engine_restarts),
+        lambda s: s.record.engine_restarts,
     ),
-    Metric(
-        "batchinfer_replicas_lost",
+    (
+        "replicas_lost",
         "Replicas that have failed for good since the worker's last start.",
-        _of(lambda w: w.replicas_lost),
+        lambda s: s.record.replicas_lost,
     ),
-    Metric(
-        "batchinfer_model_load_seconds",
+    (
+        "model_load_seconds",
         "Seconds that the last load of the engine took.",
-        _of(lambda w: w.engine_load_seconds),
+        lambda s: s.record.engine_load_seconds,
     ),
-    Metric("batchinfer_starts_total", "Starts of the worker.", _of(lambda w: len(w.starts))),
-    Metric(
-        "batchinfer_up_seconds_total",
+    ("starts_total", "Starts of the worker.", lambda s: len(s.record.starts)),
+    (
+        "up_seconds_total",
         "Seconds that the worker's processes have run.",
-        _of(lambda w: w.up_seconds),
+        lambda s: s.record.up_seconds,
     ),
-    Metric(
-        "batchinfer_cost_dollars_total",
+    (
+        "cost_dollars_total",
         "Dollars for the worker's machine. Missing where no price is known.",
-        lambda sample: _known(sample.cost),
+        lambda s: s.cost,
     ),
-    Metric(
-        "batchinfer_price_dollars_per_hour",
+    (
+        "price_dollars_per_hour",
         "Dollars an hour for the worker's machine. Missing where no price is known.",
-        lambda sample: _known(sample.price_per_hour),
+        lambda s: s.price_per_hour,
     ),
-    Metric(
-        "batchinfer_max_cost_dollars",
+    (
+        "max_cost_dollars",
         "The limit --max-cost of the worker. Missing without one.",
-        lambda sample: _known(sample.record.money.max_cost if sample.record.money else None),
+        lambda s: s.record.money.max_cost if s.record.money else None,
     ),
-    Metric(
-        "batchinfer_worker_state",
-        "1 for the state that the worker is in.",
-        lambda sample: {sample.state: 1},
-        "state",
-    ),
-)
+    ("worker_state", "1 for the state that the worker is in.", lambda s: {s.state: 1}),
+]
+_LABELS = {"rows_failed_total": "code", "worker_state": "state"}
+METRICS = [
+    Metric(f"batchinfer_{name}", text, read, _LABELS.get(name, "")) for name, text, read in _TABLE
+]
 """Metrics with the labels run and worker, and one more where `label` names it."""
 
 RUN_METRICS = {
@@ -175,7 +151,9 @@ def families_of(
         kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
         family = kind(metric.name, metric.help, labels=labels)
         for sample in taken:
-            for value, number in metric.values(sample).items():
+            found = metric.read(sample)
+            values = found if isinstance(found, dict) else {} if found is None else {"": found}
+            for value, number in values.items():
                 more = [value] if metric.label else []
                 family.add_metric([one_line(run), one_line(sample.record.id), *more], number)
         yield family

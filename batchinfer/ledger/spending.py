@@ -1,4 +1,4 @@
-"""What the machines of a run have cost, and for how long it has run, by the records of all its workers.
+"""What the machines of a run have cost, by the records of all its workers.
 
 A worker's record says how long the worker has run and, if the worker knows its price, what that cost. Records stay when
 a worker dies, so the cost of a dead start is not forgotten. What happens before a worker's process starts is not seen:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import click
@@ -62,9 +63,7 @@ class Removal(NamedTuple):
 class _KeepsTemps(Protocol):
     """A store in which killed writers leave temporary files. The local folder is such a store."""
 
-    def temps(self, older_than_seconds: float) -> Iterator[object]: ...
-
-    def sweep_temps(self, older_than_seconds: float) -> int: ...
+    def temps(self, older_than_seconds: float) -> Iterator[Path]: ...
 
 
 def run_clean(
@@ -96,40 +95,38 @@ def run_clean(
     # The inventory of a large run takes minutes, and a worker may have written a damaged record of its own anew since.
     inventory.look_again_at_damaged(store)
     removed: dict[str, list[ObjectInfo]] = {}
-    num_young = 0
-    for removal in find_removals(inventory, config):
+    plan = list(find_removals(inventory, config))
+    for removal in plan:
         if is_old(inventory, removal):
             removed.setdefault(removal.what, []).append(removal.info)
-        else:
-            num_young += 1
     released = claims_to_release(inventory)
     age_seconds = config.older_than_seconds
     if inventory.living():  # a temporary file may be a live worker's, and a large upload takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
-    num_temps = len(list(store.temps(age_seconds))) if isinstance(store, _KeepsTemps) else 0
+    temps = list(store.temps(age_seconds)) if isinstance(store, _KeepsTemps) else []
     for what, infos in removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
-    if released:
-        show(f"claims of workers that are gone, released: {len(released)}")
-    if num_temps:
-        show(f"temporary files: {num_temps}")
+    for what, number in (("claims of the dead, released", released), ("temporary files", temps)):
+        if number:
+            show(f"{what}: {len(number)}")
     if config.yes:
         # Markers go last. If this process is killed before, their chunks still count as done.
         order = sorted(removed, key=lambda what: what == _MARKERS)
         store.delete([info.key for what in order for info in removed[what]])
         for key in released:
             _release(store, key, inventory)
-        if isinstance(store, _KeepsTemps):
-            num_temps = store.sweep_temps(age_seconds)
+        for path in temps:
+            path.unlink(missing_ok=True)
+    everything = [info for infos in removed.values() for info in infos]
     return {
         "status": "SUCCESS",
         "run": store.url,
         "is_dry_run": not config.yes,
         "removed": {what: len(infos) for what, infos in removed.items()},
-        "removed_bytes": sum(info.bytes for infos in removed.values() for info in infos),
+        "removed_bytes": sum(info.bytes for info in everything),
         "claims_released": len(released),
-        "temps_removed": num_temps,
-        "kept_young": num_young,
+        "temps_removed": len(temps),
+        "kept_young": len(plan) - len(everything),
     }
 
 
@@ -176,36 +173,32 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
     for name, info in inventory.orphans():
         # An unreadable marker of the chunk may name this output, so the output stays. The output of a chunk in `redo`
         # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
-        is_in_use = inventory.damaged_markers.get(name) or name in config.redo
-        is_settled = inventory.is_passed_over(name, info) and not _is_claimed(inventory, name)
+        is_in_use = inventory.has_damaged_marker(name) or name in config.redo
+        is_settled = inventory.is_passed_over(name, info) and not inventory.owner(name)
         if is_settled and not is_in_use:
             yield Removal("orphan outputs", info, age)
     for name, infos in inventory.segments.items():
-        if name in config.redo or _is_claimed(inventory, name) or inventory.current(name) is None:
+        if name in config.redo or inventory.owner(name) or inventory.current(name) is None:
             continue
         for info in infos:
             # Segments that are newer than the marker of a chunk with error rows may belong to a repair that has not
             # ended. They stay, unless no worker runs.
             if no_worker_runs or inventory.is_passed_over(name, info):
                 yield Removal("segments of done chunks", info, age)
-    for name, owner in inventory.claims.items():
-        if not owner.is_alive and inventory.current(name) is not None:
-            yield Removal("claims of done chunks", owner.info, age)
-    # A young record that cannot be read may be replaced by a live worker at any moment, with its next heartbeat or
-    # claim. That new object must not be deleted.
-    for damaged in inventory.damaged_claims.values():
-        yield Removal("unreadable claims", damaged.info, age)
-    for damaged in inventory.damaged_workers.values():
-        yield Removal("unreadable worker records", damaged.info, age)
+    for name, claim in inventory.claims.items():
+        if claim.record is None:
+            # A young record that cannot be read may be replaced by a live worker at any moment, with its next heartbeat
+            # or claim. That new object must not be deleted.
+            yield Removal("unreadable claims", claim.info, age)
+        elif not inventory.owner(name) and inventory.current(name) is not None:
+            yield Removal("claims of done chunks", claim.info, age)
+    for record in inventory.workers.values():
+        if record.record is None:
+            yield Removal("unreadable worker records", record.info, age)
     for info in inventory.probes:
         # A worker probes the store before it writes its record. So a young probe may belong to a live worker that
         # has no record yet.
         yield Removal("probes", info, max(age, PROBE_SECONDS))
-
-
-def _is_claimed(inventory: Inventory, name: str) -> bool:
-    owner = inventory.claims.get(name)
-    return owner is not None and owner.is_alive
 
 
 def _redone(inventory: Inventory, name: str) -> Iterator[Removal]:
@@ -213,7 +206,7 @@ def _redone(inventory: Inventory, name: str) -> Iterator[Removal]:
 
     The chunk's outputs become orphans. A later `clean` removes them, once the chunk has a new marker.
     """
-    markers = inventory.marker_infos.get(name, {})
+    markers = inventory.markers.get(name, {})
     segments = inventory.segments.get(name, [])
     if not markers and not segments:
         raise InputError(
@@ -222,16 +215,19 @@ def _redone(inventory: Inventory, name: str) -> Iterator[Removal]:
         )
     for info in segments:
         yield Removal("segments of chunks to do again", info, None)
-    for info in markers.values():
-        yield Removal(_MARKERS, info, None)
+    for marker in markers.values():
+        yield Removal(_MARKERS, marker.info, None)
 
 
 def claims_to_release(inventory: Inventory) -> list[str]:
     """Return the keys of the claims on unfinished chunks whose workers are gone."""
     return [
-        owner.info.key
-        for name, owner in inventory.claims.items()
-        if not owner.is_alive and owner.claim.worker and inventory.current(name) is None
+        claim.info.key
+        for name, claim in inventory.claims.items()
+        if claim.record is not None
+        and claim.record.worker
+        and not inventory.owner(name)
+        and inventory.current(name) is None
     ]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchinfer.core import units
 from batchinfer.core.records import Minute
-from batchinfer.ledger.inventory import SeenWorker
+from batchinfer.ledger.looks import SeenWorker
 from batchinfer.ledger.spending import offset_of
 
 MOST_BINS = 180

@@ -18,8 +18,8 @@ from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
-from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.ledger.jobs import rows_by_chunk
+from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.ledger.spending import cost_of, machine_of, offset_of, price_of
 
 RECENT_MINUTES = 5

@@ -22,8 +22,8 @@ from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record
-from batchinfer.ledger.inventory import RunReader, Snapshot, read_newest_markers
 from batchinfer.ledger.jobs import OpenStore, rows_by_chunk, split_name
+from batchinfer.ledger.looks import RunReader, Snapshot, read_newest_markers
 from batchinfer.runs.drawing import draw
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import (
@@ -91,7 +91,7 @@ def _read_totals(store: Store, snapshot: Snapshot) -> Counts:
     wanted = {
         name: seen for name, seen in snapshot.markers.items() if known is None or name in known
     }
-    return add_up(marker for _, marker in read_newest_markers(store, wanted))
+    return add_up(read_newest_markers(store, wanted))
 
 
 # --------------------------------------------------------------------------- the page

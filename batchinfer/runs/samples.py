@@ -16,8 +16,8 @@ from batchinfer.core.json_text import read_object
 from batchinfer.core.records import Marker
 from batchinfer.formats import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
-from batchinfer.ledger.inventory import Snapshot
 from batchinfer.ledger.jobs import OpenStore, job_chunks
+from batchinfer.ledger.looks import Snapshot
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 

@@ -24,8 +24,8 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
-from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
+from batchinfer.ledger.looks import RunReader
 from batchinfer.ledger.metrics import WorkerSample, families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import ALIVE_STATES, Overview, Rate, WorkerView, overview

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import attrgetter
@@ -24,13 +25,12 @@ from batchinfer.ledger.audit import (
     LEFTOVER,
     Audit,
     Finding,
-    RunTarget,
-    counts_by_kind,
     find_target,
 )
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.runs.alignment import Alignment
+from batchinfer.runs.overview import add_up
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
@@ -146,21 +146,39 @@ def run_verify(
     target = find_target(
         store, inventory, open_store, usage="batchinfer verify {}", job_url=config.job
     )
-    audit = target.audit(inventory)
+    audit = Audit(target, inventory)
     sound = audit.check_all()
     if config.is_deep:
         show(f"reading {len(sound)} chunks and their outputs")
         compared = _compare(config, target.run, store, sound, open_store)
     else:
         compared = ([] for _ in sound)
+    passed = []
     for problems, (ref, marker) in zip(compared, sound, strict=True):
-        if not problems:
-            audit.count(marker)
+        passed += [] if problems else [marker]
         for problem in problems:
             fix = "chunk" if problem.startswith("the chunk itself") else "redo"
             audit.add(CORRUPT, ref.name, problem, fix)
     worker = worker_command(target.run, store.url, target.job_url)
-    return Verdict(_result(config, store.url, target, audit), audit.findings, store.url, worker)
+    kinds = Counter(finding.kind for finding in audit.findings)
+    totals = add_up(passed)
+    result = {
+        "status": "SOUND" if set(kinds) <= {LEFTOVER} else "UNSOUND",
+        "run": store.url,
+        "job": target.job_url,
+        "fingerprint": target.run.fingerprint,
+        "is_deep": config.is_deep,
+        "chunks_total": len(target.expected),
+        "chunks_sound": len(passed),
+        **{kind: kinds[kind] for kind in KINDS},
+        "rows_ok": totals.rows_ok,
+        "rows_error": totals.rows_error,
+        "errors": totals.errors,
+        "output_bytes": sum(marker.output_bytes for marker in passed),
+        "prompt_tokens": totals.prompt_tokens,
+        "completion_tokens": totals.completion_tokens,
+    }
+    return Verdict(result, audit.findings, store.url, worker)
 
 
 def _compare(
@@ -183,26 +201,6 @@ def _compare(
         yield from in_parallel(compare, sound, NUM_COMPARISONS)
     finally:
         scratch.close()
-
-
-def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> dict[str, Any]:
-    counts, totals = counts_by_kind(audit.findings), audit.totals
-    return {
-        "status": "UNSOUND" if any(counts[kind] for kind in KINDS if kind != LEFTOVER) else "SOUND",
-        "run": url,
-        "job": target.job_url,
-        "fingerprint": target.run.fingerprint,
-        "is_deep": config.is_deep,
-        "chunks_total": len(target.expected),
-        "chunks_sound": totals.chunks,
-        **counts,
-        "rows_ok": totals.counts.rows_ok,
-        "rows_error": totals.counts.rows_error,
-        "errors": totals.counts.errors,
-        "output_bytes": totals.output_bytes,
-        "prompt_tokens": totals.counts.prompt_tokens,
-        "completion_tokens": totals.counts.completion_tokens,
-    }
 
 
 # --------------------------------------------------------------------------- the command

@@ -5,8 +5,7 @@ huggingface_hub and fsspec take their time to load, so only the functions that u
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,37 @@ _ACCESS_HINT = (
     "a gated repository also wants its terms accepted on its page"
 )
 _NETWORK_HINT = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again"
+
+_OF_HUB: dict[str, tuple[type[BatchinferError], str, str]] = {
+    "GatedRepoError": (AccessDenied, "needs a token with access", _ACCESS_HINT),
+    "LocalTokenNotFoundError": (AccessDenied, "needs a token with access", _ACCESS_HINT),
+    # The Hub gives the same answer if the repository exists but the token may not see it.
+    "RepositoryNotFoundError": (
+        InputError,
+        "no such repository on the Hub, or a private one",
+        f"check the name; for a private one {_ACCESS_HINT}",
+    ),
+    "RevisionNotFoundError": (
+        InputError,
+        "no such revision",
+        "name a branch, a tag or a commit of it",
+    ),
+    "HFValidationError": (InputError, "is no valid name on the Hub ({})", ""),
+    "OfflineModeIsEnabled": (
+        InputError,
+        "the Hub may not be asked, as HF_HUB_OFFLINE is set",
+        "unset HF_HUB_OFFLINE",
+    ),
+    "LocalEntryNotFoundError": (
+        TransientError,
+        "cannot be reached, and is not in the cache",
+        _NETWORK_HINT,
+    ),
+    "BadRequestError": (InputError, "the Hub refuses it ({})", ""),
+}
+"""Our error for errors of huggingface_hub, by name, the special ones first; {} stands for what it says."""
+_OUTAGES = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
+"""Errors that are no fault of the repository, so that another way of giving the data may help."""
 
 
 # --------------------------------------------------------------------------- errors
@@ -103,40 +133,24 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
 
 
 def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Return our error for an error class of huggingface_hub; None for any other class, or if it is not loaded."""
-    hub: Any = sys.modules.get("huggingface_hub.errors")
-    if hub is None:
+    """Return our error for an error class of huggingface_hub, told by its name; None for any other class."""
+    names = {each.__name__ for each in type(error).__mro__ if _package(each) == "huggingface_hub"}
+    name = next((name for name in _OF_HUB if name in names), None)
+    if name is None:
         return None
-    if isinstance(error, hub.GatedRepoError | hub.LocalTokenNotFoundError):
-        return AccessDenied(f"{subject}: needs a token with access", hint=_ACCESS_HINT)
-    if isinstance(error, hub.RepositoryNotFoundError):
-        # The Hub gives the same answer if the repository exists but the token may not see it.
-        return InputError(
-            f"{subject}: no such repository on the Hub, or a private one",
-            hint=f"check the name; for a private one {_ACCESS_HINT}",
-        )
-    if isinstance(error, hub.RevisionNotFoundError):
-        return InputError(
-            f"{subject}: no such revision", hint="name a branch, a tag or a commit of it"
-        )
-    if isinstance(error, hub.HFValidationError):
-        return InputError(f"{subject}: is no valid name on the Hub ({_first_line(error)})")
-    if isinstance(error, hub.OfflineModeIsEnabled):
-        return InputError(
-            f"{subject}: the Hub may not be asked, as HF_HUB_OFFLINE is set",
-            hint="; or ".join(filter(None, ("unset HF_HUB_OFFLINE", otherwise))),
-        )
-    if isinstance(error, hub.LocalEntryNotFoundError):
-        hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
-        return TransientError(f"{subject}: cannot be reached, and is not in the cache", hint=hint)
-    if isinstance(error, hub.BadRequestError):
-        return InputError(f"{subject}: the Hub refuses it ({_first_line(error)})")
-    return None
+    kind, text, hint = _OF_HUB[name]
+    if name in _OUTAGES:
+        hint = "; or ".join(filter(None, (hint, otherwise)))
+    return kind(f"{subject}: {text.format(_first_line(error))}", hint=hint)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _is_of_client(error: Exception) -> bool:
     """Whether an error without a status counts as one of the network or of an HTTP client."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+    return isinstance(error, OSError) or _package(type(error)) in _CLIENTS
 
 
 def _status(error: Exception) -> int | None:
@@ -212,27 +226,14 @@ class ReadOnlyStore:
         named = {name.removeprefix(root): info for name, info in found.items()}
         return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])
 
-    def create(self, key: str, data: bytes) -> str:  # noqa: ARG002 - the protocol's arguments
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         """Raise AccessDenied."""
-        raise self._read_only()
-
-    def put_file(self, key: str, path: Path) -> None:  # noqa: ARG002 - as create
-        """Raise AccessDenied."""
-        raise self._read_only()
-
-    def replace(self, key: str, data: bytes, etag: str) -> str:  # noqa: ARG002 - as create
-        """Raise AccessDenied."""
-        raise self._read_only()
-
-    def delete(self, keys: Iterable[str]) -> None:  # noqa: ARG002 - as create
-        """Raise AccessDenied."""
-        raise self._read_only()
-
-    def _read_only(self) -> AccessDenied:
-        return AccessDenied(
+        raise AccessDenied(
             f"{self.url}: is read-only here, expected a store that can be written",
             hint="write to a folder, s3:// or gs://",
         )
+
+    create = put_file = replace = delete = _refuse
 
     def _ask(self, key: str, action: Callable[[str], T]) -> T:
         url = f"{self._root}/{check_key(key)}"

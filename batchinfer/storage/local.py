@@ -1,16 +1,14 @@
-"""A store in a local folder (or a network folder that behaves like one).
+"""A store in a local folder.
 
-An object becomes visible as a whole, in three steps:
+An object is a file, and its key is the file's path below the folder. Files whose names start with a dot are hidden.
 
-1. Its bytes are written to a hidden temporary file in the same folder, and the file is fsynced.
-2. A create gives the file its final name with link(2), which fails if the name is taken. A replace takes the folder's
-   lock, compares the etag, and renames the file over the old one.
-3. The folder is fsynced, so that the new name survives a power cut.
+Each write makes a file with a temporary name, syncs it to the disk, and then gives it the object's name in one step
+that fails if it must: link(2) where the object must not exist, rename(2) under the folder's lock where its version
+matters. The folder is synced, too, so a completed write survives a power loss.
 
-A process that is killed meanwhile may leave one hidden file ``.<name>.<nonce>.tmp``. `list` does not show it,
-and `sweep_temps` removes it. A folder's lock is a flock(2) on the folder itself, which the kernel releases when the
-process that holds it dies. On NFS, which cannot lock a folder, a hidden ``.lock`` file in it is locked instead. A
-filesystem without hard links is refused.
+A killed process leaves at most a temporary file, which `temps` shows until somebody removes it. A folder's lock is a
+flock(2) on the folder itself, which the kernel releases when the process that holds it dies. On NFS, which cannot lock
+a folder, a hidden ``.lock`` file in it is locked instead. A filesystem without hard links is refused.
 """
 
 from __future__ import annotations
@@ -44,17 +42,12 @@ LOCK_NAME = ".lock"
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
-LOCK_SECONDS = 60.0
-"""Seconds that a process waits for a folder's lock before it fails. Normally the lock is held for an instant."""
-
-_COPY_BYTES = 1 << 17  # small enough to stay in the processor's cache
 
 
 class LocalStore:
-    """Objects as files below one folder, which is made by the first create.
+    """Objects as files below one folder, which is made by the first write.
 
     Safe for several threads, and for several processes of one machine. For several machines it is safe only if link(2)
     and flock(2) on the shared filesystem are.
@@ -81,96 +74,70 @@ class LocalStore:
             scratch_errors(path.parent),
             path.open("wb") as target,
         ):
-            shutil.copyfileobj(source, target, _COPY_BYTES)
+            shutil.copyfileobj(source, target)
 
     def stat(self, key: str) -> ObjectInfo:
         """See `Store.stat`."""
         path = self._path(key)
         with self._errors(key):
             found = path.stat()
-            if not path.is_file():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise ObjectNotFound(f"{path}: is no file, expected one")
         return ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Hides dot-files, and leaves out files that vanish during the walk."""
-        folder = check_prefix(prefix).rpartition("/")[0]
+        folder, slash, _ = check_prefix(prefix).rpartition("/")
         if any(part.startswith(".") for part in folder.split("/")):
             return iter(())
-        top = self.root / folder if folder else self.root
-        return self._walk(top, f"{folder}/" if folder else "", prefix, ())
+        return self._walk(folder + slash, prefix)
 
     def create(self, key: str, data: bytes) -> str:
         """See `Store.create`."""
         if not data:
             raise ValueError(f"{key}: an object that is created must not be empty")
-
-        path = self._path(key, writes=True)
-        with self._errors(key):
-            self._make_folder(path.parent)
-            with _temp(path) as temp:
-                _write(temp, data)
-                etag = _touch(temp)
-                try:
-                    os.link(temp, path)
-                except FileExistsError:
-                    if path.is_file() and path.read_bytes() == data:
-                        return _etag(path.stat())
-                    raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
-                except OSError as error:
-                    if error.errno in _NO_LINKS:
-                        raise self._no_links() from error
-                    raise
-            _fsync_folder(path.parent)
+        with self._new(key) as (path, temp):
+            etag = _write(temp, data)
+            try:
+                os.link(temp, path)
+            except FileExistsError:
+                if path.is_file() and path.read_bytes() == data:
+                    return _etag(path.stat())
+                raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise self._no_links() from error
+                raise
         return etag
 
     def put_file(self, key: str, path: Path) -> None:
-        """See `Store.put_file`. Makes a hard link where that is possible."""
-        target = self._path(key, writes=True)
-        with scratch_errors(path.parent):
-            path.stat()
-        with self._errors(key):
-            self._make_folder(target.parent)
-            with _temp(target) as temp:
-                _link_or_copy(path, temp)
-                _touch(temp)
-                os.replace(temp, target)  # noqa: PTH105 - the plain verb for an atomic step
-            _fsync_folder(target.parent)
+        """See `Store.put_file`."""
+        with self._new(key) as (target, temp):
+            with scratch_errors(path.parent), path.open("rb") as source, temp.open("xb") as copy:
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            _rename(temp, target)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. The lock makes the comparison and the rename one step for all processes."""
-        path = self._path(key, writes=True)
-        changed = PreconditionFailed(f"{path}: is not the version that was read")
-        with self._errors(key):
-            if not path.parent.is_dir():
-                raise changed
-            with _temp(path) as temp:
-                _write(temp, data)
-                with _locked(path.parent):
-                    try:
-                        before = path.stat()
-                    except FileNotFoundError:
-                        raise changed from None
-                    if _etag(before) == etag:
-                        new_etag = _touch(temp, after_ns=before.st_mtime_ns)
-                        os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
-                    elif before.st_size == len(data) and path.read_bytes() == data:
-                        new_etag = _etag(before)
-                    else:
-                        raise changed
-            _fsync_folder(path.parent)
-        return new_etag
+        with self._new(key) as (path, temp):
+            new_etag = _write(temp, data)
+            with _locked(path.parent):
+                current = _etag(path.stat()) if path.is_file() else ""
+                if current == etag:
+                    _rename(temp, path)
+                    return new_etag
+                if current and path.read_bytes() == data:
+                    return current
+                raise PreconditionFailed(f"{path}: is not the version that was read")
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Store.delete`. Folders that become empty stay."""
         for key in keys:
             path = self._path(key)
-            with self._errors(key):
-                try:
-                    with _locked(path.parent):
-                        path.unlink()
-                except (FileNotFoundError, NotADirectoryError):
-                    pass
+            with contextlib.suppress(ObjectNotFound), self._errors(key), _locked(path.parent):
+                path.unlink()
 
     def temps(self, older_than_seconds: float) -> Iterator[Path]:
         """Yield the temporary files that killed processes left. Younger ones may be a live process's."""
@@ -180,22 +147,29 @@ class LocalStore:
                 if path.stat().st_mtime < limit:
                     yield path
 
-    def sweep_temps(self, older_than_seconds: float) -> int:
-        """Remove the files that `temps` yields, and return their number."""
-        found = list(self.temps(older_than_seconds))
-        for path in found:
-            with self._errors(path.name):
-                path.unlink(missing_ok=True)
-        return len(found)
+    # ------------------------------------------------------------------ helpers of the verbs
 
-    def _path(self, key: str, *, writes: bool = False) -> Path:
-        check_key(key)
-        if writes and any(part.startswith(".") for part in key.split("/")):
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    @contextmanager
+    def _new(self, key: str) -> Iterator[tuple[Path, Path]]:
+        """Provide the path of an object and a temporary one beside it, for a write. Afterwards sync the folder."""
+        path = self._path(key)
+        if any(part.startswith(".") for part in key.split("/")):
             raise InputError(
                 f"key {key!r}: has a component that starts with a dot, which a local folder hides",
                 hint="use a name without a dot at its start",
             )
-        return self.root / key
+        # The object's name is cut at 40 characters, so that the temporary name does not exceed the filesystem's limit.
+        temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
+        with self._errors(key):
+            self._make_folder(path.parent)
+            try:
+                yield path, temp
+            finally:
+                temp.unlink(missing_ok=True)
+            _fsync_folder(path.parent)
 
     def _no_links(self) -> ConfigError:
         return ConfigError(
@@ -206,10 +180,8 @@ class LocalStore:
     def _make_folder(self, folder: Path) -> None:
         try:
             _make_folder(folder)
-            if folder == self.root and not folder.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
         except OSError as error:
-            if error.errno not in _ABSENT:
+            if error.errno not in {*_ABSENT, errno.EEXIST}:
                 raise
             # A parent of the path is a file, or a system folder that takes no folders. This is not a missing object.
             raise AccessDenied(
@@ -217,34 +189,23 @@ class LocalStore:
                 hint=f"check {self.root}, or use another folder",
             ) from error
 
-    def _walk(
-        self, folder: Path, start: str, prefix: str, above: tuple[tuple[int, int], ...]
-    ) -> Iterator[ObjectInfo]:
-        with self._errors(start or "."):
+    def _walk(self, start: str, prefix: str) -> Iterator[ObjectInfo]:
+        """List the folder `start`, in the order of keys: a folder counts with its slash, so "a.x" is before "a/b"."""
+        with self._errors(start):
             try:
-                held = folder.stat()
-                with os.scandir(folder) as scan:
-                    entries = [(_sort_name(entry), entry) for entry in scan]
+                with os.scandir(self.root / start) as scan:
+                    entries = [(each.name + "/" * each.is_dir(), each) for each in scan]
             except (FileNotFoundError, NotADirectoryError):
                 return
-        place = (held.st_dev, held.st_ino)
-        if (
-            place in above
-        ):  # The folder is reached again through a symbolic link to one of its own parents.
-            return
         for name, entry in sorted(entries, key=lambda pair: pair[0]):
             key = start + name
-            if name.startswith("."):
+            if name.startswith(".") or not key.startswith(prefix):
                 continue
             if name.endswith("/"):
-                if key.startswith(prefix):
-                    yield from self._walk(Path(entry.path), key, prefix, (*above, place))
-            elif key.startswith(prefix):
-                with self._errors(key):
-                    try:
-                        found = entry.stat()
-                    except FileNotFoundError:
-                        continue
+                yield from self._walk(key, prefix)
+                continue
+            with contextlib.suppress(ObjectNotFound), self._errors(key):
+                found = entry.stat()
                 if stat.S_ISREG(found.st_mode):
                     yield ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
 
@@ -265,66 +226,31 @@ class LocalStore:
                 ) from error
             if error.errno == errno.ENAMETOOLONG:
                 raise InputError(f"key {key!r}: {reason}, expected a shorter name") from error
-            if error.errno in _FULL:
-                raise StorageError(
-                    f"{where}: {reason}, expected free space", hint=f"free space in {self.root}"
-                ) from error
-            raise StorageError(f"{where}: {reason}") from error
+            is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            hint = f"free space in {self.root}" if is_full else ""
+            raise StorageError(f"{where}: {reason}", hint=hint) from error
 
 
 def _etag(found: os.stat_result) -> str:
     return f"{found.st_mtime_ns:x}-{found.st_size:x}-{found.st_ino:x}"
 
 
-def _sort_name(entry: os.DirEntry[str]) -> str:
-    """Return the name by which an entry is sorted: for a folder with "/" at its end, as in keys.
-
-    A depth-first walk then yields keys in order, for example "a.x" before "a/b".
-    """
-    return entry.name + "/" if entry.is_dir() else entry.name
-
-
-def _touch(temp: Path, *, after_ns: int = 0) -> str:
-    """Set a temporary file's times, so that its etag differs from those of earlier versions. Return the etag.
+def _write(temp: Path, data: bytes) -> str:
+    """Write a temporary file, durably. Return its etag, which no earlier version had.
 
     The kernel's own file times advance in steps of some milliseconds, and an inode number may be used again within one
-    step. The time set here has a finer step, and is later than `after_ns`, the time of the previous version.
+    step. The time that is set here has a finer step.
     """
-    now = max(time.time_ns(), after_ns + 1000)
-    os.utime(temp, ns=(now, now))
-    return _etag(temp.stat())
-
-
-@contextmanager
-def _temp(path: Path) -> Iterator[Path]:
-    """Provide a name for a temporary file next to `path`, and remove the file afterwards."""
-    # The object's name is cut at 40 characters, so that the temporary name does not exceed the filesystem's limit.
-    temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
-    try:
-        yield temp
-    finally:
-        temp.unlink(missing_ok=True)
-
-
-def _write(temp: Path, data: bytes) -> None:
     with temp.open("xb") as file:
         file.write(data)
         file.flush()
+        os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
         os.fsync(file.fileno())
+        return _etag(os.fstat(file.fileno()))
 
 
-def _link_or_copy(source: Path, temp: Path) -> None:
-    """Make `temp` hold the bytes of `source`, durably."""
-    with source.open("rb") as file:
-        try:
-            os.link(source, temp)
-        except OSError:  # another filesystem
-            with temp.open("xb") as target:
-                shutil.copyfileobj(file, target, _COPY_BYTES)
-                target.flush()
-                os.fsync(target.fileno())
-        else:
-            os.fsync(file.fileno())
+def _rename(temp: Path, path: Path) -> None:
+    os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
 
 
 @contextmanager
@@ -333,33 +259,17 @@ def _locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            _flock(handle, folder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_FOLDER_LOCKS:
                 raise
             # NFS locks only files that are open for writing, and a folder cannot be opened for writing.
             os.close(handle)
             handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-            _flock(handle, folder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
-
-
-def _flock(handle: int, folder: Path) -> None:
-    """Take a lock. Wait for it at most `LOCK_SECONDS`, because the process that holds it may be frozen."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{folder}: locked by another process for {LOCK_SECONDS:g} s, expected an instant",
-                    hint=f"look for a stopped process that holds it: lslocks, or fuser -v {folder}",
-                ) from None
-            time.sleep(0.002)
 
 
 def _make_folder(folder: Path) -> None:
@@ -367,9 +277,8 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-        _fsync_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _fsync_folder(folder.parent)
 
 
 def _fsync_folder(folder: Path) -> None:

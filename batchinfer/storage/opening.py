@@ -86,9 +86,7 @@ def check_url(url: str) -> None:
     if match is None:
         return
     scheme, rest = match[1].lower(), url[match.end() :]
-    meant = f"{scheme}://{rest}"
-    if scheme == "file":
-        meant = f"file:///{rest}" if url[match.end() - 1] == "/" else rest
+    meant = url.partition(":")[2] if scheme == "file" else f"{scheme}://{rest}"
     raise ConfigError(
         f"{url!r}: lacks a slash, expected {scheme}:// or a plain path",
         hint=f"did you mean {meant}? A folder of that name is ./{url}",

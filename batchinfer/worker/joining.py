@@ -16,7 +16,7 @@ from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import layout, units
 from batchinfer.core.counts import most_common
-from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded, InputError
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
@@ -152,16 +152,15 @@ class Membership:
         """
         config = self.config
         job = self.assignment.job
-        if job is None or config.retry_errors:
+        if config.retry_errors:
             return False
         own = manifest_chunks(job)
         names = [split_name(manifest)[1] for manifest in config.manifests]
         return all(f"{layout.MANIFESTS}{name}" in own for name in names)
 
     def all_chunks(self) -> dict[str, ChunkRef]:
-        """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""
-        job, url = self.assignment.job, self.assignment.job_url
-        return job_chunks(job, url, self.config.limit) if job is not None else {}
+        """Return all chunks of the job by name, in order."""
+        return job_chunks(self.assignment.job, self.assignment.job_url, self.config.limit)
 
     def _take_revision(self) -> None:
         """Use the model revision that run.json records, unless --revision is given."""
@@ -237,15 +236,9 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     assignment = read_assignment(
         config.manifests,
         job_url=config.job,
-        allow_absolute=False,
         limit=config.limit,
         open_store=environment.open_store,
     )
-    if assignment.job is None:
-        raise InputError(
-            f"{config.manifests[0]}: its job is not known",
-            hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
-        )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
     if store.url.rstrip("/") in own_places:
         raise ConfigError(

@@ -264,7 +264,7 @@ class _Start:
     ) -> RunAccess:
         assignment = membership.assignment
         # Also the job's own store: this worker may take chunks that are not in its manifests.
-        roots = {*(ref.root for ref in assignment.chunks), *filter(None, [assignment.job_url])}
+        roots = {assignment.job_url, *(ref.root for ref in assignment.chunks)}
         return RunAccess(
             store=self.store,
             lease=lease,
@@ -285,7 +285,7 @@ class _Start:
         names_left = {ref.name for ref in left}
         may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job
-        if may_steal and job is not None:
+        if may_steal:
             work.set_job(rows_by_chunk(job, self.config.limit))
             work.done(*done)
         work.done(*(ref.name for ref in own if ref.name not in names_left))
@@ -294,7 +294,7 @@ class _Start:
             environment=self.environment,
             run=access,
             everything=membership.all_chunks if may_steal else None,
-            num_workers=job.num_workers if job else 1,
+            num_workers=job.num_workers,
             done=done if not self.config.retry_errors else (),
         )
 

@@ -10,7 +10,7 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import FORMAT_VERSION, Run
-from batchinfer.ledger.audit import RunTarget, find_target
+from batchinfer.ledger.audit import Audit, RunTarget, find_target
 from batchinfer.ledger.inventory import take_inventory
 from batchinfer.ledger.runs import job_places
 from batchinfer.storage.opening import open_store
@@ -62,7 +62,7 @@ def test_only_another_job_is_left_for_the_audit_to_find(job: str, tmp_path: Path
     make_job(other, rows=5, per_chunk=5)
     write_run(f"{other}/runs/a", job)
     found = target_of(f"{other}/runs/a")
-    audit = found.audit(take_inventory(open_store(f"{other}/runs/a"), now=0.0))
+    audit = Audit(found, take_inventory(open_store(f"{other}/runs/a"), now=0.0))
     audit.check_all()
     assert "job" in {finding.fix for finding in audit.findings}
 

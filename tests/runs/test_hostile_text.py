@@ -74,7 +74,17 @@ COMMANDS = {
     "collect partial": ["collect", "RUN", "DEST", "--partial"],
     "no run": ["status", PATH],
     "usage": ["verify", "RUN", PATH],
-    "manifest": ["worker", "--engine", "echo", "--prompt-column", "x", "--manifest", "LIST"],
+    "manifest": [
+        "worker",
+        "--engine",
+        "echo",
+        "--prompt-column",
+        "x",
+        "--manifest",
+        "LIST",
+        "--job",
+        "HERE",
+    ],
     "option": ["worker", "--engine", "echo", "--prompt-column", EVIL, "--manifest", "JOB"],
 }
 
@@ -90,6 +100,7 @@ def test_no_command_prints_a_control_character(
         "DEST": str(tmp_path / "dest"),
         "LIST": str(tmp_path / "list.txt"),
         "JOB": str(tmp_path / "job" / layout.ALL_MANIFEST),
+        "HERE": str(tmp_path / "job"),
     }
     status = main.main([places.get(word, word) for word in COMMANDS[name]])
     out, err = capfd.readouterr()

@@ -11,7 +11,8 @@ from batchinfer.core import codec
 from batchinfer.core.counts import Counts
 from batchinfer.core.prices import Prices
 from batchinfer.core.records import Job, Minute, Money, Run, Worker
-from batchinfer.ledger.inventory import SeenMarker, SeenWorker, Snapshot
+from batchinfer.ledger.inventory import SeenMarker
+from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
 from big_run import Shape, make_job, make_run
 from fakes import worker_record
@@ -78,7 +79,6 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
         is_stop_asked=values.pop("is_stop_asked", False),
         markers={f"part-{index:05d}": SeenMarker(0, NOW - 100) for index in range(done)},
         checkpointed=values.pop("checkpointed", {}),
-        output_bytes=0,
         workers=seen,
         notes=[],
     )

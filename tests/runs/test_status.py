@@ -16,7 +16,7 @@ from batchinfer.cli import main
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.inventory import RunReader
+from batchinfer.ledger.looks import RunReader
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import Status, StatusConfig, render, run_status, watch
 from batchinfer.storage import Store
@@ -157,16 +157,6 @@ def test_a_job_json_that_cannot_be_read_is_noted_until_it_can(root: str) -> None
     assert any("job.json: not a readable job record" in note for note in seen.notes)
     overwrite(store, layout.JOB_KEY, data)
     assert status.look().rows.total == 200
-
-
-def test_a_run_whose_run_json_was_replaced_is_noted(root: str) -> None:
-    run = write(root)
-    put_run(run, opener()(run).get(layout.RUN_KEY).data, NOW + 60.0)
-    assert not any("two configurations" in note for note in look(run).notes), "it is the same"
-    other = make_run(opener()(root).get(layout.JOB_KEY).data, limit=200)
-    put_run(run, codec.encode_pretty(other), NOW + 60.0)
-    [note] = [note for note in look(run).notes if "two configurations" in note]
-    assert "at least 12 chunks" in note
 
 
 def test_a_run_that_changes_while_it_is_read(root: str) -> None:

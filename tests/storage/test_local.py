@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
     ScratchFull,
     StorageError,
 )
-from batchinfer.storage import Store, local
+from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions
 from store_contract import StoreContract
@@ -165,12 +165,11 @@ def test_killed_writer_never_shows_a_part(store: LocalStore, tmp_path: Path):
         store.delete([found.key for found in whole])
     temps = list(store.root.rglob(".*.tmp"))
     assert num_whole or temps, "nothing was ever written: the test showed nothing"
-    assert store.sweep_temps(3600) == 0
-    assert store.sweep_temps(-1) == len(temps)
-    assert not list(store.root.rglob(".*.tmp"))
+    assert list(store.temps(3600)) == []
+    assert set(store.temps(-1)) == set(temps)
 
 
-def test_sweep_spares_objects_and_young_files(store: LocalStore):
+def test_only_old_temporary_files_are_shown_as_left_behind(store: LocalStore):
     store.create("a/b", b"1")
     old = store.root / "a" / ".b.0123456789abcdef.tmp"
     old.write_bytes(b"part")
@@ -178,9 +177,7 @@ def test_sweep_spares_objects_and_young_files(store: LocalStore):
     young = store.root / "a" / ".c.0123456789abcdef.tmp"
     young.write_bytes(b"part")
     os.utime(store.root / "a" / "b", (1, 1))
-    assert store.sweep_temps(60) == 1
-    assert not old.exists()
-    assert young.exists()
+    assert list(store.temps(60)) == [old]
     assert [found.key for found in store.list()] == ["a/b"]
 
 
@@ -208,10 +205,9 @@ def test_files_that_vanish_while_listing_are_left_out(store: LocalStore):
     assert list(listing) == []
 
 
-def test_dangling_and_circular_links_do_no_harm(store: LocalStore):
+def test_dangling_links_and_pipes_are_no_objects(store: LocalStore):
     store.create("a/b", b"1")
     (store.root / "a" / "dangling").symlink_to("nowhere")
-    (store.root / "a" / "loop").symlink_to(store.root)
     os.mkfifo(store.root / "a" / "pipe")
     assert [found.key for found in store.list()] == ["a/b"]
 
@@ -286,20 +282,8 @@ def test_folder_in_the_place_of_an_object_is_no_object(store: LocalStore):
     store.create("a/b", b"1")
     with pytest.raises(AlreadyExists):
         store.create("a", b"1")
-    with pytest.raises(StorageError):
+    with pytest.raises(AccessDenied, match="cannot be made"):
         store.create("a/b/c", b"1")
-
-
-def test_lock_that_is_never_released_ends_in_an_error(store: LocalStore, monkeypatch):
-    etag = store.create("a/b", b"1")
-    monkeypatch.setattr(local, "LOCK_SECONDS", 0.05)
-    handle = os.open(store.root / "a", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(StorageError, match="locked") as caught:
-        store.replace("a/b", b"2", etag)
-    assert "lslocks" in caught.value.hint
-    os.close(handle)
-    store.replace("a/b", b"2", etag)
 
 
 def test_lock_of_a_killed_process_is_free(store: LocalStore):
@@ -316,22 +300,10 @@ def test_lock_of_a_killed_process_is_free(store: LocalStore):
     store.replace("a/b", b"2", etag)
 
 
-def test_a_final_file_is_not_copied_and_may_be_removed(tmp_path):
-    store = LocalStore(tmp_path / "store")
-    source = tmp_path / "built"
-    source.write_bytes(b"rows\n")
-    store.put_file("outputs/a", source)
-    assert (tmp_path / "store/outputs/a").stat().st_ino == source.stat().st_ino
-    source.unlink()
-    assert store.get("outputs/a").data == b"rows\n"
-    assert [info.key for info in store.list("")] == ["outputs/a"]
-
-
-@pytest.mark.parametrize("is_linked", [True, False])
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
-    tmp_path, monkeypatch, is_linked
+    tmp_path, monkeypatch
 ):
-    """P2 and P3: a marker must not outlive a power cut that its output does not, linked or copied."""
+    """P2 and P3: a marker must not outlive a power cut that its output does not."""
     store = LocalStore(tmp_path / "store")
     store.create("outputs/first", b"x")
     source = tmp_path / "built"
@@ -345,11 +317,5 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    if not is_linked:
-        monkeypatch.setattr(os, "link", _other_filesystem)
     store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]
-
-
-def _other_filesystem(source: object, target: object) -> None:
-    raise OSError(errno.EXDEV, "Invalid cross-device link")

@@ -72,7 +72,7 @@ def test_url_of_nothing_is_refused(url: str):
         ("GS:/bucket", "gs://bucket"),
         ("hf:/datasets/a/b", "hf://datasets/a/b"),
         ("memory:x", "memory://x"),
-        ("file:/data", "file:///data"),
+        ("file:/data", "/data"),
         ("file:data", "data"),
         ("s3:/", "s3://"),
     ],
