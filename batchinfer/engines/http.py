@@ -289,9 +289,9 @@ class _OneCall:
     def __init__(self, call: Call) -> None:
         self._left = [call]
 
-    def take(self, max_calls: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
+    def take(self, max_calls: int) -> list[Call] | None:
         """See RequestSource.take."""
-        del max_calls, free_slots
+        del max_calls
         return [self._left.pop()] if self._left else None
 
     def wait(self, timeout_seconds: float) -> None:

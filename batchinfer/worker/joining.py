@@ -16,7 +16,7 @@ from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import layout, units
 from batchinfer.core.counts import most_common
-from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded, InputError
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
@@ -236,11 +236,6 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
         limit=config.limit,
         open_store=environment.open_store,
     )
-    if assignment.job is None:
-        raise InputError(
-            f"{config.manifests[0]}: its job is not known",
-            hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
-        )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
     if store.url.rstrip("/") in own_places:
         raise ConfigError(

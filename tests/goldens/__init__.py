@@ -230,12 +230,12 @@ def record(name: str, folder: Path) -> str:
 
 
 def _checksums_of_a_place() -> list[str]:
-    """Those of a run whose job is by reference, which names its folder; of others they are the same everywhere."""
-    path = Path("run/run.json")
-    if not path.exists() or not Path("list.txt").exists():
+    """A job by reference holds whole paths, so its checksum and its run's fingerprint differ from place to place."""
+    job, run = Path("job/job.json"), Path("run/run.json")
+    if not run.exists() or str(Path.cwd()) not in job.read_text():
         return []
-    run = json.loads(path.read_text())
-    return [run["fingerprint"], run["config"]["job_sha256"]]
+    found = json.loads(run.read_text())
+    return [found["fingerprint"], found["config"]["job_sha256"]]
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:
