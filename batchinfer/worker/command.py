@@ -25,7 +25,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
-from batchinfer.prompts import NAMED_TEMPLATES, PromptConfig, Sampling, make_body
+from batchinfer.prompts import PromptConfig, Sampling, make_body
 from batchinfer.worker.config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def command(**options: Any) -> dict[str, Any]:
     and go to the server, as in --max-model-len 8192. A settings file (--config) may group options by section.
     """  # noqa: D301 - \b keeps click from wrapping the example
     if options["prompt_template"] == "list":
+        from batchinfer.prompts.templates import NAMED_TEMPLATES
+
         for name, template in NAMED_TEMPLATES.items():
             say(f"{name}: {template.description}")
         return {"templates": list(NAMED_TEMPLATES)}

@@ -91,13 +91,12 @@ class Membership:
         check_media(self.config.limits)
         builder = self.make_builder()
         job = self.assignment.job
-        if job is not None:
-            check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
-            if job.duplicate_ids:
-                logger.warning(
-                    "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
-                    units.many(job.duplicate_ids, "row"),
-                )
+        check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
+        if job.duplicate_ids:
+            logger.warning(
+                "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
+                units.many(job.duplicate_ids, "row"),
+            )
 
     @property
     def is_store_tried(self) -> bool:
@@ -150,12 +149,10 @@ class Membership:
 
         A manifest that `split` has not written says what is to be done, and no more.
         """
-        config = self.config
-        job = self.assignment.job
-        if config.retry_errors:
+        if self.config.retry_errors:
             return False
-        own = manifest_chunks(job)
-        names = [split_name(manifest)[1] for manifest in config.manifests]
+        own = manifest_chunks(self.assignment.job)
+        names = [split_name(manifest)[1] for manifest in self.config.manifests]
         return all(f"{layout.MANIFESTS}{name}" in own for name in names)
 
     def all_chunks(self) -> dict[str, ChunkRef]:

@@ -37,6 +37,8 @@ from simulation.machine import prompt_config
 from simulation.oracle import RUN
 from simulation.stage import Stage
 
+CHUNK = "part-00000"
+
 
 @pytest.fixture
 def quiet() -> Iterator[None]:

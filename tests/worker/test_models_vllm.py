@@ -253,7 +253,7 @@ def test_images_are_described_as_the_server_does_alone(
     images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]
     given = [*map(as_base64, images), as_data_url(b"no image")]
     rows = [{"question": "Which colour?", "image": each} for each in given]
-    options = ("--prompt-column", "question", "--as-chat", "--image-column", "image")
+    options = ("--prompt-column", "question", "--as-chat", "--column", "image=image")
     options += ("--temperature", "0", "--max-tokens", "12", "--engine", "openai")
     config = EngineConfig(model=str(model), server_args=[*SMALL, "--max-model-len", "512"])
     with served(config, tmp_path) as url:

@@ -310,6 +310,10 @@ class TestBadRows:
         )
         assert [said(line) for line in lines] == texts
 
+    def test_a_job_by_reference_needs_no_row_numbers(self, tmp_path: Path) -> None:
+        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
+        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
+
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
         with pytest.raises(ErrorRateExceeded) as caught:
@@ -463,6 +467,11 @@ class TestOutputs:
         for chunk in finished_chunks(first):
             digests = [read_marker(store, chunk).output_sha256 for store in (first, second)]
             assert digests[0] == digests[1]
+
+    def test_ids_can_come_from_a_column(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
+        for line in all_lines(f"{job}/runs/a"):
+            assert line["_id"] == default_row(line["_row"])["prompt"]
 
 
 @pytest.mark.parametrize(
