@@ -554,16 +554,15 @@ def _one_job() -> Iterator[None]:
     def job_chunks(job: Job, url: str, limit: int | None = None) -> Any:
         return shared_chunks(job, url, limit)
 
-    def resolve(lines: list[tuple[str, str]], job: Job, url: str, limit: int | None) -> list[Any]:
+    def resolve(lines: dict[str, str], job: Job, url: str, limit: int | None) -> list[Any]:
         everything = job_chunks(job, url, limit)
-        return [everything[layout.stem(line)] for _, line in lines]
+        return [everything[layout.stem(line)] for line in lines]
 
     with (
         mock.patch.object(jobs, "decode_job", once("job", decode)),
         mock.patch.object(jobs, "identity", once("identity", identity)),
         mock.patch.object(jobs, "job_chunks", job_chunks),
-        mock.patch.object(jobs, "_chunk_keys", once("keys", jobs._chunk_keys)),
-        mock.patch.object(jobs, "_resolve_in_job", resolve),
+        mock.patch.object(jobs, "_resolve", resolve),
         mock.patch.object(joining, "job_chunks", job_chunks),
     ):
         yield

@@ -220,7 +220,7 @@ class TestStoppedAndStartedAgain:
     @pytest.mark.parametrize(
         ("verb", "key"),
         [
-            ("get", "all.txt"),
+            ("get", layout.JOB_KEY),
             ("stat", layout.STOP_KEY),
             ("get", layout.RUN_KEY),
             ("create", layout.PROBES),
