@@ -132,7 +132,6 @@ def test_a_spoilt_request_is_sent_again(
 
 
 REQUESTS = {
-    "manifest": (b"GET ", b"/manifests/all.txt"),
     "job.json": (b"GET ", b"/job/job.json"),
     "stop request": (b"HEAD ", b"/run/stop"),
     "run.json": (b"PUT ", b"/run/run.json"),
