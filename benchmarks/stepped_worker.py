@@ -13,7 +13,7 @@ import time
 from batchinfer.cli.main import main
 from batchinfer.core.records import Call
 from batchinfer.engines import echo
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 
 STEP_SECONDS = 0.025
 latency_of = echo.latency_of

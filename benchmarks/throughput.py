@@ -35,7 +35,7 @@ import workload
 from harness import Spread, alternate, entries, print_table, spread
 from ways import ROWS_PER_CHUNK
 
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 
 TITLES = {
     "generate": "LLM.generate once",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from batchinfer.collect.collect_config import CollectConfig
 from batchinfer.collect.collecting import run_collect
-from batchinfer.collect.options import CollectConfig
 from batchinfer.core.clock import SystemClock
 from batchinfer.storage.opening import open_store
 

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
-from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import DEFAULT_MAX_NUM_SEQS, answer, latency_of, stream_of
+from batchinfer.engines.engine_config import EngineConfig
 
 _MOST_BYTES = 1 << 30
 

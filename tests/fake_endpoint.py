@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from batchinfer.core.records import Call
-from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import answer, stream_of, texts_of
+from batchinfer.engines.engine_config import EngineConfig
 
 Reply = Callable[["Handler"], None]
 """What becomes of one request."""

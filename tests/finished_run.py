@@ -8,10 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from batchinfer.core import codec
-from batchinfer.core.records import Failure, Job, Marker, Reply
+from batchinfer.core.records import Failure, Marker, Reply
 from batchinfer.formats import EncodedRow, encode_row
 from batchinfer.ledger.jobs import job_chunks, load_job
 from batchinfer.ledger.publishing import Publisher, build_output
@@ -103,10 +100,3 @@ def encoded(chunk: str, row: int, line: int, answer: Callable[[int], Answer]) ->
         body = given if isinstance(given, bytes) else json.dumps(given).encode()
         given = Reply(key=key, status=200, body=body)
     return encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given)
-
-
-def change_job(job_url: str | Path, **changes: Any) -> None:
-    """Write other values into job.json, before there is a run."""
-    path = Path(job_url) / "job.json"
-    job = codec.decode(path.read_bytes(), Job, name="job.json")
-    path.write_bytes(codec.encode_pretty(msgspec.structs.replace(job, **changes)))

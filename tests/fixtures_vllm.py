@@ -39,7 +39,7 @@ def demo_adapters(tmp_path_factory):
 @pytest.fixture(scope="session")
 def demo_config(demo_adapters):
     """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, parsers of both kinds."""
-    from batchinfer.engines.config import CONSTRAINTS, EngineConfig
+    from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig
 
     parsers = ["--tool-call-parser", "hermes", "--reasoning-parser", "granite"]
     # Constraints hold from the first token on, although the server knows where reasoning ends.
@@ -88,7 +88,7 @@ def demo_url(demo_config, tmp_path_factory):
 @pytest.fixture(scope="session")
 def demo_engine(demo_url):
     """An open engine behind which the server of `demo_url` is. Workers may close it; it stays open."""
-    from batchinfer.engines.config import EngineConfig
+    from batchinfer.engines.engine_config import EngineConfig
     from shared_engine import opened
 
     config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])

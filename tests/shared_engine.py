@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine, Stop, create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 
 
 class SharedEngine:

@@ -117,8 +117,8 @@ class RunHandle:
         """Collect the answers to a temporary parquet file, and give it."""
         import pyarrow.parquet as pq
 
+        from batchinfer.collect.collect_config import CollectConfig
         from batchinfer.collect.collecting import run_collect
-        from batchinfer.collect.options import CollectConfig
 
         with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
             path, partial = f"{folder}/answers.parquet", self._is_partial

@@ -14,7 +14,7 @@ from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 
 def run_check(config: CheckConfig) -> dict[str, Any]:

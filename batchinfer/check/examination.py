@@ -18,11 +18,11 @@ from batchinfer.check.model import Counter, memory_on
 from batchinfer.cli.options import value_of
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.core.options import NO_OPTION, Count, Opt, Positive
+from batchinfer.core.option_help import NO_OPTION, Count, Opt, Positive
 from batchinfer.core.records import Call, Job, Record
 from batchinfer.engines import check_engine, create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
@@ -30,8 +30,8 @@ from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
-from batchinfer.worker.config import WorkerConfig, real_environment, rules_of
 from batchinfer.worker.joining import Membership
+from batchinfer.worker.worker_config import WorkerConfig, real_environment, rules_of
 
 if TYPE_CHECKING:
     from batchinfer.split.sources import Sources

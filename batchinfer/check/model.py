@@ -11,7 +11,7 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import DEFAULT_UTILIZATION, GIB, OVERHEAD_BYTES, Gpu, choose_layout
 from batchinfer.engines.models import ModelInfo, model_files
 

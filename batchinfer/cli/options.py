@@ -1,4 +1,4 @@
-"""Options of commands, read off the structs that declare them; see `batchinfer.core.options`."""
+"""Options of commands, read off the structs that declare them; see `batchinfer.core.option_help`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 
 from batchinfer.cli.help import SectionOption
 from batchinfer.cli.values import FORMS, Kind, NumberRange, kind_of_type
-from batchinfer.core.options import NO_OPTION, Opt
+from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.shell import FromFile
 
 F = TypeVar("F", bound=Callable[..., Any])

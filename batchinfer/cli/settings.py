@@ -29,7 +29,7 @@ COMMANDS = {
     "run": ("pipeline.run", "Answer every row of a data set on this machine, in one command."),
     "generate": ("playground.generate", "Try prompts on a model, over a grid of sampling values."),
     "chat": ("playground.chat", "Talk with a model in the terminal."),
-    "split": ("split.command", "Split data sets into JSONL chunks and per-worker manifests."),
+    "split": ("split.splitting", "Split data sets into JSONL chunks and per-worker manifests."),
     "worker": ("worker.command", "Run a model over the chunks of a job; resumes where it stopped."),
     "launch": ("pipeline.launch", "Start workers through SkyPilot, Slurm or Kubernetes."),
     "status": ("runs.status", "Show how a run goes: progress, rates, time left, errors, cost."),
@@ -38,7 +38,10 @@ COMMANDS = {
     "stop": ("runs.stop", "Stop every worker of a run, or let it go on."),
     "report": ("runs.report", "Write a run as one HTML page, finished or not."),
     "compare": ("collect.compare", "Compare the answers of two runs over one job, row by row."),
-    "collect": ("collect.command", "Collect verified answers: parquet, JSON Lines, CSV, the Hub."),
+    "collect": (
+        "collect.collect_command",
+        "Collect verified answers: parquet, JSON Lines, CSV, the Hub.",
+    ),
     "check": ("check.checking", "Find out before paying: access, prompts, memory, time and cost."),
     "convert": ("convert", "Turn a checkpoint into a model, or a model into ONNX."),
 }

@@ -9,12 +9,12 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.collect.card import make_card
+from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
-from batchinfer.collect.files import write_files
 from batchinfer.collect.hub_destination import HubDestination
-from batchinfer.collect.options import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import Selection, select
 from batchinfer.collect.table import Collection
+from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound

@@ -16,7 +16,7 @@ from batchinfer.collect.answers import Answers, connect
 from batchinfer.collect.selection import select, sound_outputs
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
-from batchinfer.core.options import FIRST, NO_OPTION, Opt
+from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
 from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import differing_keys

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from batchinfer.collect.files import TableFile
-from batchinfer.collect.options import suffix_of
+from batchinfer.collect.collect_config import suffix_of
+from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
 from batchinfer.core.errors import AlreadyExists, InputError
 from batchinfer.core.records import Record

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.destinations import OWN_NAME, Collected, raced, read_record
-from batchinfer.collect.files import TableFile
-from batchinfer.collect.options import suffix_of
+from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors

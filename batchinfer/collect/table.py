@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from batchinfer.collect.answers import ASK_VERIFY, Answers, connect, rows_of
+from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.json_columns import (
     JsonColumns,
     schema_of,
@@ -16,7 +17,6 @@ from batchinfer.collect.json_columns import (
     types_of,
 )
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
-from batchinfer.collect.options import TABLES, CollectConfig
 from batchinfer.collect.selection import Selection, sound_outputs
 from batchinfer.collect.source import RowTaker, chosen, open_parquet, read_chunks
 from batchinfer.collect.vectors import VectorColumn

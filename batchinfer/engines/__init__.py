@@ -14,7 +14,7 @@ from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines.config import EngineConfig, check_config
+from batchinfer.engines.engine_config import EngineConfig, check_config
 
 __all__ = [
     "Engine",

@@ -16,7 +16,7 @@ from typing import Any
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import hub_folder, plain_path
 
 CONFIG_FILE = "adapter_config.json"

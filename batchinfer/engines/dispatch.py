@@ -18,7 +18,7 @@ from batchinfer.core.errors import EngineDied
 from batchinfer.core.events import event
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines import lists
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.pace import Pace
 from batchinfer.engines.replies import (
     DENIED,

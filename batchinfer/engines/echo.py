@@ -32,7 +32,7 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.core.records import Call, Reply
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import IN_FLIGHT_FACTOR
 from batchinfer.engines.targets import Answer, Target
 

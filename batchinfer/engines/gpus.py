@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from batchinfer.core.errors import (
     Interrupted,
 )
 from batchinfer.engines import Stop, check_engine, check_installed
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import ServerProcess, plan
 from batchinfer.storage.scratch import Scratch
 

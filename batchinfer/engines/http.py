@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from batchinfer.core.errors import EngineDied, EngineError, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import RequestSource, Stop, is_remote, share_out
-from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.dispatch import LOAD_LOOK_SECONDS, Dispatcher, logger
 from batchinfer.engines.echo import EchoTarget
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
 from batchinfer.engines.server import ServerProcess, plan
 from batchinfer.engines.targets import Endpoint, OwnServer, Target, read_parameters

@@ -22,7 +22,7 @@ from batchinfer.engines.buckets import (
     list_model,
     weight_files,
 )
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import check_url, local_path, open_store
 

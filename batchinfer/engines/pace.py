@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from batchinfer.core.records import Call
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 
 _BYTES_PER_TOKEN = 4
 _NUMBERS = re.compile(rb'"(max_completion_tokens|max_tokens|n)": ?(\d{1,9})[,}]')

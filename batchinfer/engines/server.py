@@ -28,7 +28,7 @@ from batchinfer.core.records import Record
 from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
 from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
-from batchinfer.engines.config import CONSTRAINTS, EngineConfig, without_parallel_options
+from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
 from batchinfer.engines.models import ModelInfo, describe_model, plain_path
 from batchinfer.engines.parent_death import ENGINE_VARIABLE

@@ -19,7 +19,7 @@ import msgspec
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Call, RowKey
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import DENIED, problem_of
 from batchinfer.engines.server import ServerProcess
 

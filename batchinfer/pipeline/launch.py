@@ -16,9 +16,9 @@ from batchinfer.cli.terminal import say
 from batchinfer.clusters import Plan
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.options import FIRST
+from batchinfer.core.option_help import FIRST
 from batchinfer.core.records import Record
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 _NOT_TAKEN = ("manifests", "job", "output", "worker_id", "price_per_hour")
 """Parameters of the worker that are no options of `launch`, or that it declares itself."""

@@ -21,14 +21,14 @@ from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.prices import Machine, Prices, accelerator_name
 from batchinfer.core.shell import in_bash, quote
-from batchinfer.engines.config import NODE_OPTIONS
+from batchinfer.engines.engine_config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import ALIVE_STATES, Overview
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_writable, open_store, split_url
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from batchinfer.cli.terminal import say
 from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.core.options import NO_OPTION, Count, Opt
+from batchinfer.core.option_help import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.core.shell import quote
 from batchinfer.pipeline.running import WORKER_ID, running_alone
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from batchinfer.pipeline.work_folder import WorkFolder

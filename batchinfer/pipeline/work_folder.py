@@ -14,9 +14,9 @@ from typing import Any
 from batchinfer.check.checking import run_check
 from batchinfer.check.examination import ERROR, CheckConfig
 from batchinfer.check.model import has_chat_template
+from batchinfer.collect.collect_config import CollectConfig, check_options, suffix_of
 from batchinfer.collect.collecting import run_collect
 from batchinfer.collect.hub_destination import HubDestination
-from batchinfer.collect.options import CollectConfig, check_options, suffix_of
 from batchinfer.collect.selection import select
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock
@@ -35,8 +35,8 @@ from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.pipes import recognise
 from batchinfer.pipeline.run import PipelineConfig
 from batchinfer.split.append import is_part_of
-from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.sources import Sources, count_sources
+from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config
 

@@ -18,7 +18,7 @@ from batchinfer.core.records import EngineInfo
 from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
 from batchinfer.prompts import Prepared, PromptBuilder, RawRow
 from batchinfer.worker.command import engine_config, prompt_config
-from batchinfer.worker.config import WorkerConfig, rules_of
+from batchinfer.worker.worker_config import WorkerConfig, rules_of
 
 _SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
 _PROMPT = ("system_prompt", "chat_template_kwargs", "tools")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.prompts.builder import PromptBuilder, finish_call, internal_failure
-from batchinfer.prompts.options import make_body
+from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.templates import NAMED_TEMPLATES
 from batchinfer.prompts.types import (
     BestOf,

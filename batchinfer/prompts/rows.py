@@ -15,7 +15,7 @@ from batchinfer.prompts.conversation import (
 )
 from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import add_media, read_media
-from batchinfer.prompts.options import read_constraint, read_tools
+from batchinfer.prompts.prompt_config import read_constraint, read_tools
 from batchinfer.prompts.templates import PromptTemplate, find_template
 from batchinfer.prompts.types import (
     CHAT_URL,

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from batchinfer.core.errors import RowError
-from batchinfer.core.options import FIRST, NO_OPTION, Count, NotNegative, Opt
+from batchinfer.core.option_help import FIRST, NO_OPTION, Count, NotNegative, Opt
 from batchinfer.core.records import Call, Failure, Record, RowKey
 
 MediaKind = Literal["image", "audio", "video"]

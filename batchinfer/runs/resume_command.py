@@ -13,7 +13,7 @@ from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
 from batchinfer.core.shell import in_bash, quote
 from batchinfer.prompts import PromptConfig
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
 """Parts of the names of options that make a worker run code which they name."""

@@ -11,7 +11,7 @@ from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFi
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
-from batchinfer.split.lines import SAMPLE_LINES, sample_columns
+from batchinfer.split.text_lines import SAMPLE_LINES, sample_columns
 from batchinfer.storage.opening import join_url
 from batchinfer.storage.scratch import Scratch
 

@@ -13,9 +13,9 @@ import msgspec
 from batchinfer.core.errors import InputError, near
 from batchinfer.core.records import FORMAT_VERSION, Job, Record, Source, SourceFile
 from batchinfer.core.redaction import redact
-from batchinfer.split import files, lines, tables
+from batchinfer.split import files, tables, text_lines
 from batchinfer.split.files import FoundFile
-from batchinfer.split.rows import Block, Counted, Part, refuse_own_fields
+from batchinfer.split.own_fields import Block, Counted, Part, refuse_own_fields
 from batchinfer.storage.opening import is_inside
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ _FORMATS: dict[
 ] = {
     "parquet": (tables.count_parquet, tables.read_parquet),
     "csv": (tables.count_csv, tables.read_csv),
-    "jsonl": (lines.count_lines, lines.read_lines),
-    "text": (lines.count_lines, lines.read_lines),
+    "jsonl": (text_lines.count_lines, text_lines.read_lines),
+    "text": (text_lines.count_lines, text_lines.read_lines),
 }
 """How files of each format are counted and read."""
 _BATCH_REQUEST = {"custom_id", "method", "url", "body"}
@@ -241,7 +241,9 @@ def _require_column(parts: list[Part], option: str, name: str, *, in_each: bool 
 
 def _has_column(part: Part, name: str) -> bool:
     is_there = name in part.counted.columns
-    return is_there or (part.found.format == "jsonl" and lines.has_column(part.found.url, name))
+    return is_there or (
+        part.found.format == "jsonl" and text_lines.has_column(part.found.url, name)
+    )
 
 
 def _usual_id(parts: list[Part]) -> str:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
 from batchinfer.split.files import FoundFile, damaged, ending, opened
-from batchinfer.split.rows import Block, Counted, Part
+from batchinfer.split.own_fields import Block, Counted, Part
 
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384

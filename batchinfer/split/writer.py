@@ -24,7 +24,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import Chunk, Job
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
-from batchinfer.split.rows import Block, lines_block
+from batchinfer.split.own_fields import Block, lines_block
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 

@@ -35,8 +35,8 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
-from batchinfer.worker.opening import Opened, open_chunk
+from batchinfer.worker.chunk_opening import Opened, open_chunk
+from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

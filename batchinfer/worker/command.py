@@ -24,9 +24,9 @@ from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines.config import EchoOptions, EngineConfig, parallel_options
+from batchinfer.engines.engine_config import EchoOptions, EngineConfig, parallel_options
 from batchinfer.prompts import PromptConfig, Sampling, make_body
-from batchinfer.worker.config import Limits, WorkerConfig
+from batchinfer.worker.worker_config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
@@ -86,9 +86,9 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         The result object; see `run_worker`, also for the errors.
     """
     from batchinfer.worker.background import install_signal_handlers, unless_stopped
-    from batchinfer.worker.config import real_environment
     from batchinfer.worker.progress import MARKED_LINES, progress_for
     from batchinfer.worker.start import run_worker
+    from batchinfer.worker.worker_config import real_environment
 
     engine = engine_config(options)
     if "headless" in engine.server_options:

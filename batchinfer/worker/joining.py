@@ -21,7 +21,7 @@ from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import failure_of
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -41,9 +41,9 @@ from batchinfer.ledger.runs import (
 )
 from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
-from batchinfer.worker.config import Environment, WorkerConfig, rules_of
-from batchinfer.worker.media import check_media
+from batchinfer.worker.media_fetching import check_media
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import Environment, WorkerConfig, rules_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from batchinfer.core import units
 from batchinfer.core.errors import LimitReached
 from batchinfer.core.records import Worker
 from batchinfer.worker.background import Background, Stopper
-from batchinfer.worker.config import WorkerConfig
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import WorkerConfig
 
 _CHECK_SECONDS = 1.0
 

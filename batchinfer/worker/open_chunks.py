@@ -24,9 +24,9 @@ from batchinfer.ledger.publishing import Published
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_life import Ending, Hall, Life, live
-from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of, release_given_up
 from batchinfer.worker.background import Pending
-from batchinfer.worker.config import Environment, RunAccess
+from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
 

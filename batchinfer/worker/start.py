@@ -31,7 +31,6 @@ from batchinfer.ledger.publishing import Publisher, find_marker
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
-from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
 from batchinfer.worker.joining import (
     Membership,
@@ -40,12 +39,13 @@ from batchinfer.worker.joining import (
     read_work,
 )
 from batchinfer.worker.limits import limits_result, watch_limits
-from batchinfer.worker.metrics import serve_metrics
+from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.repairs import to_repair
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
 
 T = TypeVar("T")
 

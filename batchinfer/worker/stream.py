@@ -34,10 +34,10 @@ from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Prepared, PromptBuilder, RawRow, finish_call
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.config import Environment, Limits
-from batchinfer.worker.media import NUM_THREADS, MediaFetcher
+from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import Environment, Limits
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from fake_endpoint import fake_endpoint

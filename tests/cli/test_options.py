@@ -16,7 +16,7 @@ from batchinfer.cli.values import read_pairs
 from batchinfer.core.shell import FromFile
 from batchinfer.pipeline.launch import LaunchConfig
 from batchinfer.worker.command import Look
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 OPTIONS = options_of(WorkerConfig) + options_of(LaunchConfig)
 

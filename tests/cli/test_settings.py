@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
-from batchinfer.split.command import command as split
+from batchinfer.split.splitting import command as split
 from making import ECHO, Call
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

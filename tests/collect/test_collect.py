@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect.files import write_files
+from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
@@ -27,7 +27,12 @@ from making import change_marker, make_job, output_key, overwrite
 from samples import SCHEMAS
 
 ROWS = 25
-MODULES = ["batchinfer.collect.command", "batchinfer.collect.table", "duckdb", "pyarrow.parquet"]
+MODULES = [
+    "batchinfer.collect.collect_command",
+    "batchinfer.collect.table",
+    "duckdb",
+    "pyarrow.parquet",
+]
 TOO_LONG = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
 
 

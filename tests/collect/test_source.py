@@ -17,7 +17,7 @@ from batchinfer.collect.source import ParquetSource
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
-from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import finish_run

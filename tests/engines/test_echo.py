@@ -9,8 +9,8 @@ import pytest
 
 from batchinfer.core.errors import Interrupted
 from batchinfer.engines import create_engine
-from batchinfer.engines.config import EchoOptions, EngineConfig
 from batchinfer.engines.echo import answer
+from batchinfer.engines.engine_config import EchoOptions, EngineConfig
 from engine_contract import (
     CHAT,
     EngineContract,

@@ -15,7 +15,7 @@ from batchinfer.core.errors import (
     EngineLoadError,
 )
 from batchinfer.engines import create_engine, dispatch, targets
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.pace import Pace, estimate_tokens
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
 from fake_endpoint import fake_endpoint, half_a_body, raw, refusal, reply, slow_bytes

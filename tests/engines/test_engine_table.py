@@ -9,7 +9,7 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
 from batchinfer.engines import check_engine, server, share_out
-from batchinfer.engines.config import EngineConfig, parse_args
+from batchinfer.engines.engine_config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of

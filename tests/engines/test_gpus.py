@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import (
     GIB,
     Gpu,

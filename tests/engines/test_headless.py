@@ -15,7 +15,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import headless
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from engine_contract import Flag
 from tiny_model import write_model_stub
 

@@ -23,7 +23,7 @@ from batchinfer.core.errors import (
 from batchinfer.engines import buckets, identify_model, longest_sequence
 from batchinfer.engines.adapters import check_fit, describe_adapters, write_options
 from batchinfer.engines.buckets import fetch, list_model
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import describe_model
 from batchinfer.storage.opening import open_store
 from engine_contract import Flag

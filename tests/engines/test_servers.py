@@ -22,7 +22,7 @@ import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine, dispatch
-from batchinfer.engines.config import EchoOptions, EngineConfig
+from batchinfer.engines.engine_config import EchoOptions, EngineConfig
 from engine_contract import (
     EngineContract,
     Flag,
@@ -324,7 +324,7 @@ WORKER = """
     import json, sys, threading, time
     import msgspec
     from batchinfer.engines import create_engine
-    from batchinfer.engines.config import EngineConfig
+    from batchinfer.engines.engine_config import EngineConfig
     engine = create_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
     opened = threading.Thread(target=engine.open, args=(threading.Event(),))  # a thread that ends
     opened.start()

@@ -15,7 +15,7 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import write_vllm_command
 from engine_contract import (
     EngineContract,

@@ -168,7 +168,7 @@ def test_rows_of_the_stepped_worker_come_together() -> None:
     from stepped_worker import STEP_SECONDS, stepped_latency_of
 
     from batchinfer.core.records import Call
-    from batchinfer.engines.config import EchoOptions, EngineConfig
+    from batchinfer.engines.engine_config import EchoOptions, EngineConfig
 
     config = EngineConfig(engine="echo", echo=EchoOptions(latency_seconds=1.0))
     for index in range(9):

@@ -24,7 +24,7 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from fake_endpoint import fake_endpoint
 from tiny_model import DEMO_MODEL
 

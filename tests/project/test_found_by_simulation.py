@@ -15,7 +15,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.core.records import Claim
 from batchinfer.storage import Object
-from batchinfer.worker.config import Limits
+from batchinfer.worker.worker_config import Limits
 from fakes import lease_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN

@@ -267,7 +267,7 @@ class TestRunsTheRealWorker:
         "worker/open_chunks",
         "worker/chunk_life",
         "worker/chunk",
-        "worker/opening",
+        "worker/chunk_opening",
         "ledger/chunk_files",
         "worker/ring",
         "ledger/claims",

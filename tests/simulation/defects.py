@@ -25,7 +25,7 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import chunk_life, opening, ring, stream
+from batchinfer.worker import chunk_life, chunk_opening, ring, stream
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
@@ -106,7 +106,7 @@ def dropped_segment() -> Defect:
 
         return Segments(Shortened(), name, **of)  # type: ignore[arg-type]
 
-    return mock.patch.object(opening, "Segments", shortened)
+    return mock.patch.object(chunk_opening, "Segments", shortened)
 
 
 def changed_segment_is_adopted() -> Defect:
@@ -204,7 +204,7 @@ def wrong_generation_rows() -> Defect:
         for index, data in enumerate(itertools.islice(codec.lines(file), num_rows)):
             yield FinishedRow(line=index, ok=True, output=codec.raw(data))
 
-    return mock.patch.object(opening, "good_rows", good_rows)
+    return mock.patch.object(chunk_opening, "good_rows", good_rows)
 
 
 def published_too_early() -> Defect:
@@ -221,7 +221,7 @@ def published_too_early() -> Defect:
         def num_left(self, number: int) -> None:
             self.num_missing = number
 
-    return mock.patch.object(opening, "OpenChunk", Hasty)
+    return mock.patch.object(chunk_opening, "OpenChunk", Hasty)
 
 
 def heart_beats_by_itself() -> Defect:

@@ -20,8 +20,8 @@ from batchinfer.prompts.types import CHAT_URL
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.worker.background import Pending, Stopper
-from batchinfer.worker.config import Environment
-from batchinfer.worker.media import MediaFetcher
+from batchinfer.worker.media_fetching import MediaFetcher
+from batchinfer.worker.worker_config import Environment
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore

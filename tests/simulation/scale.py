@@ -35,14 +35,14 @@ from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Job, Reply
 from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.worker import joining, minutes
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.worker_config import WorkerConfig
 
 from .machine import EngineTraits, SimBackground, SimEngine, make_environment, prompt_config
 from .oracle import JOB, RUN

@@ -33,15 +33,15 @@ from batchinfer.core.errors import (
     Superseded,
 )
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import survey
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import opening, scratch
 from batchinfer.worker import ring, stream
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.config import Environment, Limits, WorkerConfig
-from batchinfer.worker.media import NUM_THREADS, MediaFetcher
+from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
+from batchinfer.worker.worker_config import Environment, Limits, WorkerConfig
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Call, Reply, RowKey
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.start import Environment, WorkerConfig

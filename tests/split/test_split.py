@@ -19,7 +19,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import chunk_key, load_job
-from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.split.writer import even_bounds, usual_num_chunks
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store

@@ -24,13 +24,13 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, PreconditionFailed, StorageError
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Store, clouds
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
-from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
+from batchinfer.worker.worker_config import WorkerConfig, real_environment
 from lossy_proxy import FAULTS, Proxy
 from making import make_job, read_marker
 

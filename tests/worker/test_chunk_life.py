@@ -10,7 +10,7 @@ import pytest
 from batchinfer.core import layout
 from batchinfer.core.errors import Interrupted
 from batchinfer.worker import chunk_life
-from batchinfer.worker.config import Limits
+from batchinfer.worker.worker_config import Limits
 from simulation.scenario import simulate
 from simulation.scheduler import Process
 from simulation.stage import Stage, when

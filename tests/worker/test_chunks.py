@@ -29,8 +29,8 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import Opened, good_rows, open_chunk
+from batchinfer.worker.chunk_opening import Opened, good_rows, open_chunk
+from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
 from making import said
 from simulation.machine import prompt_config

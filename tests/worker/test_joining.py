@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
-from batchinfer.split.command import command as split
+from batchinfer.split.splitting import command as split
 from batchinfer.worker.command import command as worker
 from making import make_job, run_worker_here
 

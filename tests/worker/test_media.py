@@ -20,13 +20,13 @@ from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.worker.command import command as worker
-from batchinfer.worker.config import Limits
-from batchinfer.worker.media import (
+from batchinfer.worker.media_fetching import (
     UNAVAILABLE_SECONDS,
     MediaFetcher,
     check_media,
     split_object,
 )
+from batchinfer.worker.worker_config import Limits
 from fake_endpoint import fake_endpoint
 from making import (
     finished_chunks,

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core import layout
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from fixtures_vllm import served
 from making import make_job, read_marker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.core.errors import BatchinferError, StorageError
-from batchinfer.worker.config import Limits
+from batchinfer.worker.worker_config import Limits
 from simulation.oracle import JOB
 from simulation.stage import Stage, when
 from simulation.storage import Hook

@@ -28,7 +28,7 @@ VARYING = ("id", "created", "created_at", "system_fingerprint", "request_id")
 
 def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """Answer a file of requests by a worker, and return its output lines."""
-    from batchinfer.split.command import command as split
+    from batchinfer.split.splitting import command as split
     from batchinfer.worker.command import command as worker
 
     job, run_url = str(folder / "job"), str(folder / "run")

@@ -18,8 +18,8 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
 from batchinfer.worker import ring
-from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.ring import Ring
+from batchinfer.worker.worker_config import Environment, RunAccess
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
 

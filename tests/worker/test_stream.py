@@ -18,11 +18,11 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.config import Environment, Limits
-from batchinfer.worker.media import NUM_THREADS
+from batchinfer.worker.media_fetching import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import Environment, Limits
 from fakes import FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})

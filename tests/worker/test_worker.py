@@ -24,13 +24,13 @@ from batchinfer.core.errors import (
     RunMismatch,
     StorageError,
 )
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
+from batchinfer.worker.worker_config import WorkerConfig, real_environment
 from making import (
     ECHO,
     default_row,

@@ -14,8 +14,8 @@ from typing import Any
 
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.metrics import WorkerSample, families_of
-from batchinfer.worker.config import WorkerConfig
 from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.options import FIRST, NO_OPTION, Count, Opt
+from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 
 TABLES = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv"}

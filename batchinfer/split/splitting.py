@@ -21,7 +21,7 @@ from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
-from batchinfer.core.options import FIRST, NO_OPTION, Count, Opt
+from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import load_job
 from batchinfer.storage import Store

@@ -14,7 +14,7 @@ import msgspec
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
 from batchinfer.split.files import FoundFile, damaged, opened
-from batchinfer.split.rows import Block, Counted, Part, lines_block, refuse_own_fields
+from batchinfer.split.own_fields import Block, Counted, Part, lines_block, refuse_own_fields
 
 TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""

@@ -10,8 +10,8 @@ from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
+from batchinfer.collect.collect_config import CollectConfig
 from batchinfer.collect.collecting import run_collect
-from batchinfer.collect.options import CollectConfig
 from batchinfer.core import layout
 from batchinfer.core.clock import SystemClock
 

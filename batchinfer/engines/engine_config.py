@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.options import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
+from batchinfer.core.option_help import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import Record
 from batchinfer.core.tasks import GENERATE, Task, is_pooling
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta
 
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.options import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
+from batchinfer.core.option_help import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import EngineInfo, Money, Record
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts import EngineRules, PromptConfig, Sampling
 
 if TYPE_CHECKING:  # the declarations of options are read by `--help`, which answers at once

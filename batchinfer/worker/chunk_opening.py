@@ -18,7 +18,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.config import RunAccess
+from batchinfer.worker.worker_config import RunAccess
 
 Opened = OpenChunk | Marker | Held
 """An open chunk, the marker of one that needs no work, or the claim of the worker that has it."""

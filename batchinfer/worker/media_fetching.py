@@ -32,7 +32,7 @@ from batchinfer.storage.opening import (
     split_url,
 )
 from batchinfer.worker.background import Background, Pending
-from batchinfer.worker.config import Limits
+from batchinfer.worker.worker_config import Limits
 
 NUM_THREADS = 16
 """Rows whose media are fetched at the same time."""
