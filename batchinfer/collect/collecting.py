@@ -149,7 +149,11 @@ def _write(
         chunks=len(rows.answers.found),
         missing=[gap.subject for gap in (*selection.gaps, *rows.damaged)],
         files=files,
+        broken_answers=rows.num_broken,
     )
+    if record.broken_answers:
+        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
+        logger.warning(text, record.broken_answers)
     facts = {
         "rows": f"{sum(file.rows for file in files):,}",
         "condition": config.where or None,

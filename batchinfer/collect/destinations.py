@@ -45,6 +45,8 @@ class Collected(Record, frozen=True, kw_only=True):
     chunks: int
     missing: list[str]
     files: list[CollectedFile]
+    broken_answers: int = 0
+    """Number of finished answers among the rows taken that break the run's JSON schema."""
 
 
 def raced(where: str) -> InputError:

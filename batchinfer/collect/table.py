@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from batchinfer.collect.answer_schema import AnswerSchema, num_broken
 from batchinfer.collect.answers import ASK_VERIFY, Answers, connect, rows_of
 from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.json_columns import (
@@ -73,6 +74,10 @@ class Collection:
         self._json_texts = {"tool_calls", "logprobs"}
         self._changes: list[tuple[str, Callable[[Any], Any]]] = []
         self._relation = "answers"
+        self._valid = ""
+        """Name of the column that says whether answers keep the run's schema; empty if there is none."""
+        self.num_broken = 0
+        """Number of finished answers that break it, among the rows that were taken so far."""
         prompt = selection.run.config.get("prompt") or {}
         task = prompt.get("task") or GENERATE
         wanted = () if is_pooling(task) else ("text", "finish_reason")
@@ -123,6 +128,14 @@ class Collection:
             other = transform(value, shape)
             found["answer"] = other if is_one else f"list_transform(text_list, lambda t: {other})"
             self._json_texts.update({"answer"} if shape == "JSON" else ())
+        validated = AnswerSchema(schema)
+        if validated.is_usable:
+            texts = "text" if is_one else "texts"
+            reasons = "finish_reason" if "finish_reason" in self._own else "finish_reasons"
+            self._valid = "answer_valid" if "answer_valid" not in found else "_answer_valid"
+            found[self._valid] = "NULL::BOOLEAN" if is_one else "NULL::BOOLEAN[]"
+            valid = lambda table: validated.array(table[texts], table[reasons])  # noqa: E731
+            self._changes.append((self._valid, valid))
         self._own |= found
 
     def _columns_of_chunks(self) -> dict[str, str]:
@@ -171,6 +184,8 @@ class Collection:
             taken = table
             if drawn is not None:
                 taken = table.filter(compute.is_in(table[self._apart("_row")], pa.array(drawn)))
+            if self._valid:
+                self.num_broken += num_broken(taken[self._apart(self._valid)])
             yield taken if self._is_table else self._encoded(taken)
 
     def _drawn(self, size: int) -> Any:

@@ -271,6 +271,48 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
     assert "answer_age" not in table_of(run, tmp_path, answer_json=False).column_names
 
 
+def test_finished_answers_that_break_the_schema_are_marked_and_counted(
+    job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of schemas like this one, xgrammar does not enforce `not`."""
+    schema = {"type": "object", "not": {"properties": {"age": {"const": 0}}}}
+    texts = ['{"age": 3}', '{"age": 0}', "no JSON", '{"age": 0', '{"valid": 1}']
+
+    def answer(row: int) -> dict[str, Any]:
+        found = chat(texts[row % 5])
+        if row % 5 == 3:
+            found["choices"][0]["finish_reason"] = "length"
+        return found
+
+    run = job / "runs/a"
+    finish_run(job, run, answer, prompt={"body": {"structured_outputs": {"json": schema}}})
+    rows = table_of(run, tmp_path).to_pylist()
+    assert [row["_answer_valid"] for row in rows[:5]] == [True, False, False, None, False]
+    result = collect(run, tmp_path / "one.jsonl")
+    assert result["broken_answers"] == sum(row["_answer_valid"] is False for row in rows)
+    assert "answer_valid is false there" in caplog.text
+    fine = collect(run, tmp_path / "two.jsonl", where="_answer_valid")
+    assert (fine["file_rows"], fine["broken_answers"]) == (ROWS // 5, 0)
+
+
+def test_several_answers_of_a_row_are_marked_each(job: Path, tmp_path: Path) -> None:
+    def answer(_row: int) -> dict[str, Any]:
+        one, other = chat('{"age": 3}'), chat('{"age": -1}')
+        return {**one, "choices": [*one["choices"], *other["choices"]]}
+
+    finish_run(job, job / "runs/a", answer, prompt={"body": BODY})
+    assert table_of(job / "runs/a", tmp_path)["answer_valid"].to_pylist()[0] == [True, False]
+    assert collect(job / "runs/a", tmp_path / "a.parquet")["broken_answers"] == ROWS
+
+
+def test_a_schema_that_points_elsewhere_is_not_fetched(job: Path, tmp_path: Path) -> None:
+    body = {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}}}
+    finish_run(job, job / "runs/a", lambda _row: chat('{"a": 1}'), prompt={"body": body})
+    rows = table_of(job / "runs/a", tmp_path).to_pylist()
+    assert {row["answer_valid"] for row in rows} == {None}
+    assert rows[0]["answer_a"] == 1
+
+
 def test_json_answers_without_a_schema_have_the_types_that_they_share(
     job: Path, tmp_path: Path
 ) -> None:
