@@ -1,14 +1,16 @@
 """LoRA adapters: where their files are, what they are made of, and whether their matrices fit the model.
 
 An adapter is a folder in PEFT's format: adapter_config.json and adapter_model.safetensors (or .bin, .pt). Whether vLLM
-takes its kind is for vLLM to say, when the server loads it. But vLLM copies matrices that are smaller than it expects
-as far as they go, and then answers wrongly; so their widths are compared here.
+takes its kind is for vLLM to say, when the server loads it. But vLLM copies matrices of other sizes than it expects as
+far as they go, and then answers wrongly; so their shapes are compared here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import hub_folder, plain_path
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """Names of weight files, in the order in which vLLM prefers them."""
@@ -26,8 +30,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as --max-lora-rank."""
 MOST_SLOTS = 8
 """Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
-_HEADS = ("q_proj", "k_proj", "v_proj")
-"""Layers whose input is as wide as the model."""
+_MATRIX = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*?(?:\.weight)?"
+)
 
 
 class AdapterInfo(Record, frozen=True, kw_only=True):
@@ -58,22 +63,25 @@ def _describe(name: str, place: str) -> AdapterInfo:
     folder = _find(f"{subject}: {place}", place)
     try:
         values = json.loads((folder / CONFIG_FILE).read_bytes())
-        rank = max([values["r"], *(values.get("rank_pattern") or {}).values()])
+        ranks = {values["r"], *(values.get("rank_pattern") or {}).values()}
         weights = next(
             (each for each in WEIGHT_FILES if (folder / each).is_file()), WEIGHT_FILES[0]
         )
         digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
         with (folder / weights).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-        if not 0 < rank <= RANKS[-1]:
-            raise ValueError(f"r is {rank}, expected 1 to {RANKS[-1]}")
+        if not 0 < max(ranks) <= RANKS[-1]:
+            raise ValueError(f"r is {max(ranks)}, expected 1 to {RANKS[-1]}")
+        for layer, pair in _matrices(folder).items():
+            if len({pair["A"][0], pair["B"][1]}) > 1 or pair["A"][0] not in ranks:
+                raise ValueError(f"r is {max(ranks)}, and the matrices of {layer} are {pair}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{subject}: {place} is no adapter, or is damaged: {error}",
             hint="vLLM takes plain LoRA adapters in PEFT's format",
         ) from error
     folder, identity = folder.resolve(), digest.hexdigest()[:40]
-    return AdapterInfo(name=name, folder=str(folder), identity=identity, rank=rank)
+    return AdapterInfo(name=name, folder=str(folder), identity=identity, rank=max(ranks))
 
 
 def _find(subject: str, place: str) -> Path:
@@ -84,35 +92,69 @@ def _find(subject: str, place: str) -> Path:
     return path if path.is_dir() else hub_folder(subject, place, (CONFIG_FILE, *WEIGHT_FILES))
 
 
-def check_fit(adapters: Sequence[AdapterInfo], hidden_size: int) -> None:
-    """Refuse adapters that were made for a model of another width. Reads headers of safetensors files.
+def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:
+    """Refuse adapters whose matrices have other widths than the model's layers. Reads headers of safetensors files.
+
+    Does nothing where the model's weights cannot be looked into, or its layers have other names (quantized models).
 
     Args:
         adapters: The run's adapters.
-        hidden_size: Width of the model; 0 if it is not known.
+        model: Folder of the model, or its name on the Hub.
+        revision: Its commit on the Hub.
 
     Raises:
-        ConfigError: an adapter does not fit; the message has its name.
+        ConfigError: an adapter was made for another model; the message has its name.
     """
+    layers = _layers(model, revision) if adapters else {}
     for adapter in adapters:
-        for name, shape in _shapes(adapter).items():
-            layer, _, end = name.partition(".lora_A")
-            if end and layer.endswith(_HEADS) and hidden_size not in (0, shape[1]):
+        pairs = _matrices(Path(adapter.folder))
+        known = {layer: layers.get(f"{layer}.weight") for layer in pairs}
+        if not any(known.values()):
+            continue
+        for layer, shape in known.items():
+            made_for = [pairs[layer]["B"][0], pairs[layer]["A"][1]]
+            if shape not in (made_for, made_for[::-1]):
+                has = f"has {shape}" if shape else "has no such layer"
                 raise ConfigError(
-                    f"--lora {adapter.name}: was made for another model: {layer} is {shape[1]} wide there, "
-                    f"and the model {hidden_size}",
+                    f"--lora {adapter.name}: was made for another model: {layer} is {made_for} there, "
+                    f"and {model} {has}",
                     hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
                 )
 
 
-def _shapes(adapter: AdapterInfo) -> dict[str, list[int]]:
-    """Return the shapes of an adapter's matrices; none if no whole safetensors file shows them."""
-    path = Path(adapter.folder, WEIGHT_FILES[0])
+def _layers(model: str, revision: str | None) -> dict[str, list[int]]:
+    """Return the shapes of a model's tensors by their names; empty if no safetensors file shows them."""
+    if Path(model).is_dir():
+        paths = sorted(Path(model).glob("*.safetensors"))
+        return {name: shape for path in paths for name, shape in _shapes(path).items()}
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        found = hub.get_safetensors_metadata(model, revision=revision)
+    except (errors.HfHubHTTPError, errors.NotASafetensorsRepoError, OSError) as error:
+        logger.info("%s: its layers cannot be compared with the adapters' (%s)", model, error)
+        return {}
+    files = found.files_metadata.values()
+    return {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+
+
+def _matrices(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes of an adapter's pairs of matrices, A and B, by layer; none if no file shows them."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, shape in _shapes(folder / WEIGHT_FILES[0]).items():
+        if match := _MATRIX.fullmatch(name):
+            found.setdefault(match[1], {})[match[2]] = shape
+    return {layer: pair for layer, pair in found.items() if pair.keys() == {"A", "B"}}
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Return the shapes of a safetensors file's tensors; none if the file is damaged, which is for vLLM to refuse."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(min(length, path.stat().st_size)))
-    except (OSError, ValueError):  # a damaged file is for vLLM to refuse
+    except (OSError, ValueError):
         return {}
     return {name: entry["shape"] for name, entry in entries.items() if "shape" in entry}
 

@@ -55,7 +55,6 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     """Bytes of KV cache per token. This is an estimate: models with attention windows or shared caches take less."""
     num_heads: int = 0
     num_kv_heads: int = 0
-    hidden_size: int = 0
     is_multimodal: bool = False
 
 
@@ -99,7 +98,6 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         kv_bytes_per_token=layers * cached * _BYTES_OF_A_NUMBER,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        hidden_size=hidden,
         is_multimodal=any(
             each.startswith(("vision_", "image_", "mm_", "audio_")) for each in values
         ),

@@ -110,7 +110,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     if is_in_bucket(model):
         model = str(fetch(list_model(model), stop))
     adapters = describe_adapters(config)
-    check_fit(adapters, info.hidden_size)
+    check_fit(adapters, model, info.revision)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     if idle := max(0, len(gpus) - layout.replicas * size):
         logger.warning("%d of %d GPUs stay idle", idle, len(gpus))

@@ -7,6 +7,7 @@ budget of a run among its workers. Nothing is written that would keep a later st
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 from batchinfer.core import units
@@ -15,6 +16,8 @@ from batchinfer.core.records import Worker
 from batchinfer.worker.background import Background, Stopper
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 1.0
 
@@ -26,7 +29,7 @@ def watch_limits(
     background: Background,
     stack: contextlib.ExitStack,
 ) -> None:
-    """Request a stop as soon as a limit is reached, until `stack` is left."""
+    """Request a stop as soon as a limit is reached, until `stack` is left, and tell of one that was seen too late."""
     if config.max_cost is None and config.max_hours is None:
         return
 
@@ -39,7 +42,15 @@ def watch_limits(
                 )
             )
 
+    def tell() -> None:
+        reached = reached_limit(config, telemetry.up_to_date())
+        if reached and not stopper.is_requested:
+            logger.warning(
+                "worker %s %s: its work was done before that was seen", telemetry.latest.id, reached
+            )
+
     check()
+    stack.callback(tell)
     stack.callback(background.every(_CHECK_SECONDS, check))
 
 

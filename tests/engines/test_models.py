@@ -221,8 +221,7 @@ def test_adapters_are_described_by_their_content(tmp_path):
     found = describe_adapters(config_with(b=second, a=first, c=third))
     assert [(one.name, one.rank) for one in found] == [("a", 4), ("b", 4), ("c", 20)]
     assert found[0].identity == found[1].identity != found[2].identity
-    check_fit(found, 128)
-    check_fit(found, 0)
+    check_fit(found, str(DEMO_MODEL))
     options = write_options(found, is_cpu=True)
     assert options[options.index("--max-loras") + 1] == "4", "one slot stays empty"
     assert options[options.index("--max-lora-rank") + 1] == "32"
@@ -235,7 +234,9 @@ def test_adapters_are_described_by_their_content(tmp_path):
 BAD = {
     "is 1024, expected 1 to 512": lambda f: write_adapter(f, r=1024),
     "is no adapter, or is damaged": lambda f: write_adapter(f, r=None),
-    "was made for another model": lambda f: write_adapter(f, hidden=64),
+    "r is 16, and the matrices of": lambda f: write_adapter(f, rank=5, r=16),
+    "is [64, 64] there": lambda f: write_adapter(f, hidden=64),
+    "has no such layer": lambda f: write_adapter(f, num_layers=5),
     "No such file": lambda f: (write_adapter(f) / "adapter_config.json").unlink(),
     "adapter_model.safetensors": lambda f: (write_adapter(f) / "adapter_model.safetensors").unlink(),
     "Expecting property name": lambda f: (write_adapter(f) / "adapter_config.json").write_text("{"),
@@ -247,6 +248,22 @@ BAD = {
 def test_a_bad_adapter_is_refused_by_its_name(tmp_path, said):
     BAD[said](tmp_path / "adapter")
     with pytest.raises(ConfigError) as caught:
-        check_fit(describe_adapters(config_with(mine=tmp_path / "adapter")), 128)
+        check_fit(describe_adapters(config_with(mine=tmp_path / "adapter")), str(DEMO_MODEL))
     assert "--lora mine" in caught.value.message
     assert said in caught.value.message
+
+
+def test_an_adapter_is_compared_with_a_model_on_the_hub(tmp_path, monkeypatch):
+    found = describe_adapters(config_with(mine=write_adapter(tmp_path / "adapter", hidden=64)))
+    layers = {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": SimpleNamespace(shape=[128, 128])
+        for layer in range(4)
+        for name in "qv"
+    }
+    files = {"model.safetensors": SimpleNamespace(tensors=layers)}
+    shown = SimpleNamespace(files_metadata=files)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: shown)
+    with pytest.raises(ConfigError, match=r"--lora mine: was made for another model"):
+        check_fit(found, "org/name", "abc")
+    files.clear()
+    check_fit(found, "org/name", "abc")

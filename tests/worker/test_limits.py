@@ -68,3 +68,17 @@ def test_starts_that_end_at_the_limit_are_no_attempts_in_vain(stage: Stage) -> N
 
 def test_without_a_limit_a_worker_goes_on_to_its_end(stage: Stage) -> None:
     assert stage.run(price_per_hour=1e6).is_success
+
+
+@pytest.mark.parametrize("max_cost", [1.5, 5000.0])
+def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
+    max_cost: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cost is looked at once a second, and a worker may be done between two looks."""
+    logging.disable(logging.NOTSET)
+    with Stage([["say so"]]) as short:
+        short.engine.row_seconds = 0.01
+        short.network.weather.latency_seconds = 0.001
+        assert short.run(price_per_hour=36_000.0, max_cost=max_cost).is_success
+    said = f"--max-cost is ${max_cost:.2f}: its work was done before that was seen"
+    assert (said in caplog.text) == (max_cost == 1.5)
