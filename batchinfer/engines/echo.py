@@ -135,15 +135,17 @@ def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body
     if limit is not None and not (isinstance(limit, int) and limit > 0):
         raise Refused(f"max_tokens: {limit!r}, expected a number above 0", "max_tokens")
     for text in texts:
-        words = text.split(SPACE)
-        found = SPACE.join(words[:limit])
+        # Only a text that is cut is taken apart: the words of a large one take many times its memory.
+        found, num_words = text, num_words_of(text)
+        if is_cut := limit is not None and limit < num_words:
+            found, num_words = SPACE.join(text.split(SPACE, limit)[:limit]), limit
         choice: _Body = {"message": {"role": "assistant", "content": found}}
         if "prompt" in body:
             choice = {"text": text + found if body.get("echo") else found}
-        choice["finish_reason"] = "stop" if limit is None or len(words) <= limit else "length"
+        choice["finish_reason"] = "length" if is_cut else "stop"
         for _ in range(body.get("n") or 1):
             choices.append({"index": len(choices), **choice})
-            usage["completion_tokens"] += len(words[:limit])
+            usage["completion_tokens"] += num_words
     return choices
 
 

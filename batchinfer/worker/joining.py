@@ -347,6 +347,16 @@ def check_error_rate(
         )
 
 
+def refuse_only_errors(config: WorkerConfig) -> None:
+    """Raise ErrorRateExceeded for a run without any answer that an earlier start has done."""
+    if config.max_error_rate != 1:
+        raise ErrorRateExceeded(
+            "every row of the run failed",
+            hint="fix the prompt options or the data; `batchinfer status` counts the errors, and --max-error-rate 1 "
+            "accepts such a run",
+        )
+
+
 def _advice(code: str) -> str:
     if code == Code.MODEL_NOT_FOUND:
         return "--served-model-name NAME gives the model the name by which the requests call it"

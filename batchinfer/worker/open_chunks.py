@@ -79,6 +79,8 @@ class OpenChunks:
         self.open: dict[str, OpenChunk] = {}
         """Chunks whose rows the engine may have, by name."""
         self.failures: dict[str, BatchinferError] = {}
+        self.published: set[str] = set()
+        """Chunks whose marker is this worker's."""
 
     # -- state
 
@@ -260,7 +262,10 @@ class OpenChunks:
             )
             ring.held_by_other(name)
         elif isinstance(ending, Published):
-            outcome = "done" if ending.is_ours else "lost"
+            outcome = "lost"
+            if ending.is_ours:
+                outcome = "done"
+                self.published.add(name)
             ring.finished(name)
         elif isinstance(ending, BatchinferError):
             self.failures[name] = ending

@@ -23,11 +23,12 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.events import event
-from batchinfer.core.records import EngineInfo, Marker
+from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
-from batchinfer.ledger.publishing import Publisher, find_marker
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
@@ -37,10 +38,12 @@ from batchinfer.worker.joining import (
     check_error_rate,
     make_result,
     read_work,
+    refuse_only_errors,
 )
 from batchinfer.worker.limits import limits_result, watch_limits
 from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
+from batchinfer.worker.own_markers import OwnMarkers
 from batchinfer.worker.repairs import to_repair
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
@@ -51,8 +54,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_FEW = 20
-"""Markers that are read where run.json is missing."""
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
@@ -91,6 +92,7 @@ class _Start:
             self.worker_id, environment.clock, host=config.host, money=config.money
         )
         self.store = environment.open_store(config.output)
+        self.markers = OwnMarkers(self.store, environment.background, self._await)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
         self._rows_saved = 0
@@ -184,6 +186,10 @@ class _Start:
         loading = self._begin_loading(engine, stack)
         markers = self._await(listed)
         done = {name: marker.generation for name, marker in markers.items()}
+        own = {ref.name for ref in membership.assignment.chunks}
+        if membership.run is not None:
+            marked = self.markers.fingerprints(done, own)
+            refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
         checkpointed = self._await(with_checkpoints)
         access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
@@ -191,7 +197,7 @@ class _Start:
         info = self._await(loading, ring)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
-            self._unless_stopped(membership.confirm, may_finish=True)
+            self._confirm(membership, done, own)
             return
         self.info = info
         # Before run.json is written: if the server refuses the options, none may be there that forbids better ones.
@@ -204,7 +210,23 @@ class _Start:
         )
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
+        self._confirm(membership, done, own - open_chunks.published)
+
+    def _confirm(self, membership: Membership, before: dict[str, int], others: set[str]) -> None:
+        """Check that the run is a success: of one configuration, and with an answer.
+
+        Args:
+            membership: The worker's membership of the run.
+            before: The generation of each marker that this start found at its beginning.
+            others: The own chunks that this start has not published.
+        """
+        assert membership.run is not None
+        if self.config.retry_errors or not others <= before.keys():
+            self.markers.refuse_mixed(membership.run.fingerprint, before, others)
         self._unless_stopped(membership.confirm, may_finish=True)
+        counts, markers = self.telemetry.counts, self.markers
+        if markers.num_read and not markers.has_answers and counts.rows_done == counts.rows_error:
+            refuse_only_errors(self.config)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
         """Open the engine in the background.
@@ -224,8 +246,7 @@ class _Start:
 
         Where run.json is missing, some of the run's markers are read: they may be of another configuration.
         """
-        few = {} if membership.run is not None else dict(list(done.items())[:_FEW])
-        marked = {name: marker.fingerprint for name, marker in self._read_markers(few).items()}
+        marked = {} if membership.run is not None else self.markers.fingerprints(done, done)
         join = partial(membership.join, info, nonce=self.nonce, marked=marked)
         run = self._unless_stopped(join, may_finish=True)
         self.telemetry.engine_ready(info)
@@ -281,7 +302,7 @@ class _Start:
         left = [ref for ref in own if ref.name not in done]
         if self.config.retry_errors:
             names = {ref.name: done[ref.name] for ref in own if ref.name in done}
-            left = to_repair(own, done, self._read_markers(names))
+            left = to_repair(own, done, self.markers.read(names))
         names_left = {ref.name for ref in left}
         may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job
@@ -297,16 +318,6 @@ class _Start:
             num_workers=job.num_workers,
             done=done if not self.config.retry_errors else (),
         )
-
-    def _read_markers(self, generations: dict[str, int]) -> dict[str, Marker]:
-        """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
-        background = self.environment.background
-        reads = {
-            name: background.submit(partial(find_marker, self.store, name, generation))
-            for name, generation in generations.items()
-        }
-        found = {name: self._await(read) for name, read in reads.items()}
-        return {name: marker for name, marker in found.items() if marker is not None}
 
     def _log_work(self, own: list[ChunkRef], checkpointed: dict[str, int]) -> None:
         """Log how much of this worker's manifests is done already, by what storage holds."""

@@ -18,11 +18,16 @@ def quiet() -> Iterator[None]:
 
 
 def test_ten_workers_of_which_machines_are_lost_finish_near_the_ideal() -> None:
-    plan = Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0)
-    result = simulate_scale(plan)  # raises if a row, an output or a marker is missing
+    """One seed says little: a machine that is lost with its last chunk costs a tenth of the time."""
+    plans = [
+        Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0, seed=seed) for seed in range(8)
+    ]
+    results = list(map(simulate_scale, plans))  # raises if a row, an output or a marker is missing
+    assert min(each["of_ideal"] for each in results) >= 1.0
+    assert sum(each["of_ideal"] for each in results) / len(results) < 1.12
+    plan, result = plans[0], results[0]
     assert result["rows"] == 2_000_000
     assert result["machines_lost"] > 0
-    assert 1.0 <= result["of_ideal"] < 1.2
     assert result["done_twice"] < 0.03
     places = result["requests_by_place"]
     assert places["PUT markers"] >= 200

@@ -88,6 +88,53 @@ class TestAtTheStart:
         assert stored_run(stage).fingerprint == run.fingerprint
         assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
 
+    def test_a_replaced_run_does_not_go_on(self, stage: Stage) -> None:
+        run_first(stage)
+        stage.put(layout.RUN_KEY, other_run(stage))
+        before = stage.objects(layout.OUTPUTS)
+        num_taken = len(stage.taken)
+        stage.engine.load_seconds = 100.0
+        began = stage.scheduler.now
+        assert_refused(stage.run(**OTHER), "part-00000")
+        assert stage.scheduler.now < began + 50, "it waited for the engine"
+        assert stage.objects(layout.OUTPUTS) == before
+        assert len(stage.taken) == num_taken
+
+    def test_a_run_that_is_complete_and_mixed_is_no_success(self, stage: Stage) -> None:
+        run_first(stage)
+        first = stored_run(stage)
+        assert stage.run().is_success
+        stage.put(layout.RUN_KEY, other_run(stage))
+        assert_refused(stage.run(**OTHER), "part-00000", "part-00001")
+        stage.server.delete(RUN + layout.RUN_KEY)
+        name = layout.marker_key("part-00001")
+        marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
+        stage.put(name, codec.encode(marker))
+        assert_refused(stage.run(), "another", first.fingerprint)
+
+    def test_a_run_that_went_on_after_it_was_replaced_is_no_success(self, stage: Stage) -> None:
+        """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
+        stage.engine.row_seconds = 5.0
+        stage.scheduler.after(8.0, lambda: stage.put(layout.RUN_KEY, other_run(stage)))
+        assert_refused(stage.run(manifest=layout.worker_manifest(0, 3)))
+        before = set(markers(stage))
+        assert before
+        num_taken = len(stage.taken)
+        assert_refused(stage.run(**OTHER), *before, "clean", "--redo")
+        assert len(stage.taken) == num_taken
+
+    def test_only_markers_of_the_own_manifest_are_read(self, stage: Stage) -> None:
+        run_first(stage)
+        assert stage.run(manifest=own_manifest(1)).is_success
+        read = set()
+
+        def hook(_number: int, method: str, key: str, _process: object) -> None:
+            if method == "get_object" and layout.MARKER_SUFFIX in key:
+                read.add(layout.parse_marker(key.removeprefix(RUN)))
+
+        assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
+        assert read == {("part-00002", 0)}
+
     def test_a_complete_run_whose_run_json_is_gone_gets_it_again_from_the_same_options_alone(
         self, stage: Stage
     ) -> None:
@@ -170,6 +217,25 @@ class TestAtTheEnd:
         stage.scheduler.after(8.0, remove)
         assert stage.run().is_success
         assert [stored_run(stage)] == before
+
+    def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(
+        self, stage: Stage
+    ) -> None:
+        """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
+        run_first(stage)
+        marker = markers(stage)["part-00000"]
+        output = stage.objects()[layout.output_key(marker.output)]
+        stage.engine.row_seconds = 5.0
+
+        def publish() -> None:
+            stage.put(layout.output_key("part-00002.aaaa.jsonl"), output)
+            foreign = msgspec.structs.replace(
+                marker, output="part-00002.aaaa.jsonl", fingerprint="another"
+            )
+            stage.put(layout.marker_key("part-00002"), codec.encode(foreign))
+
+        stage.scheduler.after(6.0, publish)
+        assert_refused(stage.run(), "part-00002", "another")
 
     def test_a_stop_is_still_a_stop(self, stage: Stage) -> None:
         stage.engine.row_seconds = 5.0

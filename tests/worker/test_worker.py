@@ -349,6 +349,26 @@ class TestBadRows:
         again = run_worker_here(job, run, "--max-error-rate", "1")
         assert again["status"] == "SUCCESS"
 
+    def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=3, per_chunk=50, make_row=lambda row: {"other": row})
+        for message in ("of the first", "every row of the run failed"):
+            with pytest.raises(ErrorRateExceeded, match=message) as caught:
+                run_worker_here(job, run)
+            assert caught.value.result["status"] == "FAILED"
+        for _ in range(2):
+            assert run_worker_here(job, run, "--max-error-rate", "1")["status"] == "SUCCESS"
+
+    def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(
+        self, tmp_path: Path
+    ) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=6, per_chunk=2, make_row=lambda row: {"prompt": "" if row < 4 else "x"})
+        assert run_worker_here(job, run)["status"] == "SUCCESS"
+        again = run_worker_here(job, run, "--retry-errors")
+        assert (again["request_count"], again["error_count"]) == (4, 4)
+        assert again["status"] == "SUCCESS"
+
     def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(

@@ -1,0 +1,88 @@
+"""What the markers of a run tell a worker: whose configuration made them, and whether any row has an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from batchinfer.core.records import Marker
+from batchinfer.ledger.publishing import find_marker
+from batchinfer.ledger.runs import refuse_foreign
+from batchinfer.ledger.survey import newest_markers
+from batchinfer.storage import Store
+from batchinfer.worker.background import Background, Pending
+
+_NUM_READERS = 4
+"""Background jobs that read markers at the same time, so that many workers that start do not ask for all at once."""
+MOST_READ = 2000
+"""Most markers of which a start compares the configuration. To read all of a large run would take long."""
+
+
+class OwnMarkers:
+    """Reads markers for one start of a worker.
+
+    Args:
+        store: The run's store.
+        background: Reads several markers at once.
+        wait: Waits for a background job and returns its result, unless the worker is asked to stop.
+    """
+
+    def __init__(
+        self, store: Store, background: Background, wait: Callable[[Pending[Any]], Any]
+    ) -> None:
+        self._store = store
+        self._background = background
+        self._wait = wait
+        self.num_read = 0
+        self.has_answers = False
+        """Whether a marker that was read has a row with an answer."""
+
+    def read(self, generations: Mapping[str, int]) -> dict[str, Marker]:
+        """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
+        wanted = list(generations.items())
+
+        def read(part: list[tuple[str, int]]) -> dict[str, Marker | None]:
+            return {name: find_marker(self._store, name, each) for name, each in part}
+
+        parts = [part for index in range(_NUM_READERS) if (part := wanted[index::_NUM_READERS])]
+        reads = [self._background.submit(partial(read, part)) for part in parts]
+        found = {name: marker for each in reads for name, marker in self._wait(each).items()}
+        markers = {name: marker for name, marker in found.items() if marker is not None}
+        self.num_read += len(markers)
+        self.has_answers |= any(marker.rows_ok for marker in markers.values())
+        return markers
+
+    def fingerprints(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, str]:
+        """Return the fingerprints in the markers of some chunks: of very many, `MOST_READ` at even distances.
+
+        `verify` reads all.
+
+        Args:
+            done: The generation of the newest marker of each chunk that has one.
+            names: The chunks that are wanted, with a marker or without.
+        """
+        wanted = sorted(done.keys() & set(names))
+        step = max(1, -(-len(wanted) // MOST_READ))
+        markers = self.read({name: done[name] for name in wanted[::step]})
+        return {name: marker.fingerprint for name, marker in markers.items()}
+
+    def refuse_mixed(
+        self, fingerprint: str, before: Mapping[str, int], names: Collection[str]
+    ) -> None:
+        """Refuse a run in which other workers have done some chunks with another configuration since `before`.
+
+        A worker that runs while run.json is replaced goes on with its own configuration until its end.
+
+        Args:
+            fingerprint: The run's.
+            before: The generation of each chunk's newest marker that was compared already.
+            names: The chunks that this worker has not published itself.
+
+        Raises:
+            RunMismatch: a chunk was done with another configuration.
+        """
+        listing = self._background.submit(partial(newest_markers, self._store))
+        now = {name: seen.generation for name, seen in self._wait(listing).items()}
+        late = [name for name in names if name in now and before.get(name) != now[name]]
+        refuse_foreign(self.fingerprints(now, late), fingerprint, url=self._store.url)
