@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-BUCKET = "bucket"
+BUCKET = "my-bucket"
 
 
 class Held(NamedTuple):
