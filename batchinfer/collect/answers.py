@@ -119,6 +119,7 @@ def connect(scratch: Path) -> Any:
             "temp_directory": str(scratch / "duckdb"),
             "threads": min(os.cpu_count() or 1, _MAX_THREADS),
             "autoinstall_known_extensions": False,
+            "enable_progress_bar": False,  # it would go to stdout where Python runs no file
         }
     )
 
