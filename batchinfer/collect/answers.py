@@ -113,15 +113,17 @@ def connect(scratch: Path) -> Any:
     """Return a connection to a DuckDB of its own, whose memory is limited. It fetches no extensions."""
     import duckdb
 
-    return duckdb.connect(
+    connection = duckdb.connect(
         config={
             "memory_limit": _MEMORY,
             "temp_directory": str(scratch / "duckdb"),
             "threads": min(os.cpu_count() or 1, _MAX_THREADS),
             "autoinstall_known_extensions": False,
-            "enable_progress_bar": False,  # it would go to stdout where Python runs no file
         }
     )
+    # The bar would go to stdout where the program is no file, as the Python interface's command.
+    connection.execute("SET enable_progress_bar = false")
+    return connection
 
 
 def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
