@@ -59,26 +59,27 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @contextlib.contextmanager
 def serving_s3(log: Path) -> Iterator[str]:
     """Start a server and yield its URL. Its output goes to the file `log`."""
+    pattern = rb"Running on (http://127\.0\.0\.1:[0-9]+)"
+    with announced([sys.executable, "-c", _SERVE], log, pattern) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def announced(command: list[str], log: Path, pattern: bytes) -> Iterator[str]:
+    """Start a server, and yield the URL that it writes into the file `log`, as this pattern's group."""
     with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT
-        )
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
     try:
-        yield _announced(server, log)
+        for _ in range(1200):
+            found = re.search(pattern, log.read_bytes())
+            if found or server.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert found, f"{command} did not start:\n{log.read_text()}"
+        yield found[1].decode()
     finally:
         server.kill()
         server.wait()
-
-
-def _announced(server: subprocess.Popen[bytes], log: Path) -> str:
-    for _ in range(1200):
-        found = re.search(rb"Running on (http://127\.0\.0\.1:[0-9]+)", log.read_bytes())
-        if found:
-            return found.group(1).decode()
-        if server.poll() is not None:
-            break
-        time.sleep(0.05)
-    raise RuntimeError(f"the S3 server did not start:\n{log.read_text()}")
 
 
 @pytest.fixture

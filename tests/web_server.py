@@ -9,6 +9,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
+class HttpServer(ThreadingHTTPServer):
+    """A server on 127.0.0.1 that answers from now on until `close`, with a handler that tests write."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], **attributes: Any) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        vars(self).update(attributes)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # clients that go away
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
 class WebServer:
     """Answers by path. `seen` lists the paths that were asked for."""
 
@@ -27,15 +49,12 @@ class WebServer:
                 with contextlib.suppress(OSError):
                     outer.answers.get(self.path, plain(404, b"no"))(self)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._server = HttpServer(Handler)
+        self.url = self._server.url
 
     def close(self) -> None:
         self.is_closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
 def plain(status: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
