@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures_s3 import announced
+from web_server import announced
 
 AZURITE = "azurite@3.37.0"
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / AZURITE

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import secrets
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from web_server import announced
 
 # The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1). moto checks a
 # precondition and stores the object in two steps, between which another thread's request fits (with
@@ -57,29 +56,11 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving_s3(log: Path) -> Iterator[str]:
-    """Start a server and yield its URL. Its output goes to the file `log`."""
+def serving_s3(log: Path, before: str = "") -> Iterator[str]:
+    """Start a server and yield its URL. Its output goes to the file `log`. It begins with the Python code `before`."""
     pattern = rb"Running on (http://127\.0\.0\.1:[0-9]+)"
-    with announced([sys.executable, "-c", _SERVE], log, pattern) as url:
+    with announced([sys.executable, "-c", before + _SERVE], log, pattern) as url:
         yield url
-
-
-@contextlib.contextmanager
-def announced(command: list[str], log: Path, pattern: bytes) -> Iterator[str]:
-    """Start a server, and yield the URL that it writes into the file `log`, as this pattern's group."""
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
-    try:
-        for _ in range(1200):
-            found = re.search(pattern, log.read_bytes())
-            if found or server.poll() is not None:
-                break
-            time.sleep(0.05)
-        assert found, f"{command} did not start:\n{log.read_text()}"
-        yield found[1].decode()
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture

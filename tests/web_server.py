@@ -1,11 +1,15 @@
-"""A web server on 127.0.0.1 whose answers a test writes."""
+"""Servers on 127.0.0.1: whose answers a test writes, and programs that say where they listen."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 
@@ -75,3 +79,21 @@ def in_turn(*answers: Callable[[Any], None]) -> Callable[[Any], None]:
         left.pop(0)(handler)
 
     return send
+
+
+@contextlib.contextmanager
+def announced(command: list[str], log: Path, pattern: bytes) -> Iterator[str]:
+    """Start a server, and yield the URL that it writes into the file `log`, as this pattern's group."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
+    try:
+        for _ in range(1200):
+            found = re.search(pattern, log.read_bytes())
+            if found or server.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert found, f"{command} did not start:\n{log.read_text()}"
+        yield found[1].decode()
+    finally:
+        server.kill()
+        server.wait()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from fakes import MemoryStore, forget
-from fixtures_s3 import _SERVE, _announced
+from fixtures_s3 import serving_s3
 from making import make_job, run_process, run_worker_here, worker_arguments
 
 URL = "memory://probing"
@@ -127,13 +125,7 @@ def test_a_worker_refuses_a_real_server_that_hears_no_preconditions(
     """As `rclone serve s3` and some gateways are."""
     import boto3
 
-    log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", _DEAF + _SERVE], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        endpoint = _announced(server, log)
+    with serving_s3(tmp_path / "server.log", _DEAF) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         client = boto3.client("s3", endpoint_url=endpoint)
         client.create_bucket(Bucket="deaf")
@@ -143,9 +135,6 @@ def test_a_worker_refuses_a_real_server_that_hears_no_preconditions(
         assert finished.status == 2, finished.stderr
         assert "a second create of one object was tried, and overwrote it" in finished.stderr
         assert list(open_store("s3://deaf/run").list()) == []
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
