@@ -56,10 +56,10 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving_s3(log: Path, before: str = "") -> Iterator[str]:
-    """Start a server and yield its URL. Its output goes to the file `log`. It begins with the Python code `before`."""
+def serving_s3(log: Path) -> Iterator[str]:
+    """Start a server and yield its URL. Its output goes to the file `log`."""
     pattern = rb"Running on (http://127\.0\.0\.1:[0-9]+)"
-    with announced([sys.executable, "-c", before + _SERVE], log, pattern) as url:
+    with announced([sys.executable, "-c", _SERVE], log, pattern) as url:
         yield url
 
 

@@ -392,7 +392,7 @@ class SimResult:
 
 
 class SimClient:
-    """In obstore's place (see `batchinfer.storage.bucket.Client`): the same functions, results and errors.
+    """In the place of obstore's store: the same functions, results and errors, as far as BucketStore uses them.
 
     `line` sends a request and returns the server's answer, or raises what the server or the line makes of it.
     """
@@ -406,14 +406,14 @@ class SimClient:
     def head(self, path: str) -> dict[str, Any]:
         return self._ask("head_object", path)
 
-    def list(self, folder: str, after: str | None) -> Iterator[list[dict[str, Any]]]:
+    def list(self, folder: str | None, *, offset: str | None, **_: int) -> Iterator[list[Any]]:
         has_more = True
         while has_more:
-            page, has_more = self._ask("list_objects_v2", f"{folder}/" if folder else "", after)
+            page, has_more = self._ask("list_objects_v2", f"{folder}/" if folder else "", offset)
             yield page
-            after = page[-1]["path"] if page else None
+            offset = page[-1]["path"] if page else None
 
-    def put(self, path: str, file: bytes | Path, mode: Any = None) -> dict[str, Any]:
+    def put(self, path: str, file: bytes | Path, *, mode: Any, **_: int) -> dict[str, Any]:
         body = file if isinstance(file, bytes) else file.read_bytes()
         condition = mode["e_tag"] if isinstance(mode, dict) else mode
         try:
