@@ -212,6 +212,16 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     assert not (quiet and shown)
 
 
+def test_no_progress_of_duckdb_stands_before_the_result() -> None:
+    """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
+    code = (
+        "from pathlib import Path; from batchinfer.collect.answers import connect;"
+        "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
+        "assert found == [(False,)], found"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_an_error_has_all_lines_that_the_command_says() -> None:
     rows = [{"prompt": "a"}, *[{"prompt": None}] * 3]
     with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):

@@ -274,11 +274,11 @@ def test_the_hub_gets_some_rows_and_then_all(
 
 NOTING_SERVER = """
 import json, os, sys
-server, model, socket, gpus, notes = sys.argv[1:]
+server, model, name, socket, gpus, notes = sys.argv[1:]
 names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 with open(f"{notes}/{os.getpid()}", "w") as file:
     json.dump([gpus, *map(os.environ.get, names), os.listdir(model)], file)
-config = json.dumps({"engine": "echo", "model": model})
+config = json.dumps({"engine": "echo", "model": name})
 os.execv(sys.executable, [sys.executable, server, config, socket])
 """
 
@@ -298,7 +298,7 @@ def test_every_gpu_of_the_machine_works(
     url, files = f"memory://{dest.parent.name}/demo", sorted(DEMO_MODEL.glob("*.*"))
     for path in files:
         open_store(url).put_file(path.name, path)
-    words = f"{program} {echo_server.__file__} {{model}} {{socket}} {{gpus}} {notes}"
+    words = f"{program} {echo_server.__file__} {{model}} {{name}} {{socket}} {{gpus}} {notes}"
     options = ["--server-command", f"{sys.executable} {words}", "--tensor-parallel-size", "2"]
     assert main(["run", str(rows), "-o", str(dest), "--model", url, *options]) == 0
     *found, last = sorted(json.loads(path.read_text()) for path in notes.iterdir())
