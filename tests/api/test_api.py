@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -32,6 +31,12 @@ TABLE = pa.Table.from_pylist(ROWS)
 
 def run(data: Any = ROWS, **options: Any) -> batchinfer.RunHandle:
     return batchinfer.run(data, **{"engine": "echo"} | options)
+
+
+def data_set() -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(ROWS)
 
 
 def texts(answered: batchinfer.RunHandle) -> list[Any]:
@@ -56,10 +61,10 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
     [
         pytest.param(lambda: TABLE, id="arrow"),
         pytest.param(TABLE.to_reader, id="reader"),
-        pytest.param(TABLE.to_pandas, id="pandas"),
+        pytest.param(TABLE.to_pandas, id="pandas", marks=pytest.mark.full),
         pytest.param(lambda: pl.DataFrame(ROWS), id="polars"),
         pytest.param(lambda: pl.LazyFrame(ROWS), id="lazy"),
-        pytest.param(lambda: datasets.Dataset.from_list(ROWS), id="datasets"),
+        pytest.param(data_set, id="datasets", marks=pytest.mark.full),
         pytest.param(lambda: ROWS, id="list"),
         pytest.param(lambda: (row for row in ROWS), id="generator"),
     ],
@@ -188,11 +193,6 @@ def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
         ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
         ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
-        (
-            {"data": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})},
-            errors.InputError,
-            "has the splits train, expected one",
-        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
@@ -210,6 +210,14 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     assert "settings file" not in caught.value.hint + shown
     assert not re.search(said, shown)
     assert not (quiet and shown)
+
+
+@pytest.mark.full
+def test_a_data_set_of_several_splits_is_refused() -> None:
+    import datasets
+
+    with pytest.raises(errors.InputError, match="has the splits train, expected one"):
+        run(datasets.DatasetDict({"train": data_set()}))
 
 
 def test_no_progress_of_duckdb_stands_before_the_result() -> None:

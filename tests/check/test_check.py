@@ -69,6 +69,7 @@ def test_a_sound_rehearsal_is_ok_leaves_no_trace_and_says_what_it_did_not_check(
     assert list(open_store(run).list("")) == []
 
 
+@pytest.mark.full
 def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Checker, job: str) -> None:
     options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt", "--gpu", "L4:2,T4")
     status, result, shown = check(*options, "--max-model-len", "30", "--max-tokens", "20")

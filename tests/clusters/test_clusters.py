@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import msgspec
 import pytest
 import yaml
@@ -300,9 +299,12 @@ JOBS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["1.29", "1.33"])
 @pytest.mark.parametrize("asked", JOBS)
 def test_the_job_of_kubernetes_fits_the_published_schema(version: str, asked: Plan) -> None:
+    import kubernetes_validate
+
     manifest = yaml.safe_load(find_cluster("kubernetes").page(asked))
     kubernetes_validate.validate(manifest, version, strict=True)
     manifest["spec"]["completion"] = 3

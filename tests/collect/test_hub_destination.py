@@ -218,6 +218,7 @@ def variables(endpoint: str, home: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path) -> None:
     hub = UploadHub()
     with hub.serving() as endpoint:

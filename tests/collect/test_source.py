@@ -109,6 +109,7 @@ COLUMNS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
     table = pa.table(COLUMNS)
     write_source(tmp_path / "plain", table)
@@ -118,6 +119,7 @@ def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
     assert str(found.to_pylist()) == str(wanted.to_pylist())  # NaN is not equal to itself
 
 
+@pytest.mark.full
 def test_columns_of_the_source_keep_their_names(tmp_path: Path) -> None:
     rows = table_of(finished(tmp_path, pa.table(COLUMNS)), tmp_path, with_source=True).to_pylist()
     assert (rows[3]["_row"], rows[3]["_id"], rows[3]["id"]) == (3, "id-3", 103)

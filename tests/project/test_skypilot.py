@@ -20,6 +20,7 @@ from making import make_job
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB_FILES = ["worker.yaml", "examples/skypilot/pool-job.yaml"]
 ALL_FILES = ["worker.yaml", "dev.yaml", "examples/skypilot/pool.yaml", *JOB_FILES[1:]]
+pytestmark = pytest.mark.full  # needs the environment of SkyPilot
 NEEDED = {"MODEL_NAME": "some/model", "OUTPUT_BUCKET": "s3://bucket/run"}
 
 

@@ -216,6 +216,7 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.mark.full
 def test_the_page_fits_any_window_and_hostile_text_on_it_neither_runs_nor_asks(
     browser: Any, tmp_path: Path
 ) -> None:
