@@ -227,22 +227,22 @@ class Lease:
             )
 
     def _persist(self, record: Worker, *, is_last: bool) -> bool:
-        """Write the record, again if it was changed meanwhile. Return False if the lease was closed instead.
-
-        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
-        or from outside (removed or damaged).
-
-        Raises:
-            Superseded: The record is of another start of this worker.
-            StorageError: The store keeps refusing.
-        """
+        """Write the record, again if it was changed meanwhile. Return False if the lease was closed instead."""
         for _ in range(_WRITES):
             if self._is_closed and not is_last:
                 return False
             if self._write(record):
                 return True
-            self._own.etag = self.confirm()
+            self._settle()
         raise StorageError(f"{self._own.key}: the store keeps refusing its own etag")
+
+    def _settle(self) -> None:
+        """Read the record after a refused write, and keep its etag for the next try.
+
+        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
+        or from outside (removed or damaged).
+        """
+        self._own.etag = self.confirm()
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
