@@ -127,7 +127,8 @@ class Lease:
         another start's record at its next renewal, and stops.
         """
         while True:
-            before, self._own.etag = self._own.read()
+            before, etag = self._own.read()
+            self._own.expect(etag)
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
@@ -242,7 +243,7 @@ class Lease:
         The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
         or from outside (removed or damaged).
         """
-        self._own.etag = self.confirm()
+        self._own.expect(self.confirm())
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.

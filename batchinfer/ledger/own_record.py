@@ -32,8 +32,7 @@ class OwnRecord(Generic[T]):
         self._store = store
         self._kind = kind
         self.key = key
-        self.etag = ""
-        """Etag of the version that `write` may replace; empty if there must be none."""
+        self._etag = ""
 
     def read(self) -> tuple[T | None, str]:
         """Read the object and its etag. The content is None if it is gone or damaged, the etag "" if it is gone."""
@@ -47,14 +46,18 @@ class OwnRecord(Generic[T]):
             logger.warning("%s; it is written anew", error)
             return None, etag
 
+    def expect(self, etag: str) -> None:
+        """Let the next write replace the version with this etag; with "" there must be none."""
+        self._etag = etag
+
     def write(self, record: object) -> bool:
-        """Write the object if it still has `etag`, which is then the new one's. Return whether it was written."""
+        """Write the object if it is the version that was last written or expected. Return whether it was written."""
         data = codec.encode(record)
         try:
-            if self.etag:
-                self.etag = self._store.replace(self.key, data, self.etag)
+            if self._etag:
+                self._etag = self._store.replace(self.key, data, self._etag)
             else:
-                self.etag = self._store.create(self.key, data)
+                self._etag = self._store.create(self.key, data)
         except (PreconditionFailed, AlreadyExists):
             return False
         return True

@@ -24,7 +24,8 @@ class Statistics:
 
     def read(self) -> Worker | None:
         """Read what the worker's last start has left; None if there is nothing, or nothing that can be read."""
-        found, self._own.etag = self._own.read()
+        found, etag = self._own.read()
+        self._own.expect(etag)
         return found
 
     def write(self, record: Worker) -> None:
@@ -33,6 +34,6 @@ class Statistics:
             for _ in range(_WRITES):
                 if self._own.write(record):
                     return
-                _, self._own.etag = self._own.read()
+                self.read()
         except StorageError as error:
             logger.warning("statistics not written (%s); trying again", error)

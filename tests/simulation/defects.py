@@ -87,7 +87,7 @@ def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
     def settle(self: Lease) -> None:
-        _, self._own.etag = self._own.read()
+        self._own.expect(self._own.read()[1])
 
     return mock.patch.object(Lease, "_settle", settle)
 
