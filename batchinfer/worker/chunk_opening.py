@@ -90,9 +90,9 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> Marker | None:
     )
     # Segments of an earlier generation may still exist. A repair (generation above 0) does not adopt error rows from
     # segments, because it does error rows again.
-    chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
+    chunk.adopt(row for row in segments.rows() if row.ok or not chunk.ref.generation)
     if segments.has_vanished:
-        marker = run.publisher.current_marker(chunk.name, chunk.generation)
+        marker = run.publisher.current_marker(chunk.name, chunk.ref.generation)
         if marker is not None:
             return marker
     # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if every

@@ -108,8 +108,8 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
         stack.callback(show_progress.close)
-        configure = partial(make_config, options, variables)
-        config = unless_stopped(outside.background, outside.stopper, configure)
+        configuring = outside.background.submit(partial(make_config, options, variables))
+        config = unless_stopped(outside.background, outside.stopper, configuring)
         return run_worker(config, outside)
 
 

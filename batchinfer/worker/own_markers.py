@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from batchinfer.ledger.publishing import find_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Background
 
 _NUM_READERS = 4
 """Background jobs that read markers at the same time, so that many workers that start do not ask for all at once."""
@@ -29,7 +30,7 @@ class OwnMarkers:
     """
 
     def __init__(
-        self, store: Store, background: Background, wait: Callable[[Pending[Any]], Any]
+        self, store: Store, background: Background, wait: Callable[[Future[Any]], Any]
     ) -> None:
         self._store = store
         self._background = background

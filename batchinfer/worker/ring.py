@@ -16,12 +16,12 @@ import random
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from batchinfer.core.errors import StorageError
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of, release_given_up
-from batchinfer.worker.background import Pending
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Ring:
         """Neighbouring chunks. The blocks are made when they are first needed: a job may have very many chunks."""
         self._num_left = 0
         """Blocks that this round has not looked at."""
-        self._looking: Pending[Survey] | None = None
+        self._looking: Future[Survey] | None = None
         self._due = self._collected = float("-inf")
         self._first_beats: dict[str, int] = {}
         self._is_undecided = False
@@ -134,7 +134,7 @@ class Ring:
     def tick(self, *, is_hungry: bool) -> None:
         """Take in the last look at the run. If `is_hungry` and no chunk is left to open, begin the next one if due."""
         now = self._environment.clock.monotonic()
-        if self._looking is not None and self._looking.is_done():
+        if self._looking is not None and self._looking.done():
             looking, self._looking, self._collected = self._looking, None, now
             try:
                 self._take_in(looking.result())

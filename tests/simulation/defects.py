@@ -295,12 +295,12 @@ def torn_segment() -> Defect:
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    real = chunk_life.save
+    real = chunk_life.Life.save
 
-    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
-        return hall.is_closing or real(life, hall)
+    def save(self: chunk_life.Life) -> bool:
+        return self._hall.is_closing or real(self)
 
-    return mock.patch.object(chunk_life, "save", save)
+    return mock.patch.object(chunk_life.Life, "save", save)
 
 
 def another_seed_formula() -> Defect:
@@ -316,12 +316,12 @@ def another_seed_formula() -> Defect:
 
 def no_checkpoint_on_time() -> Defect:
     """Checkpoints are written at the end of a worker, and never in between."""
-    real = chunk_life.save
+    real = chunk_life.Life.save
 
-    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
-        return not hall.is_closing or real(life, hall)
+    def save(self: chunk_life.Life) -> bool:
+        return not self._hall.is_closing or real(self)
 
-    return mock.patch.object(chunk_life, "save", save)
+    return mock.patch.object(chunk_life.Life, "save", save)
 
 
 def row_condemned_in_company() -> Defect:

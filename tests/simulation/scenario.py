@@ -38,7 +38,7 @@ from batchinfer.ledger import survey
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import opening, scratch
-from batchinfer.worker import ring, stream
+from batchinfer.worker import open_chunks, ring, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.worker_config import Environment, Limits, WorkerConfig
@@ -578,9 +578,7 @@ class Scenario:
                         f"ends: {process.name} without a reason: {error.message[:300]}"
                     )
                 if isinstance(error, Interrupted | EngineError | StopRequested) and is_peaceful:
-                    self.oracle.check_saved(
-                        process, worker_start._SAVE_SECONDS + plot.grace_seconds
-                    )
+                    self.oracle.check_saved(process, open_chunks._SAVE_SECONDS + plot.grace_seconds)
                 return
         if not is_explained:
             self.oracle.fail(f"ends: {process.name}: {type(error).__name__}: {error.message[:300]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.worker.background import Background
 from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import (
-    UNAVAILABLE_SECONDS,
     MediaFetcher,
     check_media,
     split_object,
@@ -55,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetcher(**limits: Any) -> MediaFetcher:
-    return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store)
+    return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store, Background())
 
 
 def fetched(place: str, **limits: Any) -> bytes:
@@ -153,35 +152,20 @@ def test_a_web_server_that_fails(server: WebServer) -> None:
 def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
     begun = threading.Barrier(8)
     server.answers["/a"] = plain(200, RED)
-    server.answers["/b"] = plain(404)
-    both = fetcher()
+    each = fetcher()
     found: list[Any] = []
 
     def work() -> None:
         begun.wait()
-        places = [f"{server.url}/{path}" for path in "ab"]
-        found.extend(both.fetch_now([MediaRef(place=place)]) for place in places)
+        found.append(each.fetch_now([MediaRef(place=f"{server.url}/a")]))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(server.seen) == ["/a", "/b"]
-    assert sum(isinstance(each, Failure) for each in found) == 8
-
-
-def test_a_row_gets_its_image_once_the_server_is_well_again(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.answers["/a"] = in_turn(plain(500), plain(500), plain(200, RED))
-    rows = fetcher()
-    ref = MediaRef(place=f"{server.url}/a")
-    assert isinstance(rows.fetch_now([ref]), Failure)
-    assert isinstance(rows.fetch_now([ref]), Failure)
-    assert len(server.seen) == 2
-    monkeypatch.setattr(rows._cache, "_now", lambda: time.monotonic() + UNAVAILABLE_SECONDS + 1)
-    assert isinstance(rows.fetch_now([ref]), list)
+    assert server.seen == ["/a"]
+    assert found == [[RED]] * 8
 
 
 def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
+from batchinfer.core.counts import Counts
 from batchinfer.worker.progress import MARKED_LINES, Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
@@ -129,7 +130,7 @@ def test_a_worker_of_several_shows_the_rows_of_the_whole_job(tmp_path: Path) -> 
 
 
 def chunk(name: str, rows: int, left: int) -> Any:
-    return SimpleNamespace(name=name, num_rows=rows, num_left=left)
+    return SimpleNamespace(name=name, num_rows=rows, num_left=left, counts=Counts())
 
 
 def state(work: Workload) -> tuple[int, int | None, int, int]:
@@ -153,10 +154,10 @@ def test_a_chunk_of_another_worker_is_among_mine_while_it_is_open_and_once_it_is
     work.set_job({"own": 10, "other": 7})
     work.opened(chunk("other", 7, left=2))
     assert state(work) == (5, 17, 0, 2)
-    work.released("other")
+    work.closed("other", "released")
     assert state(work) == (0, 17, 0, 1)
     work.opened(chunk("other", 7, left=0))
-    work.done("other")
+    work.closed("other", "done")
     assert state(work) == (7, 17, 1, 2)
 
 

@@ -50,9 +50,9 @@ class Pictures:
 class AtOnce:
     """A background that has done everything already."""
 
-    def submit(self, work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
+    def submit(self, work: Callable[[], Any]) -> Any:
         value = work()
-        return SimpleNamespace(is_done=lambda: True, result=lambda: value)
+        return SimpleNamespace(done=lambda: True, result=lambda: value)
 
     def beside(self, num_threads: int) -> AtOnce:
         return self
@@ -71,11 +71,14 @@ class FetchesLater(AtOnce):
         self.num_waits = 0
 
     def beside(self, num_threads: int) -> AtOnce:
-        def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
+        if num_threads == 1:  # where calls are built
+            return self
+
+        def submit(work: Callable[[], Any]) -> Any:
             self.num_begun += 1
             number = self.num_begun
             return SimpleNamespace(
-                is_done=lambda: self.has_fetched or number <= self.num_fetched, result=work
+                done=lambda: self.has_fetched or number <= self.num_fetched, result=work
             )
 
         return cast("AtOnce", SimpleNamespace(submit=submit))
@@ -301,9 +304,9 @@ def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
 
     class ArrivesWhenAsked(AtOnce):
         def beside(self, num_threads: int) -> AtOnce:
-            def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
+            def submit(work: Callable[[], Any]) -> Any:
                 answers = itertools.chain([False], itertools.repeat(True))
-                return SimpleNamespace(is_done=lambda: next(answers), result=work)
+                return SimpleNamespace(done=lambda: next(answers), result=work)
 
             return cast("AtOnce", SimpleNamespace(submit=submit))
 
