@@ -21,18 +21,6 @@ def background() -> Iterator[Background]:
     made.close()
 
 
-def test_results_and_errors_come_back_to_who_asks(background: Background) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    good, bad = background.submit(lambda: 42), background.submit(fail)
-    while not (good.done() and bad.done()):
-        background.wait(1)
-    assert good.result() == 42
-    with pytest.raises(KeyError):
-        bad.result()
-
-
 def finish(background: Background, *jobs: Future[Any]) -> None:
     for _ in range(100):
         if all(job.done() for job in jobs):

@@ -11,25 +11,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, Interrupted, StorageError
-from batchinfer.core.records import Marker
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Publisher, build_output
-from batchinfer.storage import Object, Store
+from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.chunk_opening import Opened, good_rows, open_chunk
+from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
 from making import said
@@ -174,98 +172,6 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
         )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
-
-
-def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    source, sha256 = put_chunk(tmp_path)
-    num_rows = NUM_SEGMENTS * ROWS_EACH
-    built = build_output(scratch.new_path("output"), (output_line(n) for n in range(num_rows)))
-    marker = marker_record(
-        chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1
-    )
-    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
-
-
-def test_the_good_rows_of_an_output_keep_their_counts() -> None:
-    usage = {
-        "prompt_tokens": 4,
-        "completion_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"reasoning_tokens": 7},
-    }
-    body = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
-    line = {"_row": 0, "_id": "", "status": 200, "body": body}
-    [row] = good_rows(io.BytesIO(codec.encode(line) + b"\n"), 1)
-    assert row.finish_reason == "stop"
-    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.reasoning_tokens)
-    assert counts == (4, 1, 9, 7)
-
-
-def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    data = b"{}\n" * 3
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
-    sha256 = codec.sha256(data)
-    failed = b'{"_row":1,"_id":"1","status":400,"error":{"code":"c","message":"m"}}'
-    good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
-    bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
-    for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
-        key = layout.segment_key("texts", "w0", seq)
-        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
-    built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
-    marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
-    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    chunk = opened(ref, run, source, scratch)
-    assert isinstance(chunk, OpenChunk)
-    assert chunk.num_unread == 1
-    assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
-    assert (chunk.num_unread, chunk.counts.rows_resumed, chunk.counts.rows_ok) == (0, 2, 2)
-    chunk.close()
-
-
-@pytest.mark.parametrize("is_published", [True, False])
-def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker(
-    scratch: Scratch, tmp_path: Path, is_published: bool
-) -> None:
-    """Between the look for the marker and the reading of a segment, somebody publishes, which removes the segments."""
-    data = b"{}\n"
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
-    key = layout.segment_key("texts", "w0", 1)
-
-    class OvertakenStore(LocalStore):
-        def get(self, asked: str) -> Object:
-            if asked == key:
-                if is_published:
-                    built = build_output(scratch.new_path("output"), iter([output_line(0)]))
-                    marker = marker_record(
-                        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=1
-                    )
-                    publisher(self).publish(built, marker, chunk="texts", leftovers=[key])
-                else:
-                    self.delete([key])
-            return super().get(asked)
-
-    run = OvertakenStore(tmp_path / "run")
-    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
-    write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    found = opened(ref, run, source, scratch)
-    assert not list(run.list(layout.CHECKPOINTS))
-    if is_published:
-        assert isinstance(found, Marker)
-        assert found.rows_ok == 1
-    else:
-        assert isinstance(found, OpenChunk)
-        assert (found.num_left, found.counts.rows_resumed) == (1, 0)
-        found.close()
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

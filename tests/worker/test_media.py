@@ -23,7 +23,6 @@ from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import (
     MediaFetcher,
     check_media,
-    split_object,
 )
 from batchinfer.worker.worker_config import Limits
 from fake_endpoint import fake_endpoint
@@ -269,11 +268,6 @@ def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: P
     assert """--column 'image=["image"]'""" in command
     assert f"--media-root {tmp_path}" in command
     assert "--allow-private-urls" in command
-
-
-def test_places_of_buckets() -> None:
-    assert split_object("s3://bucket/a/b.png") == ("s3://bucket", "a/b.png")
-    assert split_object("hf://datasets/o/n/x/b.png") == ("hf://datasets/o/n", "x/b.png")
 
 
 def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import time
 import wave
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,10 @@ from batchinfer.core import layout
 from batchinfer.core.errors import RunMismatch
 from batchinfer.storage.opening import open_store
 from making import (
-    finish_process,
     make_job,
     output_key,
     read_marker,
     run_worker_here,
-    start_process,
     worker_arguments,
 )
 
@@ -139,27 +135,3 @@ def test_a_worker_with_other_vectors_is_refused(job: Path) -> None:
             run_worker_here(job, job / "run", "--task", "embed", *other)
     with pytest.raises(RunMismatch, match="task"):
         run_worker_here(job, job / "run", "--task", "classify")
-
-
-# --------------------------------------------------------------------------- kills
-
-
-def wait_for(appeared: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not appeared():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)
-
-
-def test_a_killed_run_leaves_the_bytes_of_an_undisturbed_one(job: Path) -> None:
-    options = ("--task", "embed", "--worker-id", "w0")
-    slow = ("--echo-latency-seconds", "0.2", "--max-num-seqs", "1", "--checkpoint-seconds", "0.05")
-    store = open_store(str(job / "killed"))
-    process = start_process(worker_arguments(job, job / "killed", *options, *slow))
-    wait_for(lambda: any(True for _ in store.list(layout.CHECKPOINTS)))
-    process.kill()
-    finish_process(process)
-    again = run_worker_here(job, job / "killed", *options)
-    assert again["rows_resumed"] > 0
-    run_worker_here(job, job / "whole", *options)
-    assert bodies(job / "killed") == bodies(job / "whole")

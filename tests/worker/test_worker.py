@@ -132,14 +132,6 @@ class TestTheMainJob:
         command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
         assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
 
-    @pytest.mark.s3
-    def test_the_same_on_s3(self, s3_url: Any) -> None:
-        bucket = s3_url()
-        make_job(f"{bucket}/job", rows=45, per_chunk=10)
-        result = run_worker_process(f"{bucket}/job", f"{bucket}/run", *FAST)
-        assert result.status == 0, result.stderr
-        assert_every_row_once(f"{bucket}/run", 45)
-
 
 class TestStoppedAndStartedAgain:
     SLOW = (*FAST, "--echo-latency-seconds", "0.5", "--max-num-seqs", "8", "--worker-id", "w0")
@@ -150,17 +142,14 @@ class TestStoppedAndStartedAgain:
             assert time.monotonic() < deadline, f"nothing appeared below {prefix}"
             time.sleep(0.05)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(
-        self, job: str, number: signal.Signals
-    ) -> None:
+    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(self, job: str) -> None:
         run = f"{job}/runs/a"
         process = start_process(
             worker_arguments(job, run, *self.SLOW, "--checkpoint-seconds", "600")
         )
         self.wait_for(open_store(run), layout.CLAIMS)
         time.sleep(1)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
         assert "Traceback" not in stopped.stderr
@@ -194,27 +183,22 @@ class TestStoppedAndStartedAgain:
         assert time.monotonic() - begin < 40
 
     @pytest.mark.s3
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    @pytest.mark.parametrize(
-        "place", [("--manifest", "s3://b/job/manifests/all.txt"), ("--job", "s3://b/job")]
-    )
-    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(
-        self, s3_environment: str, place: tuple[str, str], number: signal.Signals
-    ) -> None:
+    @pytest.mark.usefixtures("s3_environment")
+    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(self) -> None:
         """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
             silent.settimeout(60)
             endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
             process = start_process(
-                ["worker", *place, *ECHO, "--grace-seconds", "2"],
+                ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
                 environment={"AWS_ENDPOINT_URL": endpoint},
             )
             connection, _ = silent.accept()
             with connection:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
                 stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
-        assert number.name in stopped.stderr
+        assert "SIGTERM" in stopped.stderr
         assert "Traceback" not in stopped.stderr
 
     @pytest.mark.parametrize(
@@ -339,16 +323,6 @@ class TestBadRows:
         done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
         assert ["error" in line for line in done] == [True] * 150 + [False] * 350
 
-    @pytest.mark.parametrize("num_rows", [3, 150])
-    def test_a_start_whose_rows_all_fail_is_no_success(self, tmp_path: Path, num_rows: int) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=num_rows, per_chunk=50, make_row=lambda row: {"other": row})
-        with pytest.raises(ErrorRateExceeded, match="of the first") as caught:
-            run_worker_here(job, run)
-        assert caught.value.result["status"] == "FAILED"
-        again = run_worker_here(job, run, "--max-error-rate", "1")
-        assert again["status"] == "SUCCESS"
-
     def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=3, per_chunk=50, make_row=lambda row: {"other": row})
@@ -452,12 +426,6 @@ class TestBadInput:
         with pytest.raises(InputError, match="worker id"):
             run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
 
-    def test_a_mistake_is_no_traceback(self, job: str) -> None:
-        finished = run_worker_process(f"{job}-not-there", f"{job}/runs/a")
-        assert finished.status == 2
-        assert "Traceback" not in finished.stderr
-        assert "hint:" in finished.stderr
-
 
 @pytest.fixture
 def as_user() -> Iterator[Any]:
@@ -480,14 +448,6 @@ def as_user() -> Iterator[Any]:
 
 
 class TestOutputs:
-    def test_equal_answers_are_equal_bytes(self, job: str) -> None:
-        for name in ("a", "b"):
-            run_worker_here(job, f"{job}/runs/{name}")
-        first, second = (open_store(f"{job}/runs/{name}") for name in "ab")
-        for chunk in finished_chunks(first):
-            digests = [read_marker(store, chunk).output_sha256 for store in (first, second)]
-            assert digests[0] == digests[1]
-
     def test_ids_can_come_from_a_column(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
         for line in all_lines(f"{job}/runs/a"):
