@@ -21,7 +21,6 @@ from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
-from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import failure_of
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -81,7 +80,8 @@ class Membership:
 
         Raises:
             RunMismatch: the run has another configuration. Values that only a loaded engine knows are not compared.
-            ConfigError: an option cannot work with this engine or with the chunks' columns.
+            ConfigError: an option cannot work with this engine or with the chunks' columns, or an adapter is not there.
+            BatchinferError: the Hub or a bucket, where an adapter lies, refuses access or cannot be reached.
         """
         self.run = read_run(self._store)
         engine = self.config.engine
@@ -91,7 +91,11 @@ class Membership:
             )
             self.config = msgspec.structs.replace(self.config, engine=engine)
         self._model_identity = self._environment.identify_model(engine)
-        self._adapters = identify_adapters(engine)
+        if engine.loras:
+            from batchinfer.engines.adapters import describe_adapters
+
+            adapters = describe_adapters(engine)
+            self._adapters = [{"name": each.name, "identity": each.identity} for each in adapters]
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
         check_media(self.config.limits)
@@ -205,20 +209,6 @@ class Membership:
             "store": redact(self._store.url),
             "created": int(self._environment.clock.now()),
         }
-
-
-def identify_adapters(engine: EngineConfig) -> list[dict[str, str]]:
-    """Return the name and the identity of each of the run's adapters. Those on the Hub or in a bucket are fetched.
-
-    Raises:
-        ConfigError: an adapter is not there, or is damaged; the message has its name.
-        BatchinferError: the Hub or a bucket refuses access, or cannot be reached.
-    """
-    if not engine.loras:
-        return []
-    from batchinfer.engines.adapters import describe_adapters
-
-    return [{"name": each.name, "identity": each.identity} for each in describe_adapters(engine)]
 
 
 def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:

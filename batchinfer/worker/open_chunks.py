@@ -241,20 +241,20 @@ class OpenChunks:
         name, ring, telemetry = life.name, self._ring, self._telemetry
         outcome = "released"
         if isinstance(ending, Marker):
-            ring.finished(name)
+            ring.ended(name, is_done=True)
             telemetry.chunk_skipped(name)
         elif isinstance(ending, Held):
             text = "{chunk}: worker {worker} has it"
             tell(logger, "chunk_held", text, chunk=name, worker=ending.claim.worker)
-            ring.held_by_other(name)
+            ring.ended(name)
         elif isinstance(ending, Published):
             outcome = "lost"
             if ending.is_ours:
                 outcome = "done"
                 self.published.add(name)
-            ring.finished(name)
+            ring.ended(name, is_done=True)
         elif isinstance(ending, BatchinferError):
             self.failures[name] = ending
-            ring.gave_up(name)
+            ring.ended(name, is_given_up=True)
         if life.chunk is not None:
             telemetry.chunk_closed(life.chunk, outcome)

@@ -122,9 +122,7 @@ def _shown(telemetry: Telemetry) -> tuple[int, int, str]:
 
 
 def _log(telemetry: Telemetry) -> None:
-    names = ("rows_resumed", "rows_error", "prompt_tokens", "completion_tokens")
-    sums = {name: getattr(telemetry.counts, name) for name in names}
-    tell(logger, "progress", "{}", describe(telemetry), rows=telemetry.counts.rows_done, **sums)
+    tell(logger, "progress", "{}", describe(telemetry), **telemetry.sums)
 
 
 class Bar:

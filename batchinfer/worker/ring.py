@@ -89,20 +89,18 @@ class Ring:
         """Note that this worker opens a chunk or works on it."""
         self._busy.add(name)
 
-    def finished(self, name: str) -> None:
-        """Note that a chunk has its marker, written by this worker or another."""
-        self._busy.discard(name)
-        self._settle({name})
+    def ended(self, name: str, *, is_done: bool = False, is_given_up: bool = False) -> None:
+        """Note that this worker does not work on a chunk any more: it is done, by any worker, or another one has it.
 
-    def gave_up(self, name: str) -> None:
-        """Note that this worker has failed with a chunk for good. It neither tries the chunk again nor waits for it."""
+        A chunk with which this worker has failed for good is given up: the worker neither tries it again nor waits for
+        it.
+        """
         self._busy.discard(name)
-        self._own_left.discard(name)
-        self._given_up.add(name)
-
-    def held_by_other(self, name: str) -> None:
-        """Note that this worker did not get a chunk, because another worker holds its claim."""
-        self._busy.discard(name)
+        if is_done:
+            self._settle({name})
+        if is_given_up:
+            self._own_left.discard(name)
+            self._given_up.add(name)
 
     # -- what is next
 

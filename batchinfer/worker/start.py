@@ -40,8 +40,7 @@ from batchinfer.worker.joining import (
 from batchinfer.worker.limits import watch_limits
 from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
-from batchinfer.worker.own_markers import OwnMarkers
-from batchinfer.worker.repairs import to_repair
+from batchinfer.worker.own_markers import OwnMarkers, to_repair
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry

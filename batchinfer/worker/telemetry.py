@@ -139,13 +139,9 @@ class Telemetry:
             state=self._present["state"],
             reason=reason,
             seconds=round(self.run_seconds, 3),
-            rows=counts.rows_done,
-            rows_error=counts.rows_error,
             errors=counts.errors,
-            rows_resumed=counts.rows_resumed,
             chunks_done=self.workload.num_published,
-            prompt_tokens=counts.prompt_tokens,
-            completion_tokens=counts.completion_tokens,
+            **self.sums,
         )
 
     @property
@@ -275,6 +271,12 @@ class Telemetry:
             )
 
     # -- the work of this start
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Sums over this start's rows, as events have them."""
+        names = ("rows_error", "rows_resumed", "prompt_tokens", "completion_tokens")
+        return {"rows": self.counts.rows_done} | {n: getattr(self.counts, n) for n in names}
 
     @property
     def busy_seconds(self) -> float:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
-import logging
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
-from batchinfer.core.errors import InputError, Interrupted, StorageError
+from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Taken
@@ -30,61 +28,6 @@ from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
-from making import said
-from simulation.machine import prompt_config
-from simulation.oracle import RUN
-from simulation.stage import Stage
-
-CHUNK = "part-00000"
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-def published(stage: Stage) -> list[dict[str, Any]]:
-    """The output lines that the newest marker names."""
-    found = stage.objects(layout.OUTPUTS)
-    markers = sorted(key for key in found if ".succeed" in key)
-    output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
-    return [json.loads(line) for line in output.splitlines()]
-
-
-# --------------------------------------------------------------------------- a run whose run.json was removed
-
-
-def stopped_after_checkpoints(stage: Stage) -> None:
-    stage.engine.max_in_flight = 2
-    stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-    assert not stage.run(checkpoint_seconds=0.5).is_success
-    assert stage.objects(layout.CHECKPOINTS)
-
-
-def texts(stage: Stage) -> list[str]:
-    return [said(line) for line in published(stage)]
-
-
-@pytest.mark.usefixtures("quiet")
-def test_checkpoints_of_another_configuration_are_not_taken_up() -> None:
-    """The output mixed the answers of two temperatures, and its marker vouched for one."""
-    rows = [f"say {index}" for index in range(40)]
-    with Stage([rows]) as stage:
-        assert stage.run(prompt=prompt_config(0.9)).is_success
-        expected = texts(stage)
-    with Stage([rows]) as stage:
-        stopped_after_checkpoints(stage)
-        stage.server.delete(RUN + layout.RUN_KEY)
-        ending = stage.run(prompt=prompt_config(0.9))
-        assert ending.is_success, ending.error
-        assert ending.result["rows_resumed"] == 0
-        assert texts(stage) == expected
-        assert not stage.objects(layout.CHECKPOINTS)
-
-
-# --------------------------------------------------------------------------- what is taken up
 
 NUM_SEGMENTS = 24
 ROWS_EACH = 250

@@ -29,9 +29,8 @@ from batchinfer.worker.media_fetching import (
 from batchinfer.worker.worker_config import Limits
 from fake_endpoint import fake_endpoint
 from making import (
-    finished_chunks,
     make_job,
-    output_key,
+    output_lines,
     run_worker_here,
     said,
 )
@@ -195,15 +194,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 # --------------------------------------------------------------------------- whole runs
 
 
-def answers(run: Path) -> list[dict[str, Any]]:
-    store = open_store(str(run))
-    found = []
-    for name in sorted(finished_chunks(store)):
-        data = store.get(output_key(store, name)).data
-        found += [json.loads(line) for line in data.splitlines()]
-    return found
-
-
 def option(root: Path) -> list[str]:
     return [
         *("--column", "image=image", "--as-chat", "--allow-private-urls"),
@@ -234,7 +224,7 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_
     result = run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
     assert (result["request_count"], result["error_count"]) == (50, len(bad))
     images = set()
-    for index, line in enumerate(answers(tmp_path / "run")):
+    for index, line in enumerate(output_lines(tmp_path / "run")):
         if index in bad:
             assert line["error"]["code"] == bad[index][1], (index, line)
             continue
@@ -302,5 +292,5 @@ def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
     sent = {"type": "image_url", "image_url": {"url": data_url}}
     assert [sent, {"type": "text", "text": "What now?"}] in contents
     assert not any("And now?" in str(content) for content in contents)
-    errors = [line.get("error", {}).get("code") for line in answers(tmp_path / "run")]
+    errors = [line.get("error", {}).get("code") for line in output_lines(tmp_path / "run")]
     assert errors == [None, None, "media_forbidden"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import wave
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import layout
 from batchinfer.core.errors import RunMismatch
 from batchinfer.storage.opening import open_store
 from making import (
     make_job,
-    output_key,
+    output_lines,
     read_marker,
     run_worker_here,
     worker_arguments,
@@ -40,11 +38,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def bodies(run: Path) -> list[dict[str, Any]]:
-    store = open_store(str(run))
-    found: list[dict[str, Any]] = []
-    for index in range(3):
-        key = layout.output_key(read_marker(store, f"part-{index:05d}").output)
-        found += map(json.loads, store.get(key).data.splitlines())
+    found = output_lines(run)
     assert [line["_row"] for line in found] == list(range(30))
     return [line["body"] for line in found]
 
@@ -95,9 +89,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     options = ["--prompt-column", "", "--column", "audio=sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
     assert result["errors"] == {"media_unavailable": 1}
-    store = open_store(str(tmp_path / "run"))
-    data = store.get(output_key(store, "part-00000")).data
-    texts = [json.loads(line)["body"]["text"] for line in data.splitlines()[:2]]
+    texts = [line["body"]["text"] for line in output_lines(tmp_path / "run")[:2]]
     assert texts[0] == texts[1]
     assert texts[0].startswith("[audio:")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.errors import (
     AccessDenied,
     ErrorRateExceeded,
@@ -38,6 +38,7 @@ from making import (
     finished_chunks,
     make_job,
     make_job_of,
+    output_lines,
     read_marker,
     run_worker_here,
     run_worker_process,
@@ -49,28 +50,9 @@ from making import (
 FAST = ("--lease-seconds", "4", "--checkpoint-seconds", "0.3")
 
 
-def outputs(run: str | Path) -> dict[str, list[dict[str, Any]]]:
-    """Lines of every output that a marker vouches for, by chunk; what it says of them is checked."""
-    store = open_store(str(run))
-    found = {}
-    for name, generation in finished_chunks(store).items():
-        marker = read_marker(store, name, generation)
-        data = store.get(layout.output_key(marker.output)).data
-        assert (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
-        lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
-        assert len(lines) == marker.rows_ok + marker.rows_error
-        found[name] = lines
-    return found
-
-
-def all_lines(run: str | Path) -> list[dict[str, Any]]:
-    """Every line of the run, chunk after chunk."""
-    return [line for _, lines in sorted(outputs(run).items()) for line in lines]
-
-
 def assert_every_row_once(run: str | Path, rows: int) -> None:
     """Promise P1, with the echo engine's answers as the check of alignment."""
-    lines = all_lines(run)
+    lines = output_lines(run)
     assert [line["_row"] for line in lines] == list(range(rows))
     for line in lines:
         assert said(line) == default_row(line["_row"])["prompt"]
@@ -107,7 +89,9 @@ class TestTheMainJob:
 
     def test_by_a_manifest_of_ones_own_a_worker_does_no_other_chunks(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", only=1)
-        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+        assert sorted(finished_chunks(open_store(f"{job}/runs/a"))) == [
+            f"part-{index:05d}" for index in range(5, 10)
+        ]
 
     def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
@@ -130,7 +114,9 @@ class TestTheMainJob:
             "echo",
         ]
         command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
-        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+        assert sorted(finished_chunks(open_store(f"{job}/runs/a"))) == [
+            f"part-{index:05d}" for index in range(5, 10)
+        ]
 
 
 class TestStoppedAndStartedAgain:
@@ -252,7 +238,7 @@ class TestStoppedAndStartedAgain:
             assert time.monotonic() - begin < 30
         finally:
             silence.set()
-        assert not outputs(f"{job}/runs/a")
+        assert not finished_chunks(open_store(f"{job}/runs/a"))
 
 
 class TestBadRows:
@@ -265,7 +251,7 @@ class TestBadRows:
             [*arguments, "--engine", "echo", "--prompt-column", "prompt", *options],
             standalone_mode=False,
         )
-        return all_lines(tmp_path / "run")
+        return output_lines(tmp_path / "run")
 
     def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(
         self, tmp_path: Path
@@ -293,10 +279,6 @@ class TestBadRows:
             tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]
         )
         assert [said(line) for line in lines] == texts
-
-    def test_a_job_by_reference_needs_no_row_numbers(self, tmp_path: Path) -> None:
-        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
-        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
 
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
@@ -363,7 +345,7 @@ class TestBadRows:
         again = read_marker(store, "part-00001", 1)
         assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
         assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
-        assert [line["_row"] for line in all_lines(run)] == list(range(20))
+        assert [line["_row"] for line in output_lines(run)] == list(range(20))
 
     def test_a_repair_that_was_stopped_goes_on_with_what_it_has_not_reached(
         self, tmp_path: Path
@@ -395,7 +377,7 @@ class TestBadRows:
         assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
         assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 5)
         assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
-        assert [line["_row"] for line in all_lines(run)] == list(range(40))
+        assert [line["_row"] for line in output_lines(run)] == list(range(40))
 
 
 class TestBadInput:
@@ -414,7 +396,7 @@ class TestBadInput:
         assert caught.value.exit_status == 34
         assert "part-00003" in caught.value.message
         assert "sha256" in caught.value.message
-        assert len(outputs(f"{job}/runs/a")) == 9
+        assert len(finished_chunks(open_store(f"{job}/runs/a"))) == 9
 
     def test_an_output_that_cannot_be_written(self, job: str, tmp_path: Path, as_user: Any) -> None:
         (tmp_path / "closed").mkdir(mode=0o555)
@@ -450,7 +432,7 @@ def as_user() -> Iterator[Any]:
 class TestOutputs:
     def test_ids_can_come_from_a_column(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
-        for line in all_lines(f"{job}/runs/a"):
+        for line in output_lines(f"{job}/runs/a"):
             assert line["_id"] == default_row(line["_row"])["prompt"]
 
 
