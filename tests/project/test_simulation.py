@@ -118,7 +118,7 @@ class TestReplay:
     def test_a_seed_with_a_full_disk_gives_the_same_events_twice(self) -> None:
         """Its messages name a scratch folder, and such a folder has a random name."""
         first, second = (
-            [simulate(seed, keeps_trace=True, injected=["disks"]).trace for seed in range(6)]
+            [simulate(seed, keeps_trace=True, injected=["disks"]).trace for seed in range(9)]
             for _ in range(2)
         )
         assert any("ScratchFull" in line for trace in first for line in trace)
