@@ -491,12 +491,12 @@ def errors_are_not_counted() -> Defect:
 
 def repair_has_no_generation() -> Defect:
     """The marker of a repair is the one that it repairs."""
-    real = OpenChunk.marker
+    real = Publisher.publish
 
-    def marker(self: OpenChunk, **of: Any) -> Marker:
-        return msgspec.structs.replace(real(self, **of), generation=0)
+    def publish(self: Publisher, built: Built, marker: Marker, **of: Any) -> Published:
+        return real(self, built, msgspec.structs.replace(marker, generation=0), **of)
 
-    return mock.patch.object(OpenChunk, "marker", marker)
+    return mock.patch.object(Publisher, "publish", publish)
 
 
 def rows_are_numbered_by_chunk() -> Defect:
