@@ -90,6 +90,7 @@ def test_no_option_of_a_command_repeats_a_secret(
             call(capfd, name, *base, "--log-format", "json")
 
 
+@pytest.mark.full  # `convert` needs torch
 @pytest.mark.parametrize("url", URLS)
 def test_no_place_of_a_url_repeats_a_secret(
     url: str, job: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
