@@ -11,7 +11,7 @@ Rows of many chunks are in the engine at once. A finished row goes back to its c
 called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
-* the worker's loop (start.py) gives replies back with `handle` and keeps the books, in this order:
+* the worker's loop (main_loop.py) gives replies back with `handle` and keeps the books, in this order:
   `collect`, `num_built`, `prepare`.
 """
 
