@@ -34,6 +34,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
+from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -44,35 +45,26 @@ _WRITES = 5
 ENDED_STATES = ("done", "stopped", "failed")
 
 # --------------------------------------------------------------------------- when a worker is gone
-#
-# The limits that decide when a worker counts as gone or stuck are in this section, most of them in lengths of a lease.
 
 HEARTBEATS_PER_LEASE = 4
 """Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. If three heartbeats
 in a row fail, the lease lapses about when the fourth is due."""
 LEASES_WITHOUT_STORAGE = 10.0
-"""Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. The number is
-higher than LEASES_UNTIL_GONE, because loading an engine again costs more than waiting some minutes for a bucket."""
+"""Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. That is more
+than others wait for it, since loading an engine again costs more than waiting some minutes for a bucket."""
 LAPSES_WITHOUT_STORAGE = 3
 """Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
 a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
-LEASES_UNTIL_GONE = 1.0
-"""Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by
-the clock of the worker that waits."""
-_LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
+_LEASES_FOR_ONE_LOOK = 2.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
-gone. The number is higher than LEASES_UNTIL_GONE, because the command has not watched the worker's record: it compares
-storage's clock with its own, and the two clocks may differ."""
+gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
 _LEASES_OF_A_STALL = 0.6
 """Share of a lease without a heartbeat after which a worker seems stalled: two heartbeats in a row are missing."""
 
 
 def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a worker had no heartbeat for so long that others may take its chunks.
-
-    If several lengths of a lease are given, the longest counts.
-    """
-    return silent_seconds >= LEASES_UNTIL_GONE * max(lease_seconds)
+    """Whether a worker had no heartbeat for a lease, the longest of these, so that others may take its chunks."""
+    return silent_seconds >= max(lease_seconds)
 
 
 def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
@@ -103,11 +95,9 @@ class Lease:
         lease_seconds: float,
         nonce: str,
     ) -> None:
-        self._store = store
+        self._own = OwnRecord(store, layout.worker_key(worker_id), WorkerLease)
         self._clock = clock
         self._is_closed = False
-        self._key = layout.worker_key(worker_id)
-        self._etag = ""
         self._beat = 0
         self._renewed = float("-inf")
         self._superseded = False
@@ -128,7 +118,8 @@ class Lease:
         another start's record at its next renewal, and stops.
         """
         while True:
-            before, self._etag = self._read()
+            before, etag = self._own.read()
+            self._own.expect(etag)
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
@@ -136,23 +127,15 @@ class Lease:
                 return before
 
     def renew(self, record: Worker) -> None:
-        """Write the record again, as a heartbeat.
-
-        A StorageError is kept in `error`, and the next renewal tries again.
+        """Write the record again, as a heartbeat. A StorageError is kept in `error`; the next renewal tries again.
 
         Raises:
             Superseded: A newer start of this worker exists. Its record is left as it is.
         """
         started = self._clock.monotonic()
         try:
-            for _ in range(_WRITES):
-                if self._is_closed:
-                    return  # the record is left as `close` writes it, so this renews nothing
-                if self._write(record):
-                    break
-                self._settle()
-            else:
-                raise StorageError(f"{self._key}: the store keeps refusing its own etag")
+            if not self._persist(record, is_last=False):
+                return  # the record is left as `close` writes it
         except StorageError as error:
             self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
@@ -169,15 +152,7 @@ class Lease:
             Superseded: As in `renew`.
         """
         self._is_closed = True
-        for _ in range(_WRITES):
-            if self._write(record):
-                return
-            self._settle()
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since this process began to write its last successful heartbeat."""
-        return self._clock.monotonic() - self._renewed
+        self._persist(record, is_last=True)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -193,7 +168,7 @@ class Lease:
         """Whether others must still respect this worker's claims."""
         if self._superseded or self._is_closed:
             return False
-        return not has_lapsed(self.silent_seconds, self.lease_seconds)
+        return not has_lapsed(self._clock.monotonic() - self._renewed, self.lease_seconds)
 
     def require(self) -> None:
         """Raise an error unless this worker still holds its lease and has renewed it in time.
@@ -207,12 +182,10 @@ class Lease:
                 without a marker for orphans. The caller may try again after the next renewal. Or the lease is closed.
         """
         self._refuse_superseded()
-        if self._is_closed:
-            raise LeaseLapsed(f"worker {self.worker_id}: its lease has ended")
         if not self.is_held():
-            raise LeaseLapsed(
-                f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
-            )
+            late = f"its heartbeat was not renewed in {self.lease_seconds:g} s"
+            what = "its lease has ended" if self._is_closed else late
+            raise LeaseLapsed(f"worker {self.worker_id}: {what}")
 
     def confirm(self) -> str:
         """Check that no other start of this worker has replaced this worker's record. Sends one request.
@@ -225,7 +198,7 @@ class Lease:
         Raises:
             Superseded: The record is of another start of this worker.
         """
-        found, etag = self._read()
+        found, etag = self._own.read()
         if found is not None and found.nonce != self.nonce:
             self._superseded = True
             self._refuse_superseded()
@@ -238,17 +211,23 @@ class Lease:
                 hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
             )
 
-    def _read(self) -> tuple[WorkerLease | None, str]:
-        """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
-        try:
-            data, etag = self._store.get(self._key)
-        except ObjectNotFound:
-            return None, ""
-        try:
-            return codec.decode(data, WorkerLease, name=self._key), etag
-        except InputError as error:
-            logger.warning("%s; it is written anew", error)
-            return None, etag
+    def _persist(self, record: Worker, *, is_last: bool) -> bool:
+        """Write the record, again if it was changed meanwhile. Return False if the lease was closed instead."""
+        for _ in range(_WRITES):
+            if self._is_closed and not is_last:
+                return False
+            if self._write(record):
+                return True
+            self._settle()
+        raise StorageError(f"{self._own.key}: the store keeps refusing its own etag")
+
+    def _settle(self) -> None:
+        """Read the record after a refused write, and keep its etag for the next try.
+
+        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
+        or from outside (removed or damaged).
+        """
+        self._own.expect(self.confirm())
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
@@ -258,29 +237,8 @@ class Lease:
                 damaged or gone now. If this start wrote it anew, the newer one would take itself for superseded.
         """
         self._refuse_superseded()
-        try:
-            if self._etag:
-                self._etag = self._store.replace(self._key, self._body(record), self._etag)
-            else:
-                self._etag = self._store.create(self._key, self._body(record))
-        except (PreconditionFailed, AlreadyExists):
-            return False
-        return True
-
-    def _settle(self) -> None:
-        """Read the record after a refused write, and keep its etag for the next try.
-
-        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
-        or from outside (removed or damaged).
-
-        Raises:
-            Superseded: The record is of another start of this worker.
-        """
-        self._etag = self.confirm()
-
-    def _body(self, record: Worker) -> bytes:
         self._beat += 1
-        return codec.encode(
+        return self._own.write(
             WorkerLease(
                 id=self.worker_id,
                 nonce=self.nonce,
@@ -319,6 +277,16 @@ class Held(NamedTuple):
     etag: str
 
 
+def read_claim(store: Store, name: str) -> Held | None:
+    """Read a chunk's claim. Return None if the chunk has no claim."""
+    key = layout.claim_key(name)
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return None
+    return Held(decode_claim(data, key), etag)
+
+
 class _Sighting(NamedTuple):
     etag: str
     since: float
@@ -353,11 +321,9 @@ class Claims:
             with contextlib.suppress(AlreadyExists):
                 etag = self._store.create(key, self._body(self._lease.worker_id))
                 return Taken(etag, is_new=True)
-            try:
-                data, etag = self._store.get(key)
-            except ObjectNotFound:
+            held = read_claim(self._store, name)
+            if held is None:
                 continue  # The claim was removed between the two requests.
-            held = Held(decode_claim(data, key), etag)
             owner = held.claim.worker
             if owner == self._lease.worker_id:
                 # It is of an earlier start, or of a newer one, which writes its record before its first claim.
@@ -382,9 +348,8 @@ class Claims:
 
         Returns False for a claim that was taken over meanwhile, or that is gone. It is left as it is.
         """
-        body = self._body("")
         try:
-            self._store.replace(layout.claim_key(name), body, etag)
+            self._store.replace(layout.claim_key(name), self._body(""), etag)
         except PreconditionFailed:
             logger.info("%s: its claim is somebody else's by now", name)
             return False
