@@ -125,7 +125,9 @@ class Answers:
         count = len(lines)
         places = np.cumsum([0, *map(len, lines)], dtype=np.int64)
         buffers: list[Any] = [None, pa.py_buffer(places), pa.py_buffer(b"".join(lines))]
-        texts = [flatten_deep(line).decode(errors="replace").removesuffix("\n") for line in sources]
+        texts: list[Any] = [
+            flatten_deep(line).decode(errors="replace").removesuffix("\n") for line in sources
+        ]
         columns = {
             "wanted": pa.array(np.arange(row, row + count)),
             "line": pa.Array.from_buffers(pa.large_string(), count, buffers),
