@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.formats import OutputLine, read_line
+from batchinfer.formats.lines import OutputLine, read_line
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

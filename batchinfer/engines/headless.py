@@ -8,6 +8,7 @@ when the others may load it, and one with its exit status at its end, as far as 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -20,13 +21,12 @@ import msgspec
 from batchinfer.core.errors import (
     ConfigError,
     EngineDied,
-    EngineError,
     EngineLoadError,
     Interrupted,
 )
 from batchinfer.engines import Stop, check_engine, check_installed
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.server import ServerProcess, plan
+from batchinfer.engines.server import OwnServer, plan
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -39,48 +39,46 @@ _KEEPALIVE_SECONDS = 10
 
 
 class Nodes:
-    """Node 0's connections to the other nodes. Listens as soon as it is made.
+    """Node 0's connections to the other nodes. Belongs to an event loop, which must turn."""
 
-    Raises:
-        ConfigError: this machine does not have the address --master-addr, or another program uses the port.
-    """
+    def __init__(self) -> None:
+        self.has_lost_one = False
+        self._links: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._links: list[socket.socket] = []
+    async def listen(self, config: EngineConfig, revision: str) -> None:
+        """Let nodes in from now on, and tell them the revision of the model.
+
+        Raises:
+            ConfigError: this machine does not have the address --master-addr, or another program uses the port.
+        """
+
+        async def let_in(reader: asyncio.StreamReader, link: asyncio.StreamWriter) -> None:
+            _keep_alive(link.get_extra_info("socket"))
+            self._links.append(link)
+            link.write(f"{revision}\n".encode())
+            with contextlib.suppress(OSError):
+                await reader.read()  # a node sends nothing, so this is its end
+            self.has_lost_one = True
+
         place = (config.master_addr, config.master_port + 1)
         try:
-            self._server = socket.create_server(place)
+            self._server = await asyncio.start_server(let_in, *place)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})",
                 hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
             ) from error
-        self._server.setblocking(False)
 
-    def check(self, kind: type[EngineError], revision: str) -> None:
-        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                link, _ = self._server.accept()
-                _keep_alive(link)
-                link.sendall(f"{revision}\n".encode())
-                link.setblocking(False)
-                self._links.append(link)
-        for link in self._links:
-            with contextlib.suppress(BlockingIOError):
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    link.recv(1)  # a node sends nothing, so this is its end
-                raise kind("a node that runs a share of the model has gone")
-
-    def close(self, status: int) -> None:
+    async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
-        with contextlib.suppress(OSError, EngineError):
-            self.check(EngineDied, "")
+        if self._server is not None:
+            self._server.close()
         for link in self._links:
-            with contextlib.suppress(OSError):
-                link.sendall(f"{status}\n".encode())
+            link.write(f"{status}\n".encode())
             link.close()
-        self._server.close()
+            with contextlib.suppress(OSError):
+                await link.wait_closed()
 
 
 def _keep_alive(link: socket.socket) -> None:
@@ -123,15 +121,14 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         stack.callback(scratch.close)
         [launch] = plan(config, Path(scratch.folder), loading)
         launch.environment["VLLM_HOST_IP"] = str(link.getsockname()[0])
-        process = ServerProcess(launch, scratch.folder / "server.log")
-        process.start()
-        stack.callback(process.end)
+        server = OwnServer(launch, scratch.folder / "server.log")
+        server.start()
+        stack.callback(server.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
         while received.count("\n") < 2:
             received += _receive(link, stop)
-            process.copy_log()
-            if process.exit_status() is not None:
-                raise EngineDied(f"node {config.node_rank}: {process.reason()}")
+            if why := server.look_at_process():
+                raise EngineDied(f"node {config.node_rank}: {why}")
     if status := int(received.split("\n")[1]):
         raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}

@@ -12,7 +12,7 @@ from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Failure, Record, Reply, Usage
 from batchinfer.core.row_codes import Code
 from batchinfer.formats import bodies
-from batchinfer.prompts import Prepared
+from batchinfer.prompts.types import Prepared
 
 _encode = msgspec.json.Encoder().encode
 

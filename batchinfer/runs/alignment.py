@@ -15,7 +15,7 @@ from typing import Any
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError
 from batchinfer.core.records import Marker, Run
-from batchinfer.formats import read_line
+from batchinfer.formats.lines import read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import json_lines

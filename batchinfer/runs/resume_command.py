@@ -12,7 +12,7 @@ from batchinfer.core import codec
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
 from batchinfer.core.shell import in_bash, quote
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.worker.worker_config import WorkerConfig
 
 _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")

@@ -14,7 +14,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.records import Marker
-from batchinfer.formats import Answer, OutputLine, answer_of, read_line
+from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import OpenStore, job_chunks
 from batchinfer.ledger.looks import Snapshot

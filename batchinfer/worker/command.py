@@ -25,7 +25,8 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.engine_config import EchoOptions, EngineConfig, parallel_options
-from batchinfer.prompts import PromptConfig, Sampling, make_body
+from batchinfer.prompts.prompt_config import make_body
+from batchinfer.prompts.types import PromptConfig, Sampling
 from batchinfer.worker.worker_config import Limits, WorkerConfig
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from batchinfer.ledger.runs import (
     join_run,
     read_run,
 )
-from batchinfer.prompts import PromptBuilder
+from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.worker.media_fetching import check_media
 from batchinfer.worker.telemetry import Telemetry

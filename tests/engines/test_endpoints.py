@@ -14,7 +14,7 @@ from batchinfer.core.errors import (
     EngineDied,
     EngineLoadError,
 )
-from batchinfer.engines import create_engine, dispatch, targets
+from batchinfer.engines import create_engine, http, targets
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.pace import Pace, estimate_tokens
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
@@ -25,7 +25,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -201,7 +201,7 @@ def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, e
 
 
 def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch):
-    monkeypatch.setattr(dispatch, "is_answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(http, "is_answer", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(engine, ListSource(calls(9)))
 

@@ -136,7 +136,7 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
         server = engine.targets[0]
         while victims:
             if server.is_ready and server.num_answered > 300:
-                family = descendants(server.process._guard.pid)
+                family = descendants(server.guard.pid)
                 seen.update(family)
                 os.kill(named(family, victims.pop()), signal.SIGKILL)
                 while server.is_ready:
@@ -153,7 +153,7 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
     assert deaths
     assert engine.stats().restarts == 2
     assert engine.stats().completion_tokens > 1500
-    seen.update(descendants(engine.targets[0].process._guard.pid))
+    seen.update(descendants(engine.targets[0].guard.pid))
     engine.close()
     assert are_gone(seen, 1.0)
 
@@ -197,7 +197,7 @@ def test_another_server_from_pypi_runs_in_vllms_place():
         EngineConfig(model=str(DEMO_MODEL), server_command=command, max_concurrency=2)
     )
     engine.open(Flag())
-    family = descendants(engine.targets[0].process._guard.pid)
+    family = descendants(engine.targets[0].guard.pid)
     found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
     assert all(is_right(key[1], reply) for key, reply in found.items())
     engine.close()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig, RawRow, rows
+from batchinfer.prompts import rows
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import EngineRules, PromptConfig, RawRow
 from prompt_rows import builder, code, prepare, sent
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -46,8 +48,6 @@ def contents(value: Any, **options: Any) -> list[Any]:
         (b'{"p": ["x"]}', "invalid_column"),
         (b'{"p": ""}', "invalid_column"),
         (b'{"p": []}', "invalid_column"),
-        (b'{"p": "x", "_row": 5}', "row_mismatch"),
-        (b'{"p": "x", "_row": "0"}', "row_mismatch"),
     ],
 )
 def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import NAMED_TEMPLATES, Prepared
+from batchinfer.prompts.templates import NAMED_TEMPLATES
+from batchinfer.prompts.types import Prepared
 from prompt_rows import builder, code, prepare, sent
 
 

@@ -25,7 +25,7 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, PreconditionFailed, StorageError
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage import Store, clouds
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy

@@ -15,7 +15,7 @@ import pytest
 
 from batchinfer.cli import main
 from batchinfer.core import layout
-from batchinfer.engines import dispatch
+from batchinfer.engines import http
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
 from making import finished_chunks, make_job, read_marker, said
@@ -26,7 +26,7 @@ KEY = "sk-a1B2c3D4e5F6"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short waits, a key, and the signal handlers put back."""
-    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield

@@ -11,7 +11,7 @@ from typing import Any
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import WorkerConfig, real_environment
