@@ -230,14 +230,22 @@ def worker_args() -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
 
-def check_config(config: EngineConfig) -> None:
-    """Refuse options that contradict each other, before anything is started. Pure.
+def check_engine(config: EngineConfig) -> None:
+    """Refuse a configuration that an engine could not run. Starts nothing, and asks no other machine. Pure.
 
     Raises:
-        ConfigError: the message names them.
+        ConfigError: the message names the option that is wrong.
     """
-    if config.replicas != "auto" and config.replicas < 1:
-        raise ConfigError(f"--replicas: is {config.replicas}, expected at least 1")
+    if config.engine == "openai" and not config.base_urls:
+        raise ConfigError(
+            "--engine openai: no --base-url says where the endpoint is",
+            hint="add --base-url http://127.0.0.1:8000/v1, for example",
+        )
+    if not config.model and config.engine != "echo":
+        raise ConfigError(
+            "--model: is missing, expected a model's folder or its name on the Hub",
+            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
+        )
     command = config.server_command
     if command and "{port}" not in command and "{socket}" not in command:
         raise ConfigError(

@@ -24,7 +24,7 @@ from batchinfer.core.errors import (
     EngineLoadError,
     Interrupted,
 )
-from batchinfer.engines import Stop, check_engine, check_installed
+from batchinfer.engines import Stop, create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.storage.scratch import Scratch
@@ -109,8 +109,7 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
             "--headless without --node-rank: node 0 is the worker itself",
             hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
         )
-    check_engine(config)
-    check_installed(config)
+    create_engine(config)  # refuses what cannot work
     with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
         received = ""
         while "\n" not in received:

@@ -24,15 +24,7 @@ from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
 from batchinfer.engines.pace import Pace
-from batchinfer.engines.replies import (
-    DENIED,
-    INVALID_STATUS,
-    OVERLOADED,
-    TRANSIENT,
-    invalid_answer,
-    is_answer,
-    is_used_up,
-)
+from batchinfer.engines.replies import judge
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.targets import Endpoint, Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
@@ -83,6 +75,7 @@ class HttpEngine:
         self._has_reply = asyncio.Event()
         self._failure: BaseException | None = None
         """Why the engine cannot go on."""
+        self._is_open = False
         self._num_restarts = 0
         self._has_answered = False
         self._outage_since: float | None = None
@@ -100,27 +93,21 @@ class HttpEngine:
             self.targets = self._make_targets(stop)
             for server in self._servers:
                 server.start()
-            while waiting := [each for each in self.targets if not each.is_ready]:
-                for target in waiting:
-                    reason = self._run(target.look(self.config))
-                    if reason and (len(waiting) == len(self.targets) or self._servers):
-                        raise target.load_error(reason)
-                    if reason:
-                        logger.warning("%s: %s; the others go on", target.name, reason)
-                        target.is_ready = True
+            self._watches = [self._spawn(self._watch(target)) for target in self.targets]
+            while not all(target.is_ready for target in self.targets):
+                self._turn(LOAD_LOOK_SECONDS)
+                if self._failure is not None:
+                    raise self._failure
                 if self._nodes.has_lost_one:
                     raise EngineLoadError(_LOST_NODE)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
-                if not all(target.is_ready for target in self.targets):
-                    self._turn(LOAD_LOOK_SECONDS)
-            info = self._describe(time.monotonic() - start)
-            self._watches = [self._spawn(self._watch(server)) for server in self._servers]
+            self._is_open = True
+            return self._describe(time.monotonic() - start)
         except BaseException as error:
             self._failure = error
             self.close()
             raise
-        return info
 
     def _make_targets(self, stop: Stop) -> Sequence[Target]:
         """Return the targets; servers of ours are not started."""
@@ -343,18 +330,16 @@ class HttpEngine:
             await self._pace.wait(call)
             answered_before = target.num_answered
             found = await target.post(call)
-            reply = Reply(key=call.key, status=found.status or 503, body=found.body)
-            if isinstance(target, Endpoint) and (found.status in DENIED or is_used_up(reply)):
+            reply, verdict = judge(call, found.status, found.body)
+            if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
-            if found.status == 200 and not is_answer(call, found.body):
-                reply = Reply(key=call.key, status=INVALID_STATUS, body=invalid_answer(found.body))
-            elif found.status and found.status not in TRANSIENT:
+            if verdict in ("final", "denied"):
                 self._has_answered, self._outage_since = True, None
                 target.num_pauses = 0
                 target.num_answered += 1
                 return reply
             self._outage_since = self._outage_since or time.monotonic()
-            if found.status in OVERLOADED or found.wait_seconds is not None:
+            if verdict == "busy" or found.wait_seconds is not None:
                 target.pause(found.wait_seconds)
                 continue
             num_failed += 1
@@ -415,32 +400,43 @@ class HttpEngine:
 
     # ------------------------------------------------------------------ deaths of servers
 
-    async def _watch(self, server: OwnServer) -> None:
-        """End a server that hangs, hand back the rows of one that is dead, and start it again."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS if server.is_ready else LOAD_LOOK_SECONDS)
-            was_ready = server.is_ready
-            reason = await server.look(self.config)
-            if server.is_ready and not was_ready:
-                logger.info("%s: loaded again", server.name)
+    async def _watch(self, target: Target) -> None:
+        """Wait until a target is ready. One of ours is watched on, and started again when it is dead.
+
+        Raises:
+            BatchinferError: the target is not there when the engine opens.
+        """
+        while not target.is_ready or isinstance(target, OwnServer):
+            reason = await target.look(self.config)
             if not reason:
-                continue
-            server.is_ready = False
-            await asyncio.to_thread(server.end, is_kill=True)
-            server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
-            server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
-            what, next_step = "replica_restarted", "it is started again, its rows are tried again"
-            if server.is_lost:
-                what, next_step = "replica_lost", "it is not started again"
-            message, count = f"{server.name}: {reason}", len(server.in_flight)
-            fields = event(what, replica=server.name, rows=count)
-            logger.warning("%s; it held %d rows; %s", message, count, next_step, extra=fields)
-            self._hand_back(server, message)
-            if all(each.is_lost for each in self._servers):
-                self._failure = EngineDied(message)  # is raised when those rows have been taken
-            await server.close()
-            if server.is_lost:
-                return
+                await asyncio.sleep(LOOK_SECONDS if target.is_ready else LOAD_LOOK_SECONDS)
+            elif isinstance(target, OwnServer) and self._is_open:
+                await self._restart(target, reason)
+                if target.is_lost:
+                    return
+            elif isinstance(target, Endpoint) and any(each.is_ready for each in self.targets):
+                logger.warning("%s: %s; the others go on", target.name, reason)
+                target.is_ready = True
+            else:
+                raise target.load_error(reason)
+
+    async def _restart(self, server: OwnServer, reason: str) -> None:
+        """End a server that hangs or is dead, hand back its rows, and start it again unless it has died too often."""
+        server.is_ready = False
+        await asyncio.to_thread(server.end, is_kill=True)
+        server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
+        server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
+        what, next_step = "replica_restarted", "it is started again, its rows are tried again"
+        if server.is_lost:
+            what, next_step = "replica_lost", "it is not started again"
+        message, count = f"{server.name}: {reason}", len(server.in_flight)
+        fields = event(what, replica=server.name, rows=count)
+        logger.warning("%s; it held %d rows; %s", message, count, next_step, extra=fields)
+        self._hand_back(server, message)
+        if all(each.is_lost for each in self._servers):
+            self._failure = EngineDied(message)  # is raised when those rows have been taken
+        await server.close()
+        if not server.is_lost:
             self._num_restarts += 1
             if server.num_deaths > 1:
                 await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))

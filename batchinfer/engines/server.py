@@ -290,8 +290,11 @@ class OwnServer(Target):
         if not self.is_ready:
             self.is_ready, self._moved = await self.is_healthy(), now
             seconds = config.load_timeout_seconds
-            is_late = not self.is_ready and now - self._started > seconds
-            return f"not loaded after {seconds:g} s{self._last_lines()}" if is_late else ""
+            if self.is_ready:
+                logger.info("%s: loaded", self.name)
+            elif now - self._started > seconds:
+                return f"not loaded after {seconds:g} s{self._last_lines()}"
+            return ""
         await self.read_counters(config.stall_seconds)
         tokens = (self._counters["prompt_tokens"], self._counters["completion_tokens"])
         if (self.num_answered, tokens) != self._progress or not self.in_flight:

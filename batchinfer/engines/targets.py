@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -61,19 +61,12 @@ class Target:
         slots: Number of calls that it holds at once.
         socket: Path of its unix socket; empty if the URL says where it is.
         key: Key for the header Authorization; empty for none.
-        uses_proxy: Whether the variables HTTPS_PROXY and the like count.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        slots: int,
-        *,
-        socket: str = "",
-        key: str = "",
-        uses_proxy: bool = False,
-    ) -> None:
+    uses_proxy: ClassVar[bool] = False
+    """Whether the variables HTTPS_PROXY and the like count."""
+
+    def __init__(self, name: str, url: str, slots: int, *, socket: str = "", key: str = "") -> None:
         self.name, self.url, self.slots = name, url, slots
         self.is_ready = False
         self.in_flight: dict[RowKey, asyncio.Task[None]] = {}
@@ -83,7 +76,7 @@ class Target:
         """Pauses since the last answer."""
         self.timeout_seconds: float | None = None
         """Longest time that one attempt at a call may take."""
-        self._socket, self._key, self._uses_proxy = socket, key, uses_proxy
+        self._socket, self._key = socket, key
         self._http: aiohttp.ClientSession | None = None
 
     @property
@@ -119,7 +112,7 @@ class Target:
                 else aiohttp.TCPConnector(**options),
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_SECONDS),
-                trust_env=self._uses_proxy,
+                trust_env=self.uses_proxy,
                 read_bufsize=1 << 20,
             )
         return self._http.request(method, self.url_of(path), allow_redirects=False, **more)
@@ -191,6 +184,8 @@ class Endpoint(Target):
         ConfigError: the URL is none, or the key cannot be sent.
     """
 
+    uses_proxy = True
+
     def __init__(self, url: str, config: EngineConfig) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
@@ -201,7 +196,7 @@ class Endpoint(Target):
             )
         key = os.environ.get(KEY_VARIABLE, "").strip()
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
-        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key, uses_proxy=True)
+        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
         self.timeout_seconds = config.request_timeout_seconds
         self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
 

@@ -16,7 +16,7 @@ from batchinfer.prompts.conversation import (
 from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
-from batchinfer.prompts.templates import PromptTemplate, find_template
+from batchinfer.prompts.templates import CONVERSATIONS, PromptTemplate, template_text
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -42,13 +42,11 @@ class RowsReader:
         self._rules = rules
         self._messages_column = config.messages_column
         self._template: PromptTemplate | None = None
-        if source := config.prompt_template:
-            named = find_template(source)
-            if named and not named.source:
-                [self._messages_column] = named.columns
+        if config.prompt_template:
+            if text := template_text(config.prompt_template):
+                self._template = PromptTemplate(text, {"system_prompt": config.system_prompt})
             else:
-                values = {"system_prompt": config.system_prompt}
-                self._template = PromptTemplate(named.source if named else source, values)
+                self._messages_column = CONVERSATIONS
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
         self._turns = check_turns(config.turns)

@@ -67,8 +67,8 @@ def command(**options: Any) -> dict[str, Any]:
     if options["prompt_template"] == "list":
         from batchinfer.prompts.templates import NAMED_TEMPLATES
 
-        for name, template in NAMED_TEMPLATES.items():
-            say(f"{name}: {template.description}")
+        for name, (description, _) in NAMED_TEMPLATES.items():
+            say(f"{name}: {description}")
         return {"templates": list(NAMED_TEMPLATES)}
     if options["show_config"]:
         parts = {"engine": engine_config(options), "prompt": prompt_config(options)}

@@ -201,7 +201,7 @@ def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, e
 
 
 def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch):
-    monkeypatch.setattr(http, "is_answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(http, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(engine, ListSource(calls(9)))
 

@@ -20,7 +20,7 @@ from batchinfer.core.errors import (
     Interrupted,
     StorageError,
 )
-from batchinfer.engines import buckets, identify_model, longest_sequence
+from batchinfer.engines import buckets, identify_model
 from batchinfer.engines.adapters import check_fit, describe_adapters, write_options
 from batchinfer.engines.buckets import fetch, list_model
 from batchinfer.engines.engine_config import EngineConfig
@@ -54,13 +54,6 @@ def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
 )
 def test_what_changes_a_models_sizes(tmp_path, config, field, expected):
     assert getattr(described(tmp_path / "m", **config), field) == expected
-
-
-def test_a_typed_length_counts_before_the_models(tmp_path):
-    model = str(write_model_stub(tmp_path / "m"))
-    assert longest_sequence(EngineConfig(model=model)) == 8192
-    assert longest_sequence(EngineConfig(model=model, server_args=["--max-model-len=99"])) == 99
-    assert longest_sequence(EngineConfig(engine="echo")) is None
 
 
 @pytest.mark.parametrize(
