@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
+from batchinfer.core.errors import EngineDied, Interrupted
 from batchinfer.core.events import event
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply, RowKey
 from batchinfer.engines import RequestSource, Stop, is_remote, lists, share_out
@@ -45,7 +45,6 @@ LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks at a server that runs."""
-_LOST_NODE = "a node that runs a share of the model has gone"
 # Seconds until `RequestSource.take` is called again if slots are free.
 _POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
@@ -96,10 +95,7 @@ class HttpEngine:
             self._watches = [self._spawn(self._watch(target)) for target in self.targets]
             while not all(target.is_ready for target in self.targets):
                 self._turn(LOAD_LOOK_SECONDS)
-                if self._failure is not None:
-                    raise self._failure
-                if self._nodes.has_lost_one:
-                    raise EngineLoadError(_LOST_NODE)
+                self._check(is_idle=False)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
             self._is_open = True
@@ -203,7 +199,8 @@ class HttpEngine:
     def _check(self, *, is_idle: bool) -> None:
         """Raise the error that ends the engine, if there is one."""
         if self._nodes.has_lost_one:
-            self._failure = self._failure or EngineDied(_LOST_NODE)
+            message = "a node that runs a share of the model has gone"
+            self._failure = self._failure or EngineDied(message)
         self._find_outage(is_idle=is_idle)
         if self._failure is not None:
             raise self._failure
@@ -297,16 +294,12 @@ class HttpEngine:
     async def _answer(self, target: Target, calls: Sequence[Call]) -> None:
         """Have one request answered, and deliver the replies to its calls."""
         reply = await self._send(target, lists.merge(calls))
-        replies: Sequence[Reply] | None = [reply]
-        if len(calls) > 1:
-            replies = lists.split(calls, reply.body) if reply.status == 200 else None
-        if replies is None:
-            # One text may be why all are refused, so each is sent by itself.
+        if replies := lists.split(calls, reply):
+            for each in replies:
+                self._deliver(target, each)
+        else:  # one text may be why all are refused, so each is sent by itself
             for call in calls:
                 self._begin(target, [call])
-            return
-        for each in replies:
-            self._deliver(target, each)
 
     def _deliver(self, target: Target, reply: Reply) -> None:
         if target.in_flight.pop(reply.key, None) is not None:

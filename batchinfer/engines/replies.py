@@ -113,7 +113,7 @@ def failure_of(reply: Reply) -> Failure | None:
     if reply.status == 0:
         message = reply.body.decode("utf-8", "replace")
         return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
-    if 200 <= reply.status < 300:
+    if reply.status == 200:
         return None
     problem, status = problem_of(reply.body), reply.status
     message = problem.message[:_LONGEST_MESSAGE] or f"the server answered with status {status}"
@@ -122,7 +122,7 @@ def failure_of(reply: Reply) -> Failure | None:
 
 
 def _code_of(status: int, problem: Problem) -> Code:
-    if problem.type == _INVALID_TYPE:
+    if problem.type == _INVALID_TYPE or status < 300:
         return Code.INVALID_ANSWER
     if status in _TRANSIENT or (status >= 500 and status != 501):
         return Code.SERVER_ERROR

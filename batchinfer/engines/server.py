@@ -29,10 +29,9 @@ from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
-from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
 from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
-from batchinfer.engines.models import ModelInfo, describe_model, plain_path
+from batchinfer.engines.models import ModelInfo, describe_model, local_copy
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
 from batchinfer.engines.targets import Target, slots_for
 
@@ -112,10 +111,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
-    path = plain_path(config.model)
-    model = str(path) if path.exists() else config.model
-    if is_in_bucket(model):
-        model = str(fetch(list_model(model), stop))
+    model = str(local_copy(config.model, stop) or config.model)
     adapters = describe_adapters(config)
     check_fit(adapters, model, info.revision)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes

@@ -29,14 +29,6 @@ class EncodedRow(Record, frozen=True, kw_only=True, gc=False):
     failure: Failure | None = None
 
 
-class OutputError(msgspec.Struct, frozen=True, gc=False):
-    """The `error` of an output line."""
-
-    code: str
-    message: str = ""
-    param: str | None = None
-
-
 class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "id": "_id"}):
     """An output line after it was read: of `body` and `error`, one is there."""
 
@@ -45,7 +37,8 @@ class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "
     status: int
     body: msgspec.Raw = msgspec.Raw()
     """The server's body as JSON; empty for a row without an answer."""
-    error: OutputError | None = None
+    error: Failure | None = None
+    """Why there is no answer. Its own `status` is not in the line."""
 
     @property
     def is_ok(self) -> bool:
@@ -87,8 +80,6 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
     Raises:
         InputError: the reply is no answer.
     """
-    if reply.status != 200:
-        raise InputError(f"the server answered with status {reply.status}", hint="")
     body, data = bodies.read_body(reply.body)
     if body is None:
         return EncodedRow(line=_line(prepared, 200, b'"body":%b' % data), ok=True)

@@ -49,6 +49,7 @@ _EXCLUSIVE = (
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+_GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
 
@@ -111,11 +112,11 @@ class PromptBuilder:
         prompts: dict[str, dict[str, Any]] = {
             CHAT_URL: {"messages": [{"role": "user", "content": text}]},
             COMPLETIONS_URL: {"prompt": text},
-            TASK_PATHS["score"]: {"text_1": text, "text_2": text},
-            TASK_PATHS["rerank"]: {"query": text, "documents": [text]},
+            "/score": {"text_1": text, "text_2": text},
+            "/rerank": {"query": text, "documents": [text]},
         }
-        body = {**prompts.get(path, {"input": text}), "model": self._rules.model}
-        if path in (CHAT_URL, COMPLETIONS_URL):
+        body = prompts.get(path, {"input": text})
+        if path in _GENERATING:
             body["max_tokens"] = self._config.body.get("min_tokens") or 1
         return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 
@@ -209,7 +210,7 @@ class PromptBuilder:
         side = self._config.truncate_prompt
         if length is None or name in body or name not in self._known(path):
             return
-        if path in (CHAT_URL, COMPLETIONS_URL):
+        if path in _GENERATING:
             default = 1 if path == CHAT_URL or self._reader.path else _API_MAX_TOKENS
             wanted = body.get("max_completion_tokens") or body.get("max_tokens")
             room = length - (wanted if type(wanted) is int else default)
@@ -223,8 +224,9 @@ class PromptBuilder:
         is_greedy = isinstance(temperature, int | float) and temperature <= 0
         if is_greedy or body.get("seed") is not None:
             return False
-        is_generating = path in (CHAT_URL, COMPLETIONS_URL, *SPEECH_URLS)
-        return is_generating or {"seed", "temperature"} <= self._rules.parameters(path)
+        return path in (*_GENERATING, *SPEECH_URLS) or (
+            {"seed", "temperature"} <= self._rules.parameters(path)
+        )
 
 
 def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:

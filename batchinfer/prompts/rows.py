@@ -81,12 +81,10 @@ class RowsReader:
             body = self._pair(columns)
         else:
             body = self._prompt(columns)
-        body["model"] = self._rules.model
         config = self._config
         if config.adapters:  # a single one answers every row
             name = config.column("lora")
-            own = columns.get(name) if name else config.adapters[0]
-            body["model"] = own or self._rules.model
+            body["model"] = columns.get(name) if name else config.adapters[0]
         if name := config.column("constraint"):
             with reading(f"column {name!r}", Code.INVALID_CONSTRAINT):
                 body |= read_constraint(columns.get(name))

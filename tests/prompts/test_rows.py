@@ -111,7 +111,7 @@ def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
     prepared = prepare({"p": "x"}, prompt_column="p", body={"temperature": 0})
     assert prepared.call is not None
     assert prepared.call.path == "/v1/completions"
-    assert prepared.call.body == b'{"prompt":"x","model":"m","temperature":0}'
+    assert prepared.call.body == b'{"prompt":"x","temperature":0,"model":"m"}'
     rules = EngineRules(model="m", max_model_len=100)
     found = sent(prepare({"p": [5, 6]}, rules, prompt_column="p", truncate_prompt="left"))
     assert found["prompt"] == [5, 6]
