@@ -82,11 +82,8 @@ class Target:
     @property
     def free_slots(self) -> int:
         """Number of calls that it can take now."""
-        return (
-            max(0, self.slots - len(self.in_flight))
-            if self.is_ready and not self.pause_seconds
-            else 0
-        )
+        is_open = self.is_ready and not self.pause_seconds
+        return max(0, self.slots - len(self.in_flight)) if is_open else 0
 
     @property
     def pause_seconds(self) -> float:
