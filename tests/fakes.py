@@ -110,7 +110,7 @@ class MemoryStore(BucketStore):
 
     def __init__(self, url: str, *, clock: Callable[[], float] | None = None) -> None:
         opened = clouds.open_memory(url)
-        super().__init__(url, opened._client, opened._cloud)
+        super().__init__(url, opened._store, opened._cloud)
         self._clock = clock
 
     def _put(self, key: str, file: bytes | Path, mode: Any) -> str:

@@ -54,9 +54,8 @@ def configure_logging() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     # If a library logs and has no handler, Python prints its warnings to stderr. stamina would print each retry, which
-    # our own log already reports. gcsfs would print the traceback of an exception that it raises anyway.
-    for library in ("stamina", "gcsfs"):
-        logging.getLogger(library).addHandler(logging.NullHandler())
+    # our own log already reports.
+    logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 
 def set_level(level: str) -> None:

@@ -28,7 +28,13 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import Record
 from batchinfer.core.redaction import redact
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_url, fsspec_options, local_path, open_store, split_url
+from batchinfer.storage.opening import (
+    BUCKET_SCHEMES,
+    check_url,
+    local_path,
+    open_store,
+    split_url,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +50,6 @@ _NOTES = (".json", ".txt")
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
 _STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 """Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_OUTSIDE = ("aiohttp", "azure", "botocore", "gcsfs", "google", "requests")
-"""Packages whose errors come from a request to a server."""
 _GLOB = re.compile(r"[*?\[]")
 _BUFFER_BYTES = 1 << 20
 
@@ -228,20 +231,18 @@ def _filesystem(url: str) -> tuple[Any, str]:
     """Return the filesystem of `url`, in fsspec's interface, and the path of `url` in it."""
     import fsspec
 
-    scheme = split_url(url)[0]
-    if scheme == "r2":
-        open_store(url)  # raises ConfigError if requests would go to AWS
-        scheme, url = "s3", f"s3{url[2:]}"
+    scheme, path = split_url(url)
+    if scheme in BUCKET_SCHEMES:
+        from batchinfer.storage.bucket_files import BucketFiles
+
+        return BucketFiles(open_store(f"{scheme}://{path.partition('/')[0]}")), path
     url = str(local_path(url).absolute()) if scheme == "file" else url
     try:
-        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **fsspec_options(scheme)))
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
     except (ImportError, TypeError, ValueError) as error:
-        package = _PACKAGES.get(scheme)
         raise ConfigError(
             f"{url}: no filesystem for {scheme}:// can be used here ({error})",
-            hint=f"pip install {package}"
-            if package
-            else "use a path, s3://, gs://, az:// or hf://",
+            hint="use a path, s3://, gs://, az:// or hf://",
         ) from error
 
 
@@ -271,8 +272,8 @@ def reading(url: str) -> Iterator[None]:
 def _translated(url: str, error: Exception) -> BatchinferError | None:
     """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
-    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        hint = "set AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or the like, or check the file's permissions"
+    if isinstance(error, PermissionError):
+        hint = "check the file's permissions"
         return AccessDenied(f"{url}: access refused ({error})", hint=hint)
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         hint = "check the spelling"
@@ -281,7 +282,7 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
     is_damage = type(error) is OSError and error.errno is None and _is_local(url)
     if package in ("pyarrow", "zstandard", "_csv") or is_damage:
         return damaged(url, str(error))
-    if isinstance(error, OSError) or package in _OUTSIDE:
+    if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)
     return None

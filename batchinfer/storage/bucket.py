@@ -8,13 +8,13 @@ and compared.
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from batchinfer.core import layout
 from batchinfer.core.errors import (
@@ -31,31 +31,13 @@ from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
 
-PIECE_BYTES = 1 << 20
-
-
-class Client(Protocol):
-    """obstore's functions of these names, for one bucket. Each call is one request, or few, and raises as they do."""
-
-    def get(self, path: str) -> Any:
-        """Return obstore's GetResult."""
-        ...
-
-    def head(self, path: str) -> Mapping[str, Any]:
-        """Return obstore's ObjectMeta."""
-        ...
-
-    def list(self, folder: str, after: str | None) -> Iterator[Sequence[Mapping[str, Any]]]:
-        """Yield pages of ObjectMeta in key order. `folder` is a whole component; keys up to `after` are left out."""
-        ...
-
-    def put(self, path: str, file: bytes | Path, mode: Any = None) -> Mapping[str, Any]:
-        """Return obstore's PutResult. `mode` is None, "create" or an UpdateVersion."""
-        ...
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Some stores raise FileNotFoundError for an object that is absent."""
-        ...
+PART_BYTES = 8 << 20
+"""Bytes of the parts in which a large file goes up. R2 wants equal ones, and no store takes more than 10,000."""
+_PARTS_AT_ONCE = 4
+_HEAVY_BYTES = 1 << 20
+_KEYS_PER_PAGE = 1000
+_PIECE_BYTES = 1 << 20
+_READ_AHEAD_BYTES = 4 << 20
 
 
 class BucketStore:
@@ -63,18 +45,25 @@ class BucketStore:
 
     Args:
         url: For example ``s3://bucket/prefix``.
-        client: Sends the requests.
+        store: obstore's store of the bucket, or what has the same methods. Each call is one request, or few.
         cloud: Whose bucket it is, for messages and hints.
+        patient: The same store, with more time for each request.
         retries: How each request is repeated.
     """
 
     def __init__(
-        self, url: str, client: Client, cloud: Cloud, *, retries: RetryPolicy | None = None
+        self,
+        url: str,
+        store: Any,
+        cloud: Cloud,
+        *,
+        patient: Any = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         self.bucket, self._root = split_bucket(url)
         self.url = f"{url.partition('://')[0]}://{self.bucket}/{self._root}".rstrip("/")
-        self._client = client
-        self._cloud = cloud
+        self._store, self._patient = store, patient or store
+        self._cloud = cloud._replace(create=cloud.create.format(bucket=self.bucket))
         self._retries = retries or RetryPolicy()
         self._has_answered = False
         """Whether anything has ever answered at the store's address."""
@@ -83,16 +72,32 @@ class BucketStore:
 
     def get(self, key: str) -> Object:
         """See `Store.get`. One request."""
-        return self._read(key)
+
+        def read() -> Object:
+            found = self._store.get(self._path(key))
+            return Object(bytes(found.bytes()), self._etag(key, found.meta))
+
+        return self._ask(key, read)
+
+    def open(self, key: str) -> BinaryIO:
+        """See `Store.open`. One request, and one for each block."""
+        size = self.stat(key).bytes
+
+        def read(start: int, length: int) -> bytes:
+            path = self._path(key)
+            ask = partial(self._store.get_range, path, start=start, length=length)
+            return bytes(self._ask(key, ask))
+
+        return io.BufferedReader(_ObjectFile(size, read), _READ_AHEAD_BYTES)
 
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`. One request."""
 
         def fetch() -> None:
-            found = self._client.get(self._path(key))
+            found = self._store.get(self._path(key))
             self._etag(key, found.meta)
             with scratch_errors(path.parent), path.open("wb") as target:
-                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                for piece in found.stream(min_chunk_size=_PIECE_BYTES):
                     target.write(piece)
 
         self._ask(key, fetch)
@@ -100,7 +105,7 @@ class BucketStore:
     def stat(self, key: str) -> ObjectInfo:
         """See `Store.stat`. One request."""
         try:
-            return self._ask(key, lambda: self._info(key, self._client.head(self._path(key))))
+            return self._ask(key, lambda: self._info(key, self._store.head(self._path(key))))
         except ObjectNotFound:
             self._require_bucket()  # the answer to a HEAD has no body, so it does not say what is missing
             raise
@@ -136,24 +141,24 @@ class BucketStore:
         paths = [self._path(key) for key in keys]
         try:
             if paths:
-                self._ask("", partial(self._client.delete, paths))
+                self._ask("", partial(self._store.delete, paths))
         except ObjectNotFound:
             for path in paths:  # nobody knows which of them are gone
                 with contextlib.suppress(ObjectNotFound):
-                    self._ask("", partial(self._client.delete, [path]))
+                    self._ask("", partial(self._store.delete, [path]))
 
     # ------------------------------------------------------------------ helpers of the verbs
 
-    def _read(self, key: str) -> Object:
-        def read() -> Object:
-            found = self._client.get(self._path(key))
-            return Object(bytes(found.bytes()), self._etag(key, found.meta))
-
-        return self._ask(key, read)
-
     def _put(self, key: str, file: bytes | Path, mode: Any) -> str:
-        path = self._path(key)
-        return self._ask(key, lambda: self._etag(key, self._client.put(path, file, mode)))
+        path, is_light = self._path(key), isinstance(file, bytes) and len(file) < _HEAVY_BYTES
+
+        def put() -> str:
+            stored = (self._store if is_light else self._patient).put(
+                path, file, mode=mode, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+            )
+            return self._etag(key, stored)
+
+        return self._ask(key, put)
 
     def _version_of(self, key: str, etag: str) -> dict[str, str]:
         """Return obstore's UpdateVersion for an etag. On GCS one more request is sent for an etag of a listing."""
@@ -169,7 +174,7 @@ class BucketStore:
     def _settle(self, key: str, data: bytes, error: BatchinferError) -> str:
         """Return the etag if the object holds `data`: an earlier try succeeded, and its reply was lost. Else raise."""
         with contextlib.suppress(ObjectNotFound):
-            held = self._read(key)
+            held = BucketStore.get(self, key)
             if held.data == data:
                 return held.etag
         raise error
@@ -185,7 +190,11 @@ class BucketStore:
         def next_page() -> Sequence[Mapping[str, Any]]:
             nonlocal pages
             try:
-                pages = pages or self._client.list(place.rstrip("/"), after)
+                pages = pages or iter(
+                    self._store.list(
+                        place.rstrip("/") or None, offset=after, chunk_size=_KEYS_PER_PAGE
+                    )
+                )
                 return next(pages, ())
             except BaseException:
                 pages = None  # the next try goes on behind the last key
@@ -208,7 +217,7 @@ class BucketStore:
         Web consoles make such objects to show a folder.
         """
         try:
-            self._ask("", lambda: self._client.head(path))
+            self._ask("", lambda: self._store.head(path))
         except ObjectNotFound:
             return True
         return False
@@ -222,7 +231,7 @@ class BucketStore:
             return
         with contextlib.suppress(ObjectNotFound, AccessDenied):
             path = f"{self._root}{layout.PROBES}absent"
-            self._ask("", lambda: self._etag("", self._client.get(path).meta))
+            self._ask("", lambda: self._etag("", self._store.get(path).meta))
         self._is_known = True
 
     def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
@@ -248,16 +257,22 @@ class BucketStore:
 
     def _ask(self, key: str, request: Callable[[], T]) -> T:
         """Do `request`, again if it fails in a way that may pass."""
+        where = f"{self.url}/{key}".rstrip("/")
 
         def attempt() -> T:
             try:
-                with self._errors(key):
-                    found = request()
-            except TransientError as error:
-                if isinstance(error, Unreachable) and self._has_answered:
-                    raise TransientError(error.message, hint=error.hint) from error.__cause__
-                self._has_answered |= not isinstance(error, Unreachable)
+                found = request()
+            except BatchinferError:
                 raise
+            except BaseException as error:  # obstore's panics are no Exceptions
+                ours = translate(error, where, self._cloud)
+                if ours is None:
+                    raise
+                if not isinstance(ours, Unreachable):
+                    self._has_answered = True
+                elif self._has_answered:
+                    ours = TransientError(ours.message, hint=ours.hint)
+                raise ours from error
             self._has_answered = True
             return found
 
@@ -268,17 +283,36 @@ class BucketStore:
             return attempt()
         return retried(self._retries, lambda: interruptible(attempt))
 
-    @contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except BatchinferError:
-            raise
-        except BaseException as error:  # obstore's panics are no Exceptions
-            translated = translate(error, f"{self.url}/{key}".rstrip("/"), self._cloud, self.bucket)
-            if translated is None:
-                raise
-            raise translated from error
+
+class _ObjectFile(io.RawIOBase):
+    """An object as a file of `size` bytes. `read` returns a range by its start and its length."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        super().__init__()
+        self._size = size
+        self._read = read
+        self._place = 0
+
+    def readable(self) -> bool:
+        """Return True: the file can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True: the file can be read from any place."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place. See io.IOBase."""
+        self._place = offset + (0, self._place, self._size)[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into `buffer` and return the number of bytes; 0 at the end. See io.RawIOBase."""
+        length = max(0, min(len(buffer), self._size - self._place))
+        if length:
+            buffer[:length] = self._read(self._place, length)
+            self._place += length
+        return length
 
 
 def interruptible(work: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from batchinfer.core.errors import (
@@ -16,117 +15,98 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
+from batchinfer.storage.error_rules import Rule, by_rules
 from batchinfer.storage.retrying import NotSupported, TransientError, Unreachable
 
 
 class Cloud(NamedTuple):
-    """What differs between kinds of buckets."""
+    """What differs between kinds of buckets. Fields of text are hints."""
 
     name: str
-    credentials_hint: str = ""
-    rights_hint: str = ""
-    place_hint: str = ""
+    credentials: str = ""
+    rights: str = ""
+    place: str = ""
     """What to check if the bucket is in another region, or if nothing answers there."""
-    create_hint: str = ""
+    create: str = ""
     """How to create the bucket {bucket}."""
     has_versions: bool = False
     """Whether a conditional write compares a version beside the etag."""
     is_remote: bool = True
-    last_error: Callable[[], BatchinferError | None] = lambda: None
-    """Returns why no credentials were found at the last try, if so."""
 
+
+_RULES = [
+    Rule(
+        "NoSuchBucket ContainerNotFound",
+        InputError,
+        "the bucket does not exist at this endpoint, expected an existing bucket",
+        "{cloud.create}",
+    ),
+    # The clock of a machine that was suspended is wrong until it is set again. An unknown upload was aborted, or
+    # completed with a reply that was lost.
+    Rule(
+        "RequestTimeout RequestTimeTooSkewed NoSuchUpload 408 429",
+        TransientError,
+        "the store answered {said}",
+    ),
+    # A metadata server that gives the credentials may be down for a moment.
+    Rule(
+        "CredentialRetrievalError", TransientError, "no credentials ({said})", "{cloud.credentials}"
+    ),
+    Rule(
+        "ExpiredToken ExpiredTokenException InvalidToken InvalidAccessKeyId SignatureDoesNotMatch "
+        "TokenRefreshRequired AuthenticationFailed InvalidAuthenticationInfo UnauthenticatedError",
+        AccessDenied,
+        "credentials are missing or refused ({said})",
+        "{cloud.credentials}",
+    ),
+    Rule(
+        "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException BareRedirect",
+        ConfigError,
+        "the bucket is in another region or at another endpoint ({said})",
+        "{cloud.place}",
+    ),
+    Rule("404 FileNotFoundError NotFoundError", ObjectNotFound, "no such object"),
+    Rule("BlobAlreadyExists", AlreadyExists, "exists with other bytes, expected none"),
+    Rule("409", TransientError, "a concurrent write was in the way ({said})"),
+    Rule("AlreadyExistsError", AlreadyExists, "exists with other bytes, expected none"),
+    Rule("PreconditionError", PreconditionFailed, "is not the version that was expected"),
+    Rule(
+        "PermissionDeniedError", AccessDenied, "the store refused access ({said})", "{cloud.rights}"
+    ),
+    Rule("501 NotSupportedError", NotSupported, "the store does not support this ({said})"),
+    Rule(
+        "InvalidPathError",
+        InputError,
+        "{said}, expected names joined by single slashes; no listing gets past that object",
+    ),
+    Rule("PanicException", ConfigError, "no request can be made ({said})", "{cloud.credentials}"),
+    Rule("4xx", StorageError, "the store answered {said}"),
+    Rule("answered", TransientError, "the store answered {said}"),
+    Rule(
+        "Connect", Unreachable, "nothing answers at the store's address ({said})", "{cloud.place}"
+    ),
+    Rule("silent", TransientError, "no answer from the store ({said})", "{cloud.place}"),
+]
 
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _SAYS = re.compile(r"<Message>([^<]+)</Message>")
-_REQUEST = re.compile(r"^.*?Error performing \w+ \S+ in \S+ - ")
-
-_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-_BAD_CREDENTIALS = {
-    *("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken"),
-    *(
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-        "AuthenticationFailed",
-        "InvalidAuthenticationInfo",
-    ),
-}
-_WRONG_PLACE = {
-    *("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"),
-}
-_TRANSIENT = {"RequestTimeout", "SlowDown", "RequestTimeTooSkewed", "NoSuchUpload"}
-"""The clock of a machine that was suspended is wrong until it is set again. An unknown upload was aborted, or completed
-with a reply that was lost."""
+_REQUEST = re.compile(r"^.*?Error performing \w+ \S+ in \S+ - |^.*?credential provider: ")
+_WORDS = re.compile(r"BareRedirect|CredentialRetrievalError|(?<=kind: )Connect")
+_REASONS = ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate")
 
 
-def translate(
-    error: BaseException, where: str, cloud: Cloud, bucket: str
-) -> BatchinferError | None:
+def translate(error: BaseException, where: str, cloud: Cloud) -> BatchinferError | None:
     """Return our error for what obstore has raised about `where`; None if it is no error of obstore."""
     kind = type(error).__name__
     is_theirs = kind == "PanicException" or type(error).__module__.startswith("obstore")
     if not is_theirs and not isinstance(error, FileNotFoundError):
         return None
     text = str(error)
-    code, status = _first(_CODE, text), int(_first(_STATUS, text) or 0)
-    said = _said(text, status, code)
-    if code in _NO_BUCKET:
-        return InputError(
-            f"bucket {bucket!r}: does not exist at this endpoint, expected an existing bucket",
-            hint=cloud.create_hint.format(bucket=bucket),
-        )
-    if code in _TRANSIENT:
-        return TransientError(f"{where}: the store answered {said}")
-    if code in _BAD_CREDENTIALS or kind == "UnauthenticatedError":
-        return cloud.last_error() or AccessDenied(
-            f"{where}: the store refused the credentials ({said})", hint=cloud.credentials_hint
-        )
-    if code in _WRONG_PLACE or "BareRedirect" in text:
-        return ConfigError(
-            f"{where}: the bucket is in another region or at another endpoint ({said})",
-            hint=cloud.place_hint,
-        )
-    if isinstance(error, FileNotFoundError) or status == 404:
-        return ObjectNotFound(f"{where}: no such object")
-    if status == 409 and code != "BlobAlreadyExists":
-        return TransientError(f"{where}: a concurrent write was in the way ({said})")
-    return _of_kind(kind, where, cloud, said) or _of_status(status, where, cloud, said, text)
-
-
-def _of_kind(kind: str, where: str, cloud: Cloud, said: str) -> BatchinferError | None:
-    found: dict[str, BatchinferError] = {
-        "AlreadyExistsError": AlreadyExists(f"{where}: exists with other bytes, expected none"),
-        "PreconditionError": PreconditionFailed(f"{where}: is not the version that was expected"),
-        "PermissionDeniedError": AccessDenied(
-            f"{where}: the store refused access ({said})", hint=cloud.rights_hint
-        ),
-        "NotSupportedError": _not_supported(where, said),
-        "InvalidPathError": InputError(
-            f"{where}: {said}, expected names joined by single slashes",
-            hint="remove or rename that object: no listing gets past it",
-        ),
-        "PanicException": ConfigError(
-            f"{where}: no request can be made ({said})", hint=cloud.credentials_hint
-        ),
-    }
-    return found.get(kind)
-
-
-def _of_status(status: int, where: str, cloud: Cloud, said: str, text: str) -> BatchinferError:
-    if status == 501:
-        return _not_supported(where, said)
-    if status:
-        kind = StorageError if 400 <= status < 500 and status not in (408, 429) else TransientError
-        return kind(f"{where}: the store answered {said}")
-    if "kind: Connect" in text:
-        return Unreachable(
-            f"{where}: nothing answers at the store's address ({said})", hint=cloud.place_hint
-        )
-    return TransientError(f"{where}: no answer from the store ({said})", hint=cloud.place_hint)
-
-
-def _not_supported(where: str, said: str) -> NotSupported:
-    return NotSupported(f"{where}: the store does not support this request ({said})")
+    code, status = _first(_CODE, text), _first(_STATUS, text)
+    facts = {code, status, kind, *_WORDS.findall(text)}
+    facts |= {f"{status[0]}xx", "answered"} if status else {"silent"}
+    return by_rules(_RULES, facts, where, said=_said(text, status, code), cloud=cloud)
 
 
 def bad_answer(where: str, what: str) -> TransientError:
@@ -137,15 +117,13 @@ def bad_answer(where: str, what: str) -> TransientError:
     )
 
 
-def _said(text: str, status: int, code: str) -> str:
+def _said(text: str, status: str, code: str) -> str:
     """Return what the server or obstore says, in one line."""
     if status and code:
         return f"{status} {code}: {_first(_SAYS, text)}".removesuffix(": ")
     line = _REQUEST.sub("", text.strip().partition("\n")[0])
-    for reason in ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate"):
-        if reason in text:
-            return f"{line}: {reason.removeprefix('kind: ').lower()}"
-    return line
+    reason = next((each for each in _REASONS if each in text), "")
+    return f"{line}: {reason.removeprefix('kind: ').lower()}" if reason else line
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -19,6 +19,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage.error_rules import Rule, by_rules
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 
@@ -33,38 +34,53 @@ _ACCESS_HINT = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
 )
-_NETWORK_HINT = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again"
+_NETWORK_HINT = (
+    "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
+)
 
-_OF_HUB: dict[str, tuple[type[BatchinferError], str, str]] = {
-    "GatedRepoError": (AccessDenied, "needs a token with access", _ACCESS_HINT),
-    "LocalTokenNotFoundError": (AccessDenied, "needs a token with access", _ACCESS_HINT),
+
+_RULES = [
+    Rule(
+        "GatedRepoError LocalTokenNotFoundError",
+        AccessDenied,
+        "needs a token with access",
+        _ACCESS_HINT,
+    ),
     # The Hub gives the same answer if the repository exists but the token may not see it.
-    "RepositoryNotFoundError": (
+    Rule(
+        "RepositoryNotFoundError",
         InputError,
         "no such repository on the Hub, or a private one",
         f"check the name; for a private one {_ACCESS_HINT}",
     ),
-    "RevisionNotFoundError": (
+    Rule(
+        "RevisionNotFoundError",
         InputError,
         "no such revision",
         "name a branch, a tag or a commit of it",
     ),
-    "HFValidationError": (InputError, "is no valid name on the Hub ({})", ""),
-    "OfflineModeIsEnabled": (
+    Rule("HFValidationError BadRequestError", InputError, "the Hub refuses it ({said})"),
+    Rule(
+        "OfflineModeIsEnabled",
         InputError,
         "the Hub may not be asked, as HF_HUB_OFFLINE is set",
-        "unset HF_HUB_OFFLINE",
+        "unset HF_HUB_OFFLINE{otherwise}",
     ),
-    "LocalEntryNotFoundError": (
+    Rule(
+        "LocalEntryNotFoundError",
         TransientError,
         "cannot be reached, and is not in the cache",
         _NETWORK_HINT,
     ),
-    "BadRequestError": (InputError, "the Hub refuses it ({})", ""),
-}
-"""Our error for errors of huggingface_hub, by name, the special ones first; {} stands for what it says."""
-_OUTAGES = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
-"""Errors that are no fault of the repository, so that another way of giving the data may help."""
+    Rule("FileNotFoundError 404", ObjectNotFound, "no such file"),
+    Rule("PermissionError 401 403", AccessDenied, "the server refused access", _ACCESS_HINT),
+    Rule("409 412", TransientError, "another commit came in between", _NETWORK_HINT),
+    Rule("408 429 5xx", TransientError, "the server answered {status}", _NETWORK_HINT),
+    Rule("status", StorageError, "the server answered {status}"),
+    # Those that follow have no status.
+    Rule("ValueError", InputError, "{said}"),
+    Rule("client", TransientError, "cannot be reached ({said})", _NETWORK_HINT),
+]
 
 
 # --------------------------------------------------------------------------- errors
@@ -109,48 +125,20 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     # An upload that fails is a RuntimeError, whose cause is the real error.
     if type(error) is RuntimeError and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise)
-    retry_hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
     status = _status(error)
-    by_name = _of_hub(error, subject, otherwise)
-    if by_name is not None:
-        return by_name
-    if isinstance(error, FileNotFoundError) or status == 404:
-        return ObjectNotFound(f"{subject}: no such file")
-    if isinstance(error, PermissionError) or status in {401, 403}:
-        return AccessDenied(f"{subject}: the server refused access", hint=_ACCESS_HINT)
-    if status is None and isinstance(error, ValueError):
-        return InputError(f"{subject}: {error}")
-    if status is None and not _is_of_client(error):
-        return None
-    if status is None:
-        what = f"cannot be reached ({type(error).__name__}: {_first_line(error)})"
-        return TransientError(f"{subject}: {what}", hint=retry_hint)
-    if status in {409, 412}:
-        return TransientError(f"{subject}: another commit came in between", hint=retry_hint)
-    if status in {408, 429} or status >= 500:
-        return TransientError(f"{subject}: the server answered {status}", hint=retry_hint)
-    return StorageError(f"{subject}: the server answered {status}")
-
-
-def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Return our error for an error class of huggingface_hub, told by its name; None for any other class."""
-    names = {each.__name__ for each in type(error).__mro__ if _package(each) == "huggingface_hub"}
-    name = next((name for name in _OF_HUB if name in names), None)
-    if name is None:
-        return None
-    kind, text, hint = _OF_HUB[name]
-    if name in _OUTAGES:
-        hint = "; or ".join(filter(None, (hint, otherwise)))
-    return kind(f"{subject}: {text.format(_first_line(error))}", hint=hint)
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _is_of_client(error: Exception) -> bool:
-    """Whether an error without a status counts as one of the network or of an HTTP client."""
-    return isinstance(error, OSError) or _package(type(error)) in _CLIENTS
+    facts = {each.__name__ for each in type(error).__mro__}
+    if status is not None:
+        facts |= {str(status), f"{status // 100}xx", "status"}
+    elif isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS:
+        facts.add("client")
+    return by_rules(
+        _RULES,
+        facts,
+        subject,
+        said=(str(error).strip() or type(error).__name__).splitlines()[0],
+        status=status,
+        otherwise=f"; or {otherwise}" if otherwise else "",
+    )
 
 
 def _status(error: Exception) -> int | None:
@@ -161,10 +149,6 @@ def _status(error: Exception) -> int | None:
             if isinstance(value, int):
                 return value
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # --------------------------------------------------------------------------- reading

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -105,9 +106,12 @@ class LocalStore:
                     return _etag(path.stat())
                 raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
             except OSError as error:
-                if error.errno in _NO_LINKS:
-                    raise self._no_links() from error
-                raise
+                if error.errno not in _NO_LINKS:
+                    raise
+                raise ConfigError(
+                    f"{self.root}: its filesystem has no hard links, expected one that has",
+                    hint="use another folder: FAT and most mounts of a bucket have none; give a bucket's URL instead",
+                ) from error
         return etag
 
     def put_file(self, key: str, path: Path) -> None:
@@ -117,7 +121,7 @@ class LocalStore:
                 shutil.copyfileobj(source, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
-            _rename(temp, target)
+            temp.replace(target)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. The lock makes the comparison and the rename one step for all processes."""
@@ -126,7 +130,7 @@ class LocalStore:
             with _locked(path.parent):
                 current = _etag(path.stat()) if path.is_file() else ""
                 if current == etag:
-                    _rename(temp, path)
+                    temp.replace(path)
                     return new_etag
                 if current and path.read_bytes() == data:
                     return current
@@ -171,15 +175,13 @@ class LocalStore:
                 temp.unlink(missing_ok=True)
             _fsync_folder(path.parent)
 
-    def _no_links(self) -> ConfigError:
-        return ConfigError(
-            f"{self.root}: its filesystem has no hard links, expected one that has",
-            hint="use another folder: FAT and most mounts of a bucket have none; give a bucket's URL instead",
-        )
-
     def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents, durably."""
+        missing = itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents))
         try:
-            _make_folder(folder)
+            for each in reversed(list(missing)):
+                each.mkdir(exist_ok=True)
+                _fsync_folder(each.parent)
         except OSError as error:
             if error.errno not in {*_ABSENT, errno.EEXIST}:
                 raise
@@ -249,10 +251,6 @@ def _write(temp: Path, data: bytes) -> str:
         return _etag(os.fstat(file.fileno()))
 
 
-def _rename(temp: Path, path: Path) -> None:
-    os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a folder's lock. Only one thread of one process holds it at a time. It is freed if that process dies."""
@@ -270,15 +268,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durably."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _fsync_folder(folder.parent)
 
 
 def _fsync_folder(folder: Path) -> None:

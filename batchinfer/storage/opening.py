@@ -9,9 +9,9 @@ import contextlib
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from batchinfer.core import layout
@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 S3_SCHEMES = ("s3", "s3a", "r2")
 GCS_SCHEMES = ("gs", "gcs")
 AZURE_SCHEMES = ("az",)
+BUCKET_SCHEMES = (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "memory")
 READ_ONLY_SCHEMES = ("hf", "http", "https")
-SCHEMES = ("file", *S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, *READ_ONLY_SCHEMES, "memory")
+SCHEMES = ("file", *BUCKET_SCHEMES, *READ_ONLY_SCHEMES)
 
 _LACKS_A_SLASH = re.compile(rf"(?i)({'|'.join(SCHEMES)}):/?(?!/)")
 _UNDERSTOOD = (
@@ -123,22 +124,6 @@ def is_inside(url: str, folder: str) -> bool:
     return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
 
 
-def fsspec_options(scheme: str) -> dict[str, Any]:
-    """Return the options of fsspec's filesystem for `scheme`, for code that reads with fsspec instead of a `Store`.
-
-    hf:// and memory:// get no options. The others take no listing from a cache, and gs:// gets time-outs, without
-    which gcsfs would wait for ever.
-    """
-    if scheme in {"hf", "memory"}:
-        return {}  # hf:// paths name a commit here, and the content of a commit never changes
-    if scheme in GCS_SCHEMES:
-        import aiohttp
-
-        patience = aiohttp.ClientTimeout(sock_connect=10.0, sock_read=60.0)
-        return {"use_listings_cache": False, "requests_timeout": patience}
-    return {"use_listings_cache": False}
-
-
 def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
     """Open the store at `url`. Nothing is created, and no request goes to the store itself.
 
@@ -202,7 +187,7 @@ def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
     """
     key = f"{prefix}{secrets.token_hex(8)}"
     try:
-        found = _try_creates(store, key) or _try_replaces(store, key)
+        found = _trial(store, key)
     except NotSupported as error:
         found = (
             f"a conditional write was tried, and the store does not support it ({error.message})"
@@ -237,21 +222,13 @@ def leaving_no_folders(url: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _try_creates(store: Store, key: str) -> str:
-    """Create an object, then create it again. Return what the store did wrong, or nothing."""
-    # The second create has other bytes, because equal bytes would count as a repetition of the first create.
+def _trial(store: Store, key: str) -> str:
+    """Create an object again, replace it by its etag and by the outdated one. Return what went wrong, or nothing."""
+    # Each write has other bytes, because equal bytes would count as a repetition of the write before.
     store.create(key, b"probe: first create\n")
-    try:
-        store.create(key, b"probe: second create\n")
-    except AlreadyExists:
-        if store.get(key).data == b"probe: first create\n":
-            return ""
-        return "a second create of one object was refused, and overwrote it all the same"
-    return "a second create of one object was tried, and overwrote it; a refusal was expected"
-
-
-def _try_replaces(store: Store, key: str) -> str:
-    """Replace an object by its etag, then by the outdated one. Return what the store did wrong, or nothing."""
+    again = partial(store.create, key, b"probe: second create\n")
+    if problem := _overwrites(store, key, "a second create of one object", again):
+        return problem
     seen = store.stat(key).etag
     try:
         current = store.replace(key, b"probe: replaced with the current etag\n", seen)
@@ -259,10 +236,16 @@ def _try_replaces(store: Store, key: str) -> str:
         return "a replace with the object's current etag was tried, and refused"
     if current == seen:
         return "an object has the same etag after it was replaced with other bytes"
+    outdated = partial(store.replace, key, b"probe: replaced with an outdated etag\n", seen)
+    return _overwrites(store, key, "a replace with an outdated etag", outdated)
+
+
+def _overwrites(store: Store, key: str, what: str, write: Callable[[], object]) -> str:
+    """Do a write that must be refused. Return what the store did instead, or nothing."""
+    before = store.get(key)
     try:
-        store.replace(key, b"probe: replaced with an outdated etag\n", seen)
-    except PreconditionFailed:
-        if store.get(key).etag == current:
-            return ""
-        return "a replace with an outdated etag was refused, and overwrote the object all the same"
-    return "a replace with an outdated etag was tried, and overwrote the object; a refusal was expected"
+        write()
+    except (AlreadyExists, PreconditionFailed):
+        is_same = store.get(key) == before
+        return "" if is_same else f"{what} was refused, and overwrote it all the same"
+    return f"{what} was tried, and overwrote it; a refusal was expected"

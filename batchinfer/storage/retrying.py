@@ -49,40 +49,29 @@ def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = lo
         StorageError: The last attempt failed with a TransientError; the message gives the number of attempts.
         BatchinferError: Any other error that `action` raises; it is not tried again.
     """
-    tries = 0
     begin = time.monotonic()
+    tries = 0
+
+    def may_pass(error: Exception) -> bool:
+        """Whether stamina may try again, if its own limits allow it."""
+        seconds = time.monotonic() - begin
+        if not isinstance(error, TransientError):
+            return False
+        logger.log(log_level, "%s (attempt %d of %d)", error.message, tries, policy.attempts)
+        return not isinstance(error, Unreachable) or seconds < UNREACHABLE_SECONDS
+
     try:
         for attempt in stamina.retry_context(
-            on=TransientError,
+            on=may_pass,
             attempts=policy.attempts,
             timeout=policy.total_seconds,
             wait_initial=policy.first_pause_seconds,
             wait_max=policy.longest_pause_seconds,
             wait_jitter=policy.first_pause_seconds,
         ):
+            tries = attempt.num
             with attempt:
-                tries = attempt.num
-                try:
-                    return action()
-                except TransientError as error:
-                    has_next = (
-                        tries < policy.attempts and time.monotonic() - begin < policy.total_seconds
-                    )
-                    then = f", the next in about {attempt.next_wait:.0f} s" if has_next else ""
-                    logger.log(
-                        log_level,
-                        "%s (attempt %d of %d%s)",
-                        error.message,
-                        tries,
-                        policy.attempts,
-                        then,
-                    )
-                    if (
-                        isinstance(error, Unreachable)
-                        and time.monotonic() - begin >= UNREACHABLE_SECONDS
-                    ):
-                        raise StorageError(error.message, hint=error.hint) from error
-                    raise
+                return action()
     except TransientError as error:
         times = f"{tries} attempts" if tries > 1 else "1 attempt"
         raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error

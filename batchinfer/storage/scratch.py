@@ -21,6 +21,7 @@ from batchinfer.core.errors import ConfigError, ScratchFull, StorageError
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ELSEWHERE = "name another folder with --scratch-dir (convert: TMPDIR)"
 
 
 @contextlib.contextmanager
@@ -29,20 +30,13 @@ def scratch_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            what = "is full"
-        elif error.errno in _REFUSED:
-            what = "cannot be written"
-        else:
-            named = f"{error.filename} " if error.filename else ""
-            raise StorageError(
-                f"scratch folder {folder}: {named}cannot be used ({error.strerror or error})",
-                hint="see to the disk, or name another folder with --scratch-dir (convert: TMPDIR)",
-            ) from error
-        raise ScratchFull(
-            f"scratch folder {folder}: {what} ({error.strerror})",
-            hint="free space there, or name another folder with --scratch-dir (convert: TMPDIR)",
-        ) from error
+        hint = f"see to the disk, or {_ELSEWHERE}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *_REFUSED):
+            text = f"scratch folder {folder}: cannot be used ({error})"
+            raise StorageError(text, hint=hint) from error
+        what = "cannot be written" if error.errno in _REFUSED else "is full"
+        text = f"scratch folder {folder}: {what} ({error.strerror})"
+        raise ScratchFull(text, hint=hint) from error
 
 
 def remove_quietly(path: Path) -> None:
@@ -91,15 +85,10 @@ def _making(base: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
+        if error.errno in (*_REFUSED, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
             raise ConfigError(
-                f"scratch folder {base}: cannot be made ({error.strerror}), expected a place for a local folder",
-                hint="name another folder with --scratch-dir (convert: TMPDIR)",
-            ) from error
-        if error.errno in _REFUSED:
-            raise ConfigError(
-                f"scratch folder {base}: cannot be written ({error.strerror}), expected a folder of yours",
-                hint="check its owner and mount, or name another folder with --scratch-dir (convert: TMPDIR)",
+                f"scratch folder {base}: cannot be made ({error.strerror}), expected a folder of yours",
+                hint=f"check its owner and mount, or {_ELSEWHERE}",
             ) from error
         raise
 

@@ -11,7 +11,7 @@ import pytest
 from batchinfer.cli.main import main
 from making import make_job, run_process, worker_arguments
 
-HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets", "botocore")
+HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
 ENTRIES = [
     "batchinfer",

@@ -418,7 +418,7 @@ class SimResult:
 
 
 class SimClient:
-    """In obstore's place (see `batchinfer.storage.bucket.Client`): the same functions, results and errors."""
+    """In the place of obstore's store: the same functions, results and errors, as far as BucketStore uses them."""
 
     def __init__(self, line: _Line) -> None:
         self._line = line
@@ -429,17 +429,17 @@ class SimClient:
     def head(self, path: str) -> dict[str, Any]:
         return _meta(path, self._ask("head_object", Key=path), "ContentLength")
 
-    def list(self, folder: str, after: str | None) -> Iterator[list[dict[str, Any]]]:
+    def list(self, folder: str | None, *, offset: str | None, **_: int) -> Iterator[list[Any]]:
         prefix = f"{folder}/" if folder else ""
         while True:
-            token = {"ContinuationToken": after} if after else {}
+            token = {"ContinuationToken": offset} if offset else {}
             page = self._ask("list_objects_v2", Prefix=prefix, **token)
             yield [_meta(item["Key"], item, "Size") for item in page["Contents"]]
             if not page.get("IsTruncated"):
                 return
-            after = page["NextContinuationToken"]
+            offset = page["NextContinuationToken"]
 
-    def put(self, path: str, file: bytes | Path, mode: Any = None) -> dict[str, Any]:
+    def put(self, path: str, file: bytes | Path, *, mode: Any, **_: int) -> dict[str, Any]:
         conditions: dict[str, str] = {}
         if mode == "create":
             conditions = {"IfNoneMatch": "*"}

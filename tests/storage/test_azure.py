@@ -7,40 +7,24 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from batchinfer.storage import clouds
+from batchinfer.storage import bucket
 from batchinfer.storage.opening import open_store
-from fixtures_azure import ACCOUNT, KEY
 from making import run_process
 
 
 def test_a_data_set_on_azure_is_split_answered_verified_and_collected(
-    azure_url: Callable[[str], str], azure_endpoint: str, monkeypatch: pytest.MonkeyPatch
+    azure_url: Callable[[str], str],
 ):
-    # adlfs, which reads the source, has no variable for the address alone.
-    connection = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={azure_endpoint};"
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
     root = azure_url("")
     rows = [{"prompt": f"say {index}"} for index in range(20)]
     open_store(root).create(
         "rows.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     )
     job, run = f"{root}/job", f"{root}/job/runs/a"
-    worker = [
-        "worker",
-        "--job",
-        job,
-        "--output",
-        run,
-        "--engine",
-        "echo",
-        "--prompt-column",
-        "prompt",
-    ]
+    worker = ["worker", "--job", job, "--output", run, "--engine", "echo"]
     for command in (
         ["split", f"{root}/rows.jsonl", "--output", job, "--num-chunks", "4"],
-        worker,
+        [*worker, "--prompt-column", "prompt"],
         ["verify", run, "--deep"],
         ["collect", run, f"{root}/answers.jsonl"],
     ):
@@ -53,7 +37,7 @@ def test_a_data_set_on_azure_is_split_answered_verified_and_collected(
 
 def test_a_large_file_goes_up_in_parts(azure_url: Callable[[str], str], tmp_path: Path):
     store, file = open_store(azure_url("job")), tmp_path / "file"
-    file.write_bytes(os.urandom(2 * clouds.PART_BYTES + 1))
+    file.write_bytes(os.urandom(2 * bucket.PART_BYTES + 1))
     store.put_file("outputs/a", file)
     store.download("outputs/a", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()

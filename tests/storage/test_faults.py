@@ -6,7 +6,6 @@ The faults are on the wire, so they hold for obstore, whose own repetition is of
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -22,17 +21,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, PreconditionFailed, StorageError
-from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts.types import PromptConfig
-from batchinfer.storage import Store, clouds
+from batchinfer.core.errors import StorageError
+from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
-from batchinfer.worker.start import run_worker
-from batchinfer.worker.worker_config import WorkerConfig, real_environment
 from lossy_proxy import FAULTS, Proxy
-from making import make_job, read_marker
 
 pytestmark = pytest.mark.s3
 
@@ -50,7 +43,7 @@ def proxy(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prox
 
 
 SMALL, LARGE = b"old", os.urandom(MIB)
-FILES = {"whole": os.urandom(5 * MIB), "in parts": os.urandom(clouds.PART_BYTES + 1)}
+FILES = {"whole": os.urandom(5 * MIB), "in parts": os.urandom(bucket.PART_BYTES + 1)}
 
 
 class Kind(NamedTuple):
@@ -93,6 +86,7 @@ def delete(store: Store, _: Path) -> bool:
 KINDS = {
     "get": Kind(b"GET ", b"k ", lambda store, _: store.get("k").data == SMALL),
     "download": Kind(b"GET ", b"large ", download),
+    "open": Kind(b"GET ", b"large ", lambda store, _: store.open("large").read() == LARGE),
     "stat": Kind(b"HEAD ", b"k ", lambda store, _: store.stat("k").bytes == len(SMALL)),
     "list": Kind(
         b"GET ",
@@ -129,73 +123,6 @@ def test_a_spoilt_request_is_sent_again(
             KINDS, True
         )
     assert proxy.is_spent
-
-
-REQUESTS = {
-    "job.json": (b"GET ", b"/job/job.json"),
-    "stop request": (b"HEAD ", b"/run/stop"),
-    "run.json": (b"PUT ", b"/run/run.json"),
-    "probe": (b"PUT ", b"/probes/"),
-    "worker's record": (b"PUT ", b"/run/workers/"),
-    "listing of outputs": (b"GET ", b"outputs"),
-    "listing of checkpoints": (b"GET ", b"checkpoints"),
-    "claim": (b"PUT ", b"/run/claims/"),
-    "chunk": (b"GET ", b"/job/chunks/"),
-    "output": (b"PUT ", b"outputs/part-00001."),
-    "marker": (b"PUT ", b".succeed "),
-    "removal": (b"POST ", b"?delete"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_worker_gets_over_a_spoilt_request_in_every_phase(
-    s3_url: Callable[..., str], proxy: Proxy, fault: str
-):
-    bucket = s3_url()
-    job, run = f"{bucket}/job", f"{bucket}/run"
-    make_job(job, rows=6, per_chunk=2)
-    for starts_with, contains in REQUESTS.values():
-        proxy.fail(fault, starts_with, contains=contains)
-    environment = dataclasses.replace(
-        real_environment(grace_seconds=1.0, show_progress=lambda *_: None),
-        open_store=partial(open_store, retries=QUICK),
-    )
-    config = WorkerConfig(
-        manifests=[f"{job}/manifests/all.txt"],
-        output=run,
-        worker_id="w0",
-        engine=EngineConfig(engine="echo"),
-        prompt=PromptConfig(prompt_column="prompt"),
-    )
-    result = run_worker(config, environment)
-    assert proxy.is_spent, proxy.lines
-    assert (result["status"], result["request_count"], result["chunks_done"]) == ("SUCCESS", 6, 3)
-    store = open_store(run)
-    assert len(list(store.list(layout.OUTPUTS))) == 6, "an output and a marker for each chunk"
-    for index in range(3):
-        marker = read_marker(store, layout.chunk_name(index, 3))
-        data = store.get(layout.OUTPUTS + marker.output).data
-        assert codec.sha256(data) == marker.output_sha256
-    assert list(store.list(layout.CLAIMS)) == []
-
-
-@pytest.mark.parametrize("verb", ["create", "replace"])
-def test_a_lost_reply_that_is_somebody_elses_write_is_no_success(
-    s3_url: Callable[..., str], proxy: Proxy, verb: str
-):
-    """The request is sent again, finds other bytes than it has sent, and says so."""
-    url = s3_url("job")
-    ours, theirs = open_store(url, retries=QUICK), open_store(url, retries=QUICK)
-    etag = ours.create("k", b"first")
-    if verb == "create":
-        ours.delete(["k"])
-    proxy.fail("cut", b"PUT ", contains=b"/job/k")
-    theirs_etag = (
-        theirs.create("k", b"theirs") if verb == "create" else theirs.replace("k", b"theirs", etag)
-    )
-    with pytest.raises((AlreadyExists, PreconditionFailed)):
-        ours.create("k", b"ours") if verb == "create" else ours.replace("k", b"ours", etag)
-    assert ours.get("k") == (b"theirs", theirs_etag)
 
 
 NO_ANSWERS = {
@@ -248,37 +175,6 @@ def test_an_answer_that_no_store_gives_is_no_answer(
             verb(open_store("s3://bucket/job", retries=retries))
 
 
-UPLOAD = """
-import sys
-from pathlib import Path
-from batchinfer.storage.opening import open_store
-store = open_store(sys.argv[1])
-for index in range(10_000):
-    store.put_file(f"{sys.argv[3]}-{index}", Path(sys.argv[2]))
-    print("done", flush=True)
-"""
-
-
-def test_a_killed_uploader_never_shows_a_part(s3_url: Callable[..., str], tmp_path: Path):
-    url, file = s3_url("job"), tmp_path / "file"
-    file.write_bytes(FILES["in parts"])
-    store = open_store(url, retries=QUICK)
-    for number, num_lines in enumerate((1, 2, 3)):
-        command = [sys.executable, "-c", UPLOAD, url, str(file), str(number)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        for _ in range(num_lines):
-            process.stdout.readline()
-        threading.Event().wait(0.05)  # somewhere in the next upload
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        found = list(store.list(f"{number}-"))
-        assert len(found) >= num_lines
-        for info in found:
-            assert store.get(info.key).data == FILES["in parts"]
-        store.delete([info.key for info in found])
-
-
 WAIT = """
 import signal
 from batchinfer.storage.opening import open_store
@@ -317,24 +213,16 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others(monkeypatch):
     store = open_store("memory://many/job")
     for index in range(3000):
         store.create(f"outputs/part-{index:05d}", b"1")
-    pages = []
-    monkeypatch.setattr(
-        clouds.ObstoreClient, "list", _counting(clouds.ObstoreClient.list, pages.append)
-    )
-    assert [info.key[-5:] for info in store.list("outputs/part-014")] == [
-        f"{n:05d}" for n in range(1400, 1500)
-    ]
+    pages, listed = [], store._store.list
+
+    def noted(*words: Any, **options: Any) -> Iterator[Any]:
+        for page in listed(*words, **options):
+            pages.append(page)
+            yield page
+
+    monkeypatch.setattr(store._store, "list", noted)
+    found = [info.key[-5:] for info in store.list("outputs/part-014")]
+    assert found == [f"{number:05d}" for number in range(1400, 1500)]
     assert len(pages) == 1
     assert len(list(store.list())) == 3000
     assert len(pages) == 4
-
-
-def _counting(
-    real: Callable[..., Iterator[Any]], note: Callable[[Any], None]
-) -> Callable[..., Iterator[Any]]:
-    def listed(*words: Any) -> Iterator[Any]:
-        for page in real(*words):
-            note(page)
-            yield page
-
-    return listed

@@ -7,6 +7,7 @@ them; moto and Azurite are asked where they do.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ import pytest
 
 from batchinfer.core.errors import (
     AccessDenied,
-    BatchinferError,
     ConfigError,
     InputError,
     StorageError,
@@ -126,7 +126,7 @@ def test_lasting_trouble_is_said_at_once(
     scripted, status: int, code: str, expected: type, hint: str
 ):
     server = scripted(*[(status, code)] * 9)
-    with pytest.raises(expected, match="bucket") as caught:
+    with pytest.raises(expected, match="s3://bucket/job/k") as caught:
         open_store("s3://bucket/job", retries=QUICK).create("k", b"1")
     assert not isinstance(caught.value, TransientError)
     assert hint in caught.value.hint
@@ -159,7 +159,7 @@ def test_a_missing_bucket_is_named_by_every_verb(
         request.getfixturevalue({"s3": "s3_environment", "az": "azure_url"}[cloud])
     for name in every_verb(open_store("memory://none"), tmp_path / "file"):
         store = open_store(f"{cloud}://nowhere/job", retries=QUICK)
-        with pytest.raises(InputError, match="'nowhere'") as caught:
+        with pytest.raises(InputError, match="nowhere") as caught:
             every_verb(store, tmp_path / "file")[name]()
         assert "nowhere" in caught.value.hint, name
 
@@ -202,14 +202,14 @@ def test_a_store_that_has_answered_before_is_given_its_two_minutes(scripted, mon
 def test_missing_credentials_are_access_denied(s3_environment, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(AccessDenied, match="no usable credentials") as caught:
+    with pytest.raises(AccessDenied, match="credentials are missing") as caught:
         open_store("s3://bucket/job", retries=QUICK).get("k")
     assert "AWS_PROFILE" in caught.value.hint
 
 
 def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, tmp_path: Path):
     url = s3_url("job")
-    endpoint = open_store(url).create("k", b"1") and _getenv("AWS_ENDPOINT_URL")
+    endpoint = open_store(url).create("k", b"1") and os.environ["AWS_ENDPOINT_URL"]
     (tmp_path / "config").write_text(
         f"[profile mine]\nendpoint_url = {endpoint}\nregion = us-east-1\n"
     )
@@ -292,15 +292,3 @@ def test_the_objects_by_which_web_consoles_show_folders_are_none(s3_url, s3_envi
             Bucket=url.split("/")[2], Key=key, Body=b"1" * key.endswith("a")
         )
     assert [info.key for info in open_store(url).list()] == ["outputs/a"]
-
-
-def test_every_error_says_where(scripted):
-    scripted(*[(403, "AccessDenied")] * 9)
-    with pytest.raises(BatchinferError, match="s3://bucket/job/outputs/k"):
-        open_store("s3://bucket/job", retries=QUICK).get("outputs/k")
-
-
-def _getenv(name: str) -> str:
-    import os
-
-    return os.environ[name]

@@ -2,13 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,112 +55,6 @@ def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypat
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "root")
-
-
-def run_python(code: str, *arguments: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-
-
-CREATOR = """
-import sys
-from batchinfer.core.errors import AlreadyExists
-from batchinfer.storage.local import LocalStore
-store = LocalStore(sys.argv[1])
-wins = 0
-print("ready", flush=True)
-sys.stdin.readline()
-for index in range(150):
-    try:
-        store.create(f"claims/{index}", f"{sys.argv[2]} {index}".encode())
-        wins += 1
-    except AlreadyExists:
-        pass
-print(wins, flush=True)
-"""
-
-REPLACER = """
-import sys
-from batchinfer.core.errors import PreconditionFailed
-from batchinfer.storage.local import LocalStore
-store = LocalStore(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(100):
-    while True:
-        held = store.get("counter")
-        owner, count = held.data.split()
-        try:
-            store.replace("counter", f"{sys.argv[2]} {int(count) + 1}".encode(), held.etag)
-            break
-        except PreconditionFailed:
-            pass
-print("done", flush=True)
-"""
-
-
-def race_processes(code: str, root: Path, num_processes: int) -> list[bytes]:
-    processes = [run_python(code, root, f"p{index}") for index in range(num_processes)]
-    for process in processes:
-        assert process.stdout.readline() == b"ready\n"
-    for process in processes:
-        process.stdin.write(b"go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_processes
-    return outputs
-
-
-def test_two_processes_never_both_create(store: LocalStore):
-    wins = race_processes(CREATOR, store.root, 2)
-    assert sum(map(int, wins)) == 150
-    assert len(list(store.list("claims/"))) == 150
-
-
-def test_two_processes_lose_no_replace(store: LocalStore):
-    store.create("counter", b"nobody 0")
-    race_processes(REPLACER, store.root, 2)
-    assert store.get("counter").data.split()[1] == b"200"
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from batchinfer.storage.local import LocalStore
-store = LocalStore(sys.argv[1])
-print("ready", flush=True)
-for index in range(10_000):
-    store.put_file(f"outputs/{sys.argv[3]}-{index:05d}", Path(sys.argv[2]))
-"""
-
-
-def test_killed_writer_never_shows_a_part(store: LocalStore, tmp_path: Path):
-    source = tmp_path / "source"
-    source.write_bytes(random.Random(1).randbytes(20 << 20))
-    sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
-    pauses = random.Random(2)
-    num_whole = 0
-    for round_index in range(8):
-        writer = run_python(WRITER, store.root, source, round_index)
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(pauses.uniform(0.0, 0.15))
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
-        writer.stdin.close()
-        whole = list(store.list())
-        for found in whole:
-            assert found.bytes == 20 << 20
-            assert hashlib.sha256(store.get(found.key).data).hexdigest() == sha256
-        num_whole += len(whole)
-        store.delete([found.key for found in whole])
-    temps = list(store.root.rglob(".*.tmp"))
-    assert num_whole or temps, "nothing was ever written: the test showed nothing"
-    assert list(store.temps(3600)) == []
-    assert set(store.temps(-1)) == set(temps)
 
 
 def test_only_old_temporary_files_are_shown_as_left_behind(store: LocalStore):
@@ -284,20 +172,6 @@ def test_folder_in_the_place_of_an_object_is_no_object(store: LocalStore):
         store.create("a", b"1")
     with pytest.raises(AccessDenied, match="cannot be made"):
         store.create("a/b/c", b"1")
-
-
-def test_lock_of_a_killed_process_is_free(store: LocalStore):
-    etag = store.create("a/b", b"1")
-    holder = run_python(
-        "import fcntl, os, sys, time\n"
-        "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
-        "print('held', flush=True); time.sleep(100)",
-        store.root / "a",
-    )
-    assert holder.stdout.readline() == b"held\n"
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    store.replace("a/b", b"2", etag)
 
 
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(

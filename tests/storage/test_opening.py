@@ -15,7 +15,6 @@ from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import (
     check_writable,
-    fsspec_options,
     is_inside,
     join_url,
     open_store,
@@ -131,7 +130,7 @@ def test_relative_file_url_is_refused():
 def test_opening_a_folder_loads_no_object_store():
     code = (
         "import sys; from batchinfer.storage.opening import open_store; open_store('/tmp');"
-        "print([name for name in ('s3fs', 'fsspec', 'botocore', 'obstore', 'aiohttp') if name in sys.modules])"
+        "print([name for name in ('fsspec', 'botocore', 'obstore', 'aiohttp') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.strip() == b"[]"
@@ -161,9 +160,3 @@ def test_inside_is_by_whole_components(tmp_path: Path) -> None:
     assert not is_inside("gs://b/data/x", "s3://b/data")
     (tmp_path / "link").symlink_to(tmp_path)
     assert is_inside(str(tmp_path / "link/x"), str(tmp_path))
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "https"])
-def test_sources_are_never_listed_from_a_cache(scheme: str) -> None:
-    assert fsspec_options(scheme)["use_listings_cache"] is False
-    assert ("requests_timeout" in fsspec_options(scheme)) == (scheme == "gs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ def test_without_permission_no_connection_is_made_to_a_private_address(server: W
     strict = LOCAL._replace(allows_private=False)
     port = server.url.rpartition(":")[2]
     for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"):
-        with pytest.raises((web.Forbidden, ObjectNotFound), match=r"private network|no such host"):
+        with pytest.raises((web.Forbidden, ObjectNotFound), match=r"private network|is no URL"):
             web.fetch(f"http://{host}:{port}/a", strict, QUICK)
     assert server.seen == []
 
@@ -45,32 +44,30 @@ def test_without_permission_no_connection_is_made_to_a_private_address(server: W
 @pytest.mark.parametrize(
     "address",
     [
-        "168.63.129.16",  # Azure's host
-        "192.0.0.192",  # Oracle's metadata
-        "192.0.0.9",
-        "3fff::1",  # documentation
-        "3fff:fff:ffff::1",
-        "::ffff:168.63.129.16",
-        "64:ff9b::a83f:8110",
-        "64:ff9b:1::808:808",  # a local translator to IPv4
-        "169.254.169.254",
-        "100.100.100.200",
-        "fd00:ec2::254",
-        "255.255.255.255",
-        "224.0.0.1",
-        "ff0e::1",
-        "fec0::1",
-        "5f00::1",
-        "::7f00:1",
-        "2002:7f00:1::",
-        "fe80::1%eth0",
+        *("0.0.0.0", "127.0.0.1", "10.0.0.1", "172.16.5.5", "192.168.1.1", "100.64.0.1"),
+        *("198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
+        *(
+            "169.254.169.254",
+            "100.100.100.200",
+            "fd00:ec2::254",
+        ),  # where clouds give out credentials
+        *("168.63.129.16", "192.0.0.192", "192.0.0.9"),  # Azure's host, Oracle's metadata
+        *("::", "::1", "fe80::1%eth0", "fec0::1", "fd00::1", "ff02::1", "ff0e::1", "5f00::1"),
+        *("3fff::1", "3fff:fff:ffff::1"),  # documentation
+        *("::127.0.0.1", "::7f00:1", "::ffff:127.0.0.1", "::ffff:169.254.169.254"),
+        *("::ffff:168.63.129.16", "2002:7f00:1::", "2002:a9fe:a9fe::1"),
+        *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b::a83f:8110"),
+        *("64:ff9b:1::7f00:1", "64:ff9b:1::808:808"),  # a local translator to IPv4
     ],
 )
-def test_what_only_looks_public_is_private(address: str) -> None:
+def test_addresses_that_are_not_of_the_public_internet(address: str) -> None:
     assert web.is_private(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "168.63.129.17", "2606:4700::1111"])
+@pytest.mark.parametrize(
+    "address",
+    ["8.8.8.8", "168.63.129.17", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"],
+)
 def test_what_is_public_is_not_private(address: str) -> None:
     assert not web.is_private(address)
 
@@ -78,23 +75,12 @@ def test_what_is_public_is_not_private(address: str) -> None:
 def test_a_redirect_into_the_private_network_is_refused(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.answers["/go"] = plain(302, Location=f"{server.url.replace('127.0.0.1', 'localhost')}/a")
+    """The first server counts as public, as an attacker's would be."""
+    server.answers["/go"] = plain(302, Location=f"{server.url.replace('127.0.0.1', '127.0.0.2')}/a")
     server.answers["/a"] = plain(200, b"secret")
-    # Only the first name counts as public, as a server of an attacker would be.
-    resolve = web._resolve
-    public: list[str] = []
-
-    def resolved(host: str, port: int) -> list[Any]:
-        public.append(host)
-        return resolve(host, port)
-
-    is_private = web.is_private
-    monkeypatch.setattr(web, "_resolve", resolved)
-    monkeypatch.setattr(
-        web, "is_private", lambda address: public[-1] != "127.0.0.1" and is_private(address)
-    )
+    monkeypatch.setattr(web, "is_private", lambda address: address != "127.0.0.1")
     strict = LOCAL._replace(allows_private=False)
-    with pytest.raises(web.Forbidden, match="localhost"):
+    with pytest.raises(web.Forbidden, match=r"127\.0\.0\.2 is an address of a private network"):
         web.fetch(f"{server.url}/go", strict, QUICK)
     assert server.seen == ["/go"]
 
@@ -195,83 +181,8 @@ def test_what_is_no_url_is_not_found(url: str) -> None:
         web.fetch(url, LOCAL, QUICK)
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("8.8.8.8", False),
-        ("2606:4700::1111", False),
-        ("10.0.0.1", True),
-        ("172.16.5.5", True),
-        ("192.168.1.1", True),
-        ("169.254.169.254", True),  # where clouds give out credentials
-        ("100.64.0.1", True),
-        ("0.0.0.0", True),
-        ("224.0.0.1", True),
-        ("255.255.255.255", True),
-        ("::1", True),
-        ("fe80::1%eth0", True),
-        ("fd00::1", True),
-        ("::ffff:169.254.169.254", True),
-        ("::ffff:8.8.8.8", False),
-        ("2002:a9fe:a9fe::1", True),
-        ("64:ff9b::a9fe:a9fe", True),
-        ("64:ff9b::808:808", False),
-    ],
-)
-def test_private_addresses(address: str, expected: bool) -> None:
-    assert web.is_private(address) is expected
-
-
-@pytest.mark.parametrize(
-    "where", ["http://[", "http://[::1", "http://a\x00b/", "http://.a/", "//[x"]
-)
+@pytest.mark.parametrize("where", ["http://[", "http://[::1", "http://.a/", "//[x"])
 def test_a_redirect_to_what_is_no_url_is_a_missing_file(server: WebServer, where: str) -> None:
     server.answers["/go"] = plain(302, Location=where)
     with pytest.raises(ObjectNotFound):
         web.fetch(f"{server.url}/go", LOCAL, QUICK)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("0.0.0.0", "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
-        *("100.64.0.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
-        *("::", "::1", "::127.0.0.1", "::ffff:127.0.0.1", "::ffff:7f00:1", "fe80::1%lo", "fec0::1"),
-        *("fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::"),
-    ],
-)
-def test_addresses_that_are_not_of_the_public_internet(address: str) -> None:
-    assert web.is_private(address)
-
-
-def test_addresses_that_do_not_answer_leave_time_for_those_that_do(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.answers["/a"] = plain(200, b"here")
-    port = int(server.url.rpartition(":")[2])
-    waited: list[float] = []
-    connect = socket.socket.connect
-
-    class Slow(socket.socket):
-        def connect(self, address: Any) -> None:
-            if address[0] == "127.0.0.9":
-                waited.append(self.gettimeout() or 0.0)
-                raise TimeoutError
-            connect(self, address)
-
-    addresses = [
-        (socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))
-        for host in ("127.0.0.9",) * 3 + ("127.0.0.1",)
-    ]
-    monkeypatch.setattr(web, "_resolve", lambda *_: addresses)
-    monkeypatch.setattr(web.socket, "socket", Slow)
-    assert web.fetch(f"http://example.com:{port}/a", LOCAL, QUICK) == b"here"
-    assert len(waited) == 3
-    assert all(seconds < 2.6 for seconds in waited)  # of 5 seconds in all
-
-
-def test_a_connection_has_all_the_time_that_is_left_and_not_its_addresss_share() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", server.getsockname())
-        with web._open_socket([address] * 10, time.monotonic() + 1000) as found:
-            assert (found.gettimeout() or 0) > 500

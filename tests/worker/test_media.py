@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,10 +116,8 @@ def test_an_image_in_a_bucket(s3_url: Any) -> None:
 def test_a_place_that_cannot_be_used_fails_its_row(
     place: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nobody(host: str, _port: int) -> list[Any]:
-        raise web.ObjectNotFound(f"{host}: no such host")
-
-    monkeypatch.setattr(web, "_resolve", nobody)
+    nobody = Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "no such name"))
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
     assert code_of(place) == code
 
 
