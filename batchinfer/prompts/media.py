@@ -67,7 +67,7 @@ def read_media(value: Any, kind: str) -> list[str]:
     if not text or text[:5].lower() == "data:":
         expected = "a URL, a path, base64, or an object with bytes, path or url"
         raise Unfit(f"{shown(value)}, expected {expected}")
-    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(_start_of(text)))
+    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(text))
     is_file = has_format or len(text) > _LONGEST_PATH
     return [data_url(text, kind) if is_file and not _LINK.match(text) else text]
 
@@ -77,18 +77,15 @@ def data_url(content: str | bytes, kind: str) -> str:
     if isinstance(content, bytes):
         content = base64.b64encode(content).decode()
     content = "".join(content.split())
-    return f"data:{kind}/{_format_of(_start_of(content)) or 'unknown'};base64,{content}"
+    return f"data:{kind}/{_format_of(content) or 'unknown'};base64,{content}"
 
 
-def _start_of(content: str) -> bytes:
+def _format_of(content: str) -> str:
+    """Return the format of a file by its base64; "" for an unknown one."""
     try:
-        return base64.b64decode(content[:24])
+        found = _FORMAT.match(base64.b64decode(content[:24]))
     except ValueError:
-        return b""
-
-
-def _format_of(start: bytes) -> str:
-    found = _FORMAT.match(start)
+        return ""
     return (found and found.lastgroup) or ""
 
 
@@ -253,7 +250,7 @@ def multipart(body: dict[str, Any]) -> tuple[bytes, str]:
     except ValueError as error:
         raise RowProblem(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
     mark = hashlib.sha256(sound).hexdigest()
-    parts = [(f'file"; filename="audio.{_format_of(sound[:16]) or "bin"}', sound)]
+    parts = [(f'file"; filename="audio.{_format_of(content) or "bin"}', sound)]
     for field, value in body.items():
         if field == SOUND:
             continue
