@@ -111,11 +111,8 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         )
     create_engine(config)  # refuses what cannot work
     with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
-        received = ""
-        while "\n" not in received:
-            received += _receive(link, loading)
-        revision = config.revision or received.partition("\n")[0] or None
-        config = msgspec.structs.replace(config, revision=revision)
+        revision = _receive(link, loading) or None
+        config = msgspec.structs.replace(config, revision=config.revision or revision)
         scratch = Scratch(config.scratch_dir)
         stack.callback(scratch.close)
         [launch] = plan(config, Path(scratch.folder), loading)
@@ -124,11 +121,8 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         server.start()
         stack.callback(server.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        while received.count("\n") < 2:
-            received += _receive(link, stop)
-            if why := server.look_at_process():
-                raise EngineDied(f"node {config.node_rank}: {why}")
-    if status := int(received.split("\n")[1]):
+        status = int(_receive(link, stop, server))
+    if status:
         raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
 
@@ -154,18 +148,23 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
     raise Interrupted("stopped while it waited for node 0")
 
 
-def _receive(link: socket.socket, stop: Stop) -> str:
-    """Return what node 0 has sent, after waiting for it for a moment.
+def _receive(link: socket.socket, stop: Stop, server: OwnServer | None = None) -> str:
+    """Wait for a line of node 0, while this node's server runs.
 
     Raises:
-        EngineDied: node 0 has gone.
+        EngineDied: node 0 has gone, or the server has ended.
         Interrupted: `stop` was set.
     """
-    if stop.is_set():
-        raise Interrupted("stopped by a signal")
-    with contextlib.suppress(TimeoutError):
-        with contextlib.suppress(ConnectionError):
-            if data := link.recv(1024):
-                return data.decode()
-        raise EngineDied("node 0 has gone")
-    return ""
+    received = b""
+    while not received.endswith(b"\n"):
+        if stop.is_set():
+            raise Interrupted("stopped by a signal")
+        if server is not None and (why := server.look_at_process()):
+            raise EngineDied(f"this node's server: {why}")
+        with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(ConnectionError):
+                if data := link.recv(1):
+                    received += data
+                    continue
+            raise EngineDied("node 0 has gone")
+    return received.decode().strip()

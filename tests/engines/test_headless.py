@@ -43,24 +43,17 @@ def following(config, stop=None):
     )
 
 
-class Node0:
-    """Node 0, whose loop turns in a thread."""
+def as_node_0(config, status, work):
+    """Be node 0 while `work` runs, which gets its connections, and end with a status. Returns what `work` returns."""
 
-    def __init__(self, config):
-        self.nodes = headless.Nodes()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.run(self.nodes.listen(config, "abc"))
+    async def run():
+        nodes = headless.Nodes()
+        await nodes.listen(config, "abc")
+        found = await asyncio.to_thread(work, nodes)
+        await nodes.close(status)
+        return found
 
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(15)
-
-    def close(self, status):
-        self.run(self.nodes.close(status))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+    return asyncio.run(run())
 
 
 def until(is_so) -> None:
@@ -81,9 +74,7 @@ def loaded(tmp_path) -> int:
 def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
     found = following(config)
     time.sleep(0.2)  # a node may come before node 0
-    nodes = Node0(config)
-    share = loaded(tmp_path)
-    nodes.close(status)
+    share = as_node_0(config, status, lambda _: loaded(tmp_path))
     if error is None:
         assert found.result(15)["status"] == "SUCCESS"
     else:
@@ -94,29 +85,38 @@ def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
 
 
 def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
-    node0, found = Node0(config), following(config)
-    os.kill(loaded(tmp_path), signal.SIGKILL)
-    with pytest.raises(EngineDied, match="node 1: killed by SIGKILL"):
-        found.result(15)
-    until(lambda: node0.nodes.has_lost_one)
-    node0.close(33)
+    found = following(config)
+
+    def kill(nodes):
+        os.kill(loaded(tmp_path), signal.SIGKILL)
+        with pytest.raises(EngineDied, match="server: killed by SIGKILL"):
+            found.result(15)
+        until(lambda: nodes.has_lost_one)
+
+    as_node_0(config, 33, kill)
     (tmp_path / "pid").unlink()
-    node0, found = Node0(config), following(config)
-    loaded(tmp_path)
-    node0.loop.call_soon_threadsafe(node0.nodes._links[0].close)
-    with pytest.raises(EngineDied, match="node 0 has gone"):
-        found.result(15)
-    node0.close(33)
+    found = following(config)
+
+    def vanish(nodes):
+        loaded(tmp_path)
+        nodes._server.get_loop().call_soon_threadsafe(nodes._links[0].close)
+        with pytest.raises(EngineDied, match="node 0 has gone"):
+            found.result(15)
+
+    as_node_0(config, 33, vanish)
 
 
 def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_path):
     stop = Flag()
-    node0, found = Node0(config), following(config, stop)
-    loaded(tmp_path)
-    stop.set()
-    with pytest.raises(Interrupted):
-        found.result(15)
-    node0.close(75)
+    found = following(config, stop)
+
+    def set_stop(_):
+        loaded(tmp_path)
+        stop.set()
+        with pytest.raises(Interrupted):
+            found.result(15)
+
+    as_node_0(config, 75, set_stop)
     late = replace(config, load_timeout_seconds=0.1)
     with pytest.raises(EngineLoadError, match="node 0 does not answer"):
         following(late).result(15)
