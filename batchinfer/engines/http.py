@@ -71,7 +71,7 @@ class HttpEngine:
         self._pace = Pace(config)
         self._watches: list[asyncio.Task[None]] = []
         self._replies: list[Reply] = []
-        self._has_reply = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._failure: BaseException | None = None
         """Why the engine cannot go on."""
         self._is_open = False
@@ -214,22 +214,29 @@ class HttpEngine:
             calls = calls[share:]
 
     def _turn(self, seconds: float) -> list[Reply]:
-        """Let the loop turn until a reply has come, or the time is up. Returns the replies that are there."""
+        """Let the loop turn until there is news of a call or a target, or the time is up. Returns the replies."""
 
         async def wait() -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._has_reply.wait()
+                    await self._has_news.wait()
 
         self._run(wait())
-        self._has_reply.clear()
+        self._has_news.clear()
         found, self._replies = self._replies, []
         return found
 
     def _run(self, work: Awaitable[T]) -> T:
-        """Let the loop turn until some work in it is done."""
+        """Let the loop turn until some work in it is done. An interruption cancels the work."""
         assert self._loop is not None
-        return self._loop.run_until_complete(work)
+        task = asyncio.ensure_future(work, loop=self._loop)
+        try:
+            return self._loop.run_until_complete(task)
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(task)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work beside the rest. An error in it ends the engine."""
@@ -305,7 +312,7 @@ class HttpEngine:
         if target.in_flight.pop(reply.key, None) is not None:
             self._last_replies.pop(reply.key, None)
             self._replies.append(reply)
-            self._has_reply.set()
+            self._has_news.set()
 
     async def _send(self, target: Target, call: Call) -> Reply:
         """Send a call until it has an answer, or has failed so often that the row must be at fault.
@@ -401,6 +408,7 @@ class HttpEngine:
         """
         while not target.is_ready or isinstance(target, OwnServer):
             reason = await target.look(self.config)
+            self._has_news.set()
             if not reason:
                 await asyncio.sleep(LOOK_SECONDS if target.is_ready else LOAD_LOOK_SECONDS)
             elif isinstance(target, OwnServer) and self._is_open:

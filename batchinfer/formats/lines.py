@@ -67,10 +67,9 @@ def encode_row(prepared: Prepared, result: Reply | Failure) -> EncodedRow:
             return _answered(prepared, result)
         except InputError as error:
             result = Failure(code=Code.INVALID_ANSWER, message=error.message, status=502)
-    shown: dict[str, str] = {"code": str(result.code), "message": result.message}
-    if result.param is not None:
-        shown["param"] = result.param
-    line = _line(prepared, result.status, b'"error":%b' % _text(shown))
+    fields = {"code": str(result.code), "message": result.message, "param": result.param}
+    texts = [b'"%b":%b' % (x.encode(), _text(y)) for x, y in fields.items() if y is not None]
+    line = _line(prepared, result.status, b'"error":{%b}' % b",".join(texts))
     return EncodedRow(line=line, ok=False, code=str(result.code), failure=result)
 
 
@@ -99,13 +98,8 @@ def _line(prepared: Prepared, status: int, rest: bytes) -> bytes:
     return b'{"_row":%d,"_id":%b,"status":%d,%b}' % (prepared.row, _text(prepared.id), status, rest)
 
 
-def _text(value: str | dict[str, str]) -> bytes:
-    try:
-        return _encode(value)
-    except UnicodeEncodeError:
-        if isinstance(value, str):
-            return _encode(bodies.with_whole_characters(value))
-        return _encode({name: bodies.with_whole_characters(text) for name, text in value.items()})
+def _text(value: str) -> bytes:
+    return _encode(value if value.isascii() else bodies.with_whole_characters(value))
 
 
 def read_line(data: bytes) -> OutputLine:

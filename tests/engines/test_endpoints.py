@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -204,6 +207,14 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
     monkeypatch.setattr(http, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(engine, ListSource(calls(9)))
+
+
+def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
+    endpoint.delay_seconds = 0.5
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(call(0, stream=True)))
+    assert len(drive(engine, ListSource(calls(3)))) == 3
 
 
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
