@@ -27,6 +27,7 @@ from engine_contract import (
     EngineContract,
     Flag,
     ListSource,
+    are_gone,
     call,
     calls,
     code_of,
@@ -100,15 +101,6 @@ def pids(engine) -> list[int]:
     """Process ids of the servers, which are the only children of their guards."""
     guards = [server.guard.pid for server in engine.targets]
     return [int(Path(f"/proc/{pid}/task/{pid}/children").read_text()) for pid in guards]
-
-
-def are_gone(found, seconds=5.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(start_of_process(pid) for pid in found):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 class TestAnyServer(EngineContract):

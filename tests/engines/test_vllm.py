@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import write_vllm_command
@@ -21,6 +20,7 @@ from engine_contract import (
     EngineContract,
     Flag,
     ListSource,
+    are_gone,
     body_of,
     call,
     drive,
@@ -58,13 +58,6 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, task.read_text().split()):
             found += [child, *descendants(child)]
     return found
-
-
-def are_gone(pids, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while any(start_of_process(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(start_of_process(pid) for pid in pids)
 
 
 def named(pids, name: str) -> int:
