@@ -41,6 +41,8 @@ CPU_KV_CACHE_BYTES = 1 << 30
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
 _VARIABLES = {
+    # A connection that a busy server closes while a call is on its way would cost the call another attempt.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
