@@ -17,7 +17,6 @@ import aiohttp
 import msgspec
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, EngineLoadError
-from batchinfer.core.printable import printable
 from batchinfer.core.records import Call, RowKey
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import DENIED, problem_of
@@ -215,7 +214,7 @@ class Endpoint(Target):
         if found.status in DENIED:
             raise self.denied(found)
         if found.status == 0 or found.status >= 500 or found.status == 429:
-            said = printable(found.body[:200].decode("utf-8", "replace"))
+            said = problem_of(found.body).message[:200]
             return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
         listed = found.field("data")
         if found.status < 400 and not isinstance(listed, list):
