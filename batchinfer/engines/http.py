@@ -427,12 +427,13 @@ class HttpEngine:
         await asyncio.to_thread(server.end, is_kill=True)
         server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
         server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
-        what, next_step = "replica_restarted", "it is started again, its rows are tried again"
+        message, rows = f"{server.name}: {reason}", len(server.in_flight)
         if server.is_lost:
-            what, next_step = "replica_lost", "it is not started again"
-        message, count = f"{server.name}: {reason}", len(server.in_flight)
-        fields = event(what, replica=server.name, rows=count)
-        logger.warning("%s; it held %d rows; %s", message, count, next_step, extra=fields)
+            logger.error("%s", message, extra=event("replica_lost", replica=server.name))
+        else:
+            again = f"it is started again, and its {rows} rows are tried again"
+            fields = event("replica_restarted", replica=server.name, rows=rows)
+            logger.warning("%s; %s", message, again, extra=fields)
         self._hand_back(server, message)
         if all(each.is_lost for each in self._servers):
             self._failure = EngineDied(message)  # is raised when those rows have been taken

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -210,8 +207,11 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
 
 
 def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
+    def interrupt():
+        raise KeyboardInterrupt
+
     endpoint.delay_seconds = 0.5
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    engine._loop.call_later(0.1, interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(call(0, stream=True)))
     assert len(drive(engine, ListSource(calls(3)))) == 3
