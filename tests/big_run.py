@@ -14,17 +14,9 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import iso_utc
-from batchinfer.core.records import (
-    Chunk,
-    ErrorExample,
-    Job,
-    Marker,
-    Minute,
-    Run,
-    Worker,
-)
+from batchinfer.core.records import Chunk, ErrorExample, Job, Minute, Run, Worker
 from batchinfer.storage import Store
-from fakes import put_worker
+from fakes import marker_record, put_worker
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -184,29 +176,6 @@ def _shifted(worker: Worker, seconds: float) -> Worker:
     )
 
 
-def make_marker(name: str, worker: str, output: bytes, shape: Shape, **changes: Any) -> Marker:
-    values: dict[str, Any] = {
-        "output": layout.output_file(name, "0"),
-        "output_bytes": len(output),
-        "output_sha256": codec.sha256(output),
-        "chunk": f"chunks/{name}.jsonl",
-        "chunk_sha256": "0" * 64,
-        "generation": 0,
-        "rows_ok": shape.rows_per_chunk,
-        "rows_error": 0,
-        "rows_resumed": 0,
-        "fingerprint": "f" * 32,
-        "worker": worker,
-        "start": iso_utc(shape.now - 100),
-        "end": iso_utc(shape.now),
-        "prompt_tokens": 1,
-        "completion_tokens": 1,
-        "nonce": "n",
-        **changes,
-    }
-    return Marker(**values)
-
-
 def output_lines(name: str, shape: Shape) -> bytes:
     lines = []
     for index in range(shape.rows_in_outputs):
@@ -247,14 +216,21 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
                 for i in range(shape.rows_in_outputs)
             )
             job.create(layout.chunk_file(name, "none"), rows.encode())
-        changes: dict[str, Any] = {
-            "fingerprint": written.fingerprint,
-            "prompt_tokens": 250 * shape.rows_per_chunk,
-            "completion_tokens": 450 * shape.rows_per_chunk,
-        }
-        if index < shape.num_outputs:
-            changes["rows_ok"] = shape.rows_in_outputs
-        marker = make_marker(name, workers[index % len(workers)].id, body, shape, **changes)
+        marker = marker_record(
+            output=layout.output_file(name, "0"),
+            output_bytes=len(body),
+            output_sha256=codec.sha256(body),
+            chunk=layout.chunk_file(name, "none"),
+            chunk_sha256="0" * 64,
+            rows_ok=shape.rows_in_outputs if index < shape.num_outputs else shape.rows_per_chunk,
+            fingerprint=written.fingerprint,
+            worker=workers[index % len(workers)].id,
+            start=iso_utc(shape.now - 100),
+            end=iso_utc(shape.now),
+            prompt_tokens=250 * shape.rows_per_chunk,
+            completion_tokens=450 * shape.rows_per_chunk,
+            nonce="n",
+        )
         run.create(layout.marker_key(name), codec.encode(marker))
 
 
@@ -273,10 +249,3 @@ def write_local(folder: Path, shape: Shape | None = None) -> Path:
     for marker in run.glob("outputs/*.succeed*"):
         os.utime(marker, (shape.now - 10, shape.now - 10))
     return run
-
-
-if __name__ == "__main__":
-    import sys
-    import time
-
-    print(write_local(Path(sys.argv[1]), Shape(now=time.time())))

@@ -6,9 +6,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from typing import Any
 
-from batchinfer.storage import Object, ObjectInfo, Store
+from batchinfer.storage import ObjectInfo, Store
 
 KEYS_PER_REQUEST = 1000
 """Number of keys that object stores list or delete with one request."""
@@ -27,20 +27,15 @@ class CountingStore:
         self._store = store
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> Object:
-        """See `Store.get`."""
-        self._count("get")
-        return self._store.get(key)
+    def __getattr__(self, verb: str) -> Any:
+        """Return the other store's verb, counted."""
+        found = getattr(self._store, verb)
 
-    def download(self, key: str, path: Path) -> None:
-        """See `Store.download`."""
-        self._count("download")
-        self._store.download(key, path)
+        def counted(*arguments: Any) -> Any:
+            self._count(verb)
+            return found(*arguments)
 
-    def stat(self, key: str) -> ObjectInfo:
-        """See `Store.stat`."""
-        self._count("stat")
-        return self._store.stat(key)
+        return counted
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`."""
@@ -49,21 +44,6 @@ class CountingStore:
             if index and index % KEYS_PER_REQUEST == 0:
                 self._count("list")
             yield found
-
-    def create(self, key: str, data: bytes) -> str:
-        """See `Store.create`."""
-        self._count("create")
-        return self._store.create(key, data)
-
-    def put_file(self, key: str, path: Path) -> None:
-        """See `Store.put_file`."""
-        self._count("put_file")
-        self._store.put_file(key, path)
-
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        """See `Store.replace`."""
-        self._count("replace")
-        return self._store.replace(key, data, etag)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Store.delete`."""

@@ -8,12 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from batchinfer.core.records import Call
 from batchinfer.engines.echo import answer, stream_of, texts_of
 from batchinfer.engines.engine_config import EngineConfig
+from web_server import HttpServer, plain
 
 Reply = Callable[["Handler"], None]
 """What becomes of one request."""
@@ -22,17 +23,7 @@ Reply = Callable[["Handler"], None]
 def reply(status: int, body: Any = "", kind: str = "application/json", **headers: str) -> Reply:
     """A whole answer. A body that is no text is written as JSON; in a header's name, `_` stands for `-`."""
     data = (body if isinstance(body, str) else json.dumps(body)).encode()
-
-    def send(handler: Handler) -> None:
-        handler.send_response(status)
-        handler.send_header("content-type", kind)
-        handler.send_header("content-length", str(len(data)))
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return send
+    return plain(status, data, content_type=kind, **headers)
 
 
 def refusal(
@@ -121,21 +112,13 @@ class Handler(BaseHTTPRequestHandler):
                     (chosen or reply(found.status, found.body.decode()))(self)
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, *_: Any) -> None:
-        pass  # clients that go away
-
-
 class FakeEndpoint:
     """A running endpoint. `rule` says what becomes of a request, by its prompt's text and its body.
 
     A rule returns None for an ordinary answer, a reply, or a list of replies for the first requests with this text.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self.models: Any = ["echo-model"]
         self.rule: Callable[[str, dict[str, Any]], Any] = lambda _text, _body: None
         self.bodies: list[dict[str, Any]] = []
@@ -149,20 +132,12 @@ class FakeEndpoint:
         self.config = EngineConfig(
             engine="echo", model="echo-model", server_args=["--max-model-len", "512"]
         )
-        self._server = Server(("127.0.0.1", port), Handler)
-        self._server.endpoint = self
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.02,), daemon=True
-        )
-        self._thread.start()
+        self._server = HttpServer(Handler, endpoint=self)
+        self.url = f"{self._server.url}/v1"
 
     def close(self) -> None:
         self.is_closed = True
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def note(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
         with self._lock:

@@ -10,12 +10,14 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-BUCKET = "bucket"
+from web_server import HttpServer
+
+BUCKET = "my-bucket"
 
 
 class Held(NamedTuple):
@@ -107,12 +109,6 @@ class Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def serving_gcs() -> Iterator[str]:
     """Yield the address of a server whose one bucket is `BUCKET`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.objects, server.lock, server.generations = {}, threading.Lock(), itertools.count(1)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = HttpServer(Handler, objects={}, lock=threading.Lock(), generations=itertools.count(1))
+    with contextlib.closing(server):
+        yield server.url

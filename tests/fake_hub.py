@@ -6,16 +6,18 @@ without the token. Every request is kept in `requests` as (path, whether it carr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from web_server import HttpServer
 
 TOKEN = "hf_test"
 
@@ -40,28 +42,15 @@ class FakeHub:
     @contextmanager
     def serving(self) -> Iterator[str]:
         """Serve on a free port of 127.0.0.1; yields the endpoint's URL."""
-        hub = self
-
-        class Handler(_Handler):
-            state = hub
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        with contextlib.closing(HttpServer(Handler, state=self)) as server:
+            yield server.url
 
 
 def commit_of(repo: str, revision: str) -> str:
     return hashlib.sha1(f"{repo}@{revision}".encode()).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    state: FakeHub
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # a reply in one packet: two of them would wait for each other
     disable_nagle_algorithm = True
@@ -69,35 +58,31 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
         self.answer()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - http.server's names
 
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        self.state.requests.append((path, has_token))
+        self.server.state.requests.append((path, has_token))
         match = re.match(
             r"^/(?:api/)?datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info|resolve)/(.*))?$", path
         )
         if match is None:
             return self.fail(404, "EntryNotFound")
         repo, verb, rest = match.groups()
-        if repo not in self.state.repos:
+        if repo not in self.server.state.repos:
             return self.fail(401, "RepoNotFound")
-        if repo in self.state.gated and not has_token:
+        if repo in self.server.state.gated and not has_token:
             return self.fail(401, "GatedRepo")
         revision, tail = self.split_revision(repo, rest or "main")
         if revision is None:
             return self.fail(404, "RevisionNotFound")
-        folder = self.state.repos[repo][revision]
-        commit = self.state.commit_of(repo, revision)
+        folder = self.server.state.repos[repo][revision]
+        commit = self.server.state.commit_of(repo, revision)
         if verb in (None, "revision"):
             return self.send({"id": repo, "sha": commit, "private": False, "siblings": []}, commit)
         if verb == "tree":
@@ -114,8 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.send_file(folder / tail, commit)
 
     def split_revision(self, repo: str, rest: str) -> tuple[str | None, str]:
-        for name in sorted(self.state.repos[repo], key=len, reverse=True):
-            for spelling in (name, self.state.commit_of(repo, name)):
+        for name in sorted(self.server.state.repos[repo], key=len, reverse=True):
+            for spelling in (name, self.server.state.commit_of(repo, name)):
                 if rest == spelling or rest.startswith(spelling + "/"):
                     return name, rest[len(spelling) :].strip("/")
         return None, ""

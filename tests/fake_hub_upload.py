@@ -16,14 +16,13 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from fake_hub import TOKEN, FakeHub, _Handler
+from fake_hub import TOKEN, FakeHub, Handler
+from web_server import HttpServer
 
 _WRITES = re.compile(r"^/api/datasets/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)$")
 _BATCH = re.compile(r"^/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
@@ -63,21 +62,9 @@ class UploadHub(FakeHub):
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        hub = self
-
-        class Handler(_UploadHandler):
-            state = hub
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with closing(HttpServer(UploadHandler, state=self)) as server:
+            yield server.url
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def make(self, repo: str) -> Path:
         """Make an empty repository and return the folder of its main branch."""
@@ -124,28 +111,20 @@ class UploadHub(FakeHub):
         del self._heads[repo, branch]
 
 
-class _UploadHandler(_Handler):
-    state: UploadHub
-
-    def do_PUT(self) -> None:  # noqa: N802 - http.server's name
-        self.answer()
-
-    def do_DELETE(self) -> None:  # noqa: N802 - http.server's name
-        self.answer()
-
+class UploadHandler(Handler):
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         found = next(
             (
                 fault
-                for fault in self.state.faults
+                for fault in self.server.state.faults
                 if fault.method == self.command and re.search(fault.path, path)
             ),
             None,
         )
         if found is None:
             return self.serve(path)
-        self.state.faults.remove(found)
+        self.server.state.faults.remove(found)
         if found.is_late:
             wfile, self.wfile = self.wfile, io.BytesIO()
             self.serve(path)
@@ -168,23 +147,23 @@ class _UploadHandler(_Handler):
         if self.command == "GET" or not is_ours:
             return super().answer()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.state.requests.append((path, has_token))
-        with self.state.lock:
+        self.server.state.requests.append((path, has_token))
+        with self.server.state.lock:
             if path == "/api/validate-yaml":
                 return self.send({"errors": [], "warnings": []}, "")
             if large:
                 assert hashlib.sha256(body).hexdigest() == large[1]
-                self.state.objects[large[1]] = body
-                self.state.num_uploads += 1
+                self.server.state.objects[large[1]] = body
+                self.server.state.num_uploads += 1
                 return self.send({}, "")
             if not has_token:
                 return self.fail(401, "")
-            if not self.state.has_rights:
+            if not self.server.state.has_rights:
                 return self.fail(403, "")
             if path == "/api/repos/create":
                 return self.create(json.loads(body))
             repo = (write or batch)[1]  # type: ignore[index]
-            if repo not in self.state.repos:
+            if repo not in self.server.state.repos:
                 return self.fail(401, "RepoNotFound")
             if batch:
                 return self.send(
@@ -196,32 +175,32 @@ class _UploadHandler(_Handler):
     def create(self, asked: dict[str, Any]) -> None:
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"
         found = {"url": f"http://127.0.0.1/datasets/{name}", "id": name}
-        if name.partition("/")[0] not in self.state.namespaces:
+        if name.partition("/")[0] not in self.server.state.namespaces:
             return self.fail(404, "")
-        if name in self.state.repos:
+        if name in self.server.state.repos:
             return self.reply(409, json.dumps(found).encode(), {})
-        self.state.created.append({**asked, "repo": name})
-        self.state.make(name)
+        self.server.state.created.append({**asked, "repo": name})
+        self.server.state.make(name)
         return self.send(found, "")
 
     def action(self, item: dict[str, Any]) -> dict[str, Any]:
         """What an upload of a large file needs: nothing if its content is there."""
-        if item["oid"] in self.state.objects:
+        if item["oid"] in self.server.state.objects:
             return item
         href = f"http://{self.headers['Host']}/objects/{item['oid']}"
         return {**item, "actions": {"upload": {"href": href}}}
 
     def write(self, repo: str, verb: str, branch: str, body: bytes) -> None:
-        branches = self.state.branches(repo)
+        branches = self.server.state.branches(repo)
         if verb == "branch" and self.command == "POST":
             if branch in branches:
                 return self.fail(409, "")
-            self.state.branch(repo, branch, json.loads(body).get("startingPoint") or "main")
+            self.server.state.branch(repo, branch, json.loads(body).get("startingPoint") or "main")
             return self.send({}, "")
         if branch not in branches:
             return self.fail(404, "RevisionNotFound")
         if verb == "branch":
-            self.state.drop(repo, branch)
+            self.server.state.drop(repo, branch)
             return self.send({}, "")
         if verb == "preupload":
             files = [
@@ -236,7 +215,7 @@ class _UploadHandler(_Handler):
         return self.commit(repo, branch, body)
 
     def commit(self, repo: str, branch: str, body: bytes) -> None:
-        folder = self.state.repos[repo][branch]
+        folder = self.server.state.repos[repo][branch]
         found: dict[str, Any] = {"repo": repo, "branch": branch, "files": [], "deleted": []}
         for line in body.splitlines():
             item = json.loads(line)
@@ -244,23 +223,23 @@ class _UploadHandler(_Handler):
             if item["key"] == "header":
                 found["summary"] = value["summary"]
                 parent = value.get("parentCommit")
-                if parent not in (None, self.state.commit_of(repo, branch)):
+                if parent not in (None, self.server.state.commit_of(repo, branch)):
                     return self.fail(412, "")
             elif item["key"] in ("file", "lfsFile"):
                 is_large = item["key"] == "lfsFile"
                 target = folder / value["path"]
                 target.parent.mkdir(parents=True, exist_ok=True)
-                data = self.state.objects[value["oid"]] if is_large else value["content"]
+                data = self.server.state.objects[value["oid"]] if is_large else value["content"]
                 target.write_bytes(data if is_large else base64.b64decode(data))
                 found["files"].append(value["path"])
             elif item["key"] == "deletedFile":
                 (folder / value["path"]).unlink()
                 found["deleted"].append(value["path"])
-        self.state.commits.append(found)
-        commit = self.state.keep(repo, branch)
+        self.server.state.commits.append(found)
+        commit = self.server.state.keep(repo, branch)
         if branch == "main":
             data_files = sorted(path.name for path in folder.rglob("part-*"))
-            self.state.seen_by_readers.append(data_files)
+            self.server.state.seen_by_readers.append(data_files)
         return self.send(
             {"commitUrl": f"http://127.0.0.1/datasets/{repo}/commit/{commit}", "commitOid": commit},
             commit,
@@ -272,6 +251,6 @@ class _UploadHandler(_Handler):
             return found
         data = item.read_bytes()
         digest = hashlib.sha256(data).hexdigest()
-        if item.suffix == ".parquet" and digest in self.state.objects:
+        if item.suffix == ".parquet" and digest in self.server.state.objects:
             found["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
         return found

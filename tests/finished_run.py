@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.records import Failure, Marker, Reply
+from batchinfer.core.records import Failure, Reply
 from batchinfer.formats.lines import EncodedRow, encode_row
 from batchinfer.ledger.jobs import job_chunks, load_job
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.ledger.runs import join_run
 from batchinfer.prompts.types import Prepared
 from batchinfer.storage.opening import open_store
+from fakes import marker_record
 
 Answer = bytes | dict[str, Any] | Failure
 """Body of the server's answer, or why there is none."""
@@ -71,23 +72,15 @@ def finish_run(
                 for line in range(ref.rows or 0)
             ]
             built = build_output(Path(folder) / ref.name, [row.line for row in rows])
-            marker = Marker(
-                output="",
-                output_bytes=0,
-                output_sha256="",
+            marker = marker_record(
                 chunk=ref.key,
                 chunk_sha256=ref.sha256 or "",
                 generation=generation,
                 rows_ok=sum(row.ok for row in rows),
                 rows_error=sum(not row.ok for row in rows),
-                rows_resumed=0,
                 fingerprint=run.fingerprint,
-                worker="w",
-                start="2026-01-01T00:00:00Z",
-                end="2026-01-01T00:01:00Z",
                 prompt_tokens=sum(row.usage.prompt_tokens for row in rows),
                 completion_tokens=sum(row.usage.completion_tokens for row in rows),
-                nonce="",
             )
             publisher.publish(built, marker, chunk=ref.name, leftovers=())
 

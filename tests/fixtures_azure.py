@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from web_server import announced
 
 AZURITE = "azurite@3.37.0"
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / AZURITE
@@ -33,16 +33,10 @@ def azurite() -> Path:
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (FOLDER / "installed").exists():
-            command = [
-                "npm",
-                "install",
-                "--no-audit",
-                "--no-fund",
-                "--no-save",
-                "--prefix",
-                str(FOLDER),
-            ]
-            done = subprocess.run([*command, AZURITE], capture_output=True, text=True, timeout=240)
+            command = ["npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix"]
+            done = subprocess.run(
+                [*command, str(FOLDER), AZURITE], capture_output=True, text=True, timeout=240
+            )
             if done.returncode:
                 pytest.fail(f"npm could not install {AZURITE}:\n{done.stderr[-2000:]}")
             (FOLDER / "installed").touch()
@@ -56,22 +50,8 @@ def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ["--blobHost", "127.0.0.1", "--blobPort", "0", "--inMemoryPersistence"]
     options += ["--skipApiVersionCheck", "--disableTelemetry"]
     command = [sys.executable, "-c", _RUN, "node", str(azurite()), *options]
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
-    try:
-        for _ in range(600):
-            found = re.search(rb"listens on (http://127\.0\.0\.1:[0-9]+)", log.read_bytes())
-            if found:
-                break
-            if server.poll() is not None:
-                break
-            time.sleep(0.1)
-        if not found:
-            raise RuntimeError(f"Azurite did not start:\n{log.read_text()}")
-        yield f"{found[1].decode()}/{ACCOUNT}"
-    finally:
-        server.kill()
-        server.wait()
+    with announced(command, log, rb"listens on (http://127\.0\.0\.1:[0-9]+)") as url:
+        yield f"{url}/{ACCOUNT}"
 
 
 @pytest.fixture
@@ -85,8 +65,8 @@ def azure_url(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure_endpoint)
 
-    def make(prefix: str = "") -> str:
-        container = f"test-{secrets.token_hex(6)}"
+    def make(prefix: str = "", container: str = "") -> str:
+        container = container or f"test-{secrets.token_hex(6)}"
         with BlobServiceClient(azure_endpoint, credential=KEY) as client:
             client.create_container(container)
         return f"az://{container}/{prefix}".rstrip("/")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import secrets
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from web_server import announced
 
 # The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1). moto checks a
 # precondition and stores the object in two steps, between which another thread's request fits (with
@@ -59,26 +58,9 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @contextlib.contextmanager
 def serving_s3(log: Path) -> Iterator[str]:
     """Start a server and yield its URL. Its output goes to the file `log`."""
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield _announced(server, log)
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _announced(server: subprocess.Popen[bytes], log: Path) -> str:
-    for _ in range(1200):
-        found = re.search(rb"Running on (http://127\.0\.0\.1:[0-9]+)", log.read_bytes())
-        if found:
-            return found.group(1).decode()
-        if server.poll() is not None:
-            break
-        time.sleep(0.05)
-    raise RuntimeError(f"the S3 server did not start:\n{log.read_text()}")
+    pattern = rb"Running on (http://127\.0\.0\.1:[0-9]+)"
+    with announced([sys.executable, "-c", _SERVE], log, pattern) as url:
+        yield url
 
 
 @pytest.fixture
@@ -126,8 +108,8 @@ def s3_url(s3_environment: str) -> Iterator[S3Url]:
     client = s3_client(s3_environment)
     made: list[str] = []
 
-    def make(prefix: str = "") -> str:
-        bucket = f"test-{secrets.token_hex(6)}"
+    def make(prefix: str = "", bucket: str = "") -> str:
+        bucket = bucket or f"test-{secrets.token_hex(6)}"
         client.create_bucket(Bucket=bucket)
         made.append(bucket)
         return f"s3://{bucket}/{prefix}".rstrip("/")

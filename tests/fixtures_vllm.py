@@ -85,15 +85,35 @@ def demo_url(demo_config, tmp_path_factory):
         yield url
 
 
+class SharedEngine:
+    """An engine that is open already, and stays so when a worker closes it."""
+
+    def __init__(self, engine, info) -> None:
+        self._engine = engine
+        self._info = info
+
+    def open(self, stop):
+        return self._info
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
 @pytest.fixture(scope="session")
 def demo_engine(demo_url):
     """An open engine behind which the server of `demo_url` is. Workers may close it; it stays open."""
+    from batchinfer.engines import create_engine
     from batchinfer.engines.engine_config import EngineConfig
-    from shared_engine import opened
 
     config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])
-    with opened(config) as engine:
-        yield engine
+    engine = create_engine(config)
+    try:
+        yield SharedEngine(engine, engine.open(threading.Event()))
+    finally:
+        engine.close()
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Marker
@@ -53,97 +54,80 @@ def default_row(index: int) -> dict[str, Any]:
     return {"prompt": f"hello row {index} " + "x " * (index % 17)}
 
 
+def put_job(
+    put: Callable[[str, bytes], object],
+    chunks: Sequence[bytes],
+    *,
+    workers: int = 1,
+    compression: str = "none",
+    columns: Sequence[str] = (),
+) -> Job:
+    """Put a job whose chunks are these JSON Lines, as `split` would, job.json last. Lines are taken as they are."""
+    found: list[Chunk] = []
+    keys: list[str] = []
+    first_row = 0
+    for index, data in enumerate(chunks):
+        num_rows = data.count(b"\n")
+        if compression == "zstd":
+            data = zstandard.ZstdCompressor().compress(data)  # noqa: PLW2901 - the chunk's bytes
+        name = layout.chunk_name(index, len(chunks))
+        keys.append(layout.chunk_file(name, compression))
+        put(keys[-1], data)
+        chunk = Chunk(
+            name=name,
+            first_row=first_row,
+            rows=num_rows,
+            bytes=len(data),
+            sha256=codec.sha256(data),
+        )
+        found.append(chunk)
+        first_row += num_rows
+    manifests = {layout.ALL_MANIFEST: keys}
+    for worker in range(workers):
+        share = keys[worker * len(keys) // workers : (worker + 1) * len(keys) // workers]
+        manifests[layout.worker_manifest(worker, workers)] = share
+        manifests[own_manifest(worker)] = share
+    for manifest, lines in manifests.items():
+        put(manifest, "".join(f"{key}\n" for key in lines).encode())
+    job = Job(
+        format_version=FORMAT_VERSION,
+        sources=[],
+        columns=list(columns),
+        rows=first_row,
+        chunks=found,
+        num_workers=workers,
+        compression=compression,
+    )
+    put(layout.JOB_KEY, codec.encode_pretty(job))
+    return job
+
+
+def own_manifest(index: int) -> str:
+    """Key of a list of one worker's chunks that `split` would not write: whoever works by it takes no others."""
+    return f"{layout.MANIFESTS}only-{index}.txt"
+
+
 def make_job(
     url: str | Path,
     *,
     rows: int,
     per_chunk: int,
-    workers: int = 1,
     make_row: Callable[[int], dict[str, Any]] = default_row,
-    compression: str = "none",
+    **options: Any,
 ) -> Job:
-    """Write a job as `split` would, job.json last. Rows have `_row` and `_id` (the row's number as text)."""
-    store = open_store(str(url))
-    num_chunks = -(-rows // per_chunk)
-    chunks: list[Chunk] = []
-    keys: list[str] = []
-    for index in range(num_chunks):
-        first = index * per_chunk
-        numbers = range(first, min(first + per_chunk, rows))
-        data = b"".join(
-            json.dumps({**make_row(row), "_row": row, "_id": str(row)}).encode() + b"\n"
-            for row in numbers
-        )
-        if compression == "zstd":
-            import zstandard
-
-            data = zstandard.ZstdCompressor().compress(data)
-        name = layout.chunk_name(index, num_chunks)
-        keys.append(layout.chunk_file(name, compression))
-        store.create(keys[-1], data)
-        chunks.append(
-            Chunk(
-                name=name,
-                first_row=first,
-                rows=len(numbers),
-                bytes=len(data),
-                sha256=codec.sha256(data),
-            )
-        )
-    store.create(layout.ALL_MANIFEST, _lines(keys))
-    for worker in range(workers):
-        start, end = worker * num_chunks // workers, (worker + 1) * num_chunks // workers
-        store.create(layout.worker_manifest(worker, workers), _lines(keys[start:end]))
-        store.create(f"{layout.MANIFESTS}only-{worker}.txt", _lines(keys[start:end]))
-    job = Job(
-        format_version=FORMAT_VERSION,
-        sources=[],
-        columns=list(make_row(0)),
-        rows=rows,
-        chunks=chunks,
-        num_workers=workers,
-        compression=compression,
-    )
-    store.create(layout.JOB_KEY, codec.encode_pretty(job))
-    return job
-
-
-def make_job_of(url: str | Path, *files: bytes) -> Job:
-    """Write a job whose chunks are these JSON Lines, as `split --by-reference` would make one of them."""
-    store = open_store(str(url))
-    chunks: list[Chunk] = []
-    for index, data in enumerate(files):
-        name = layout.chunk_name(index, len(files))
-        store.create(layout.chunk_file(name, "none"), data)
-        chunk = Chunk(
-            name=name,
-            first_row=sum(each.rows for each in chunks),
-            rows=data.count(b"\n"),
-            bytes=len(data),
-            sha256=codec.sha256(data),
-        )
-        chunks.append(chunk)
-    rows = sum(chunk.rows for chunk in chunks)
-    job = Job(
-        format_version=FORMAT_VERSION,
-        sources=[],
-        columns=[],
-        rows=rows,
-        chunks=chunks,
-        num_workers=1,
-    )
-    store.create(layout.JOB_KEY, codec.encode_pretty(job))
-    return job
+    """Put a job at a URL. Rows have `_row` and `_id` (the row's number as text). `options` are those of `put_job`."""
+    lines = [
+        json.dumps({**make_row(row), "_row": row, "_id": str(row)}).encode() + b"\n"
+        for row in range(rows)
+    ]
+    chunks = [b"".join(lines[first : first + per_chunk]) for first in range(0, rows, per_chunk)]
+    return put_job(open_store(str(url)).create, chunks, columns=list(make_row(0)), **options)
 
 
 def said(line: dict[str, Any]) -> str:
     """The text of the first answer in an output line of a completion or a chat."""
     choice = line["body"]["choices"][0]
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
-
-
-def _lines(keys: Iterable[str]) -> bytes:
-    return "".join(f"{key}\n" for key in keys).encode()
 
 
 def worker_arguments(
@@ -157,7 +141,7 @@ def worker_arguments(
 
     With `only`, it does that worker's chunks and no others.
     """
-    manifest = layout.ALL_MANIFEST if only is None else f"{layout.MANIFESTS}only-{only}.txt"
+    manifest = layout.ALL_MANIFEST if only is None else own_manifest(only)
     if index is not None:
         found = codec.decode(open_store(str(job)).get(layout.JOB_KEY).data, Job, name="job.json")
         manifest = layout.worker_manifest(index, found.num_workers)

@@ -26,8 +26,3 @@ SEED_REQUEST = {
     "temperature": 0.0,
     "top_p": 1,
 }
-
-PARTS_TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]"
-    "{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
-)

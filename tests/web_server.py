@@ -1,12 +1,38 @@
-"""A web server on 127.0.0.1 whose answers a test writes."""
+"""Servers on 127.0.0.1: whose answers a test writes, and programs that say where they listen."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+
+class HttpServer(ThreadingHTTPServer):
+    """A server on 127.0.0.1 that answers from now on until `close`, with a handler that tests write."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], **attributes: Any) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        vars(self).update(attributes)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # clients that go away
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
 
 class WebServer:
@@ -27,15 +53,12 @@ class WebServer:
                 with contextlib.suppress(OSError):
                     outer.answers.get(self.path, plain(404, b"no"))(self)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._server = HttpServer(Handler)
+        self.url = self._server.url
 
     def close(self) -> None:
         self.is_closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
 def plain(status: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
@@ -56,3 +79,21 @@ def in_turn(*answers: Callable[[Any], None]) -> Callable[[Any], None]:
         left.pop(0)(handler)
 
     return send
+
+
+@contextlib.contextmanager
+def announced(command: list[str], log: Path, pattern: bytes) -> Iterator[str]:
+    """Start a server, and yield the URL that it writes into the file `log`, as this pattern's group."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
+    try:
+        for _ in range(1200):
+            found = re.search(pattern, log.read_bytes())
+            if found or server.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert found, f"{command} did not start:\n{log.read_text()}"
+        yield found[1].decode()
+    finally:
+        server.kill()
+        server.wait()

@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fixtures_s3 import serving_s3
 from lossy_proxy import Proxy
 from making import ECHO, make_job, run_process
 
@@ -291,23 +291,6 @@ def check_answers(run: str, rows: int) -> None:
     assert wrong == []
 
 
-@contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[str]:
-    """The tests' own S3 server, outside pytest."""
-    from fixtures_s3 import _SERVE, _announced
-
-    log = folder / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield _announced(server, log)
-    finally:
-        server.kill()
-        server.wait()
-
-
 def main() -> None:
     """Run one campaign and print what was done as one JSON object."""
     import tempfile
@@ -320,7 +303,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder)) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, serving_s3(Path(folder) / "log") as endpoint:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "testing",
             "AWS_SECRET_ACCESS_KEY": "testing",

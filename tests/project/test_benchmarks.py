@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -28,16 +27,6 @@ def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_every_script_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
-
-
-def test_ways_run_turn_and_turn_about() -> None:
-    from harness import alternate
-
-    order: list[str] = []
-    ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-
-    assert alternate(ways, 2) == {"a": [1, 4], "b": [2, 5], "c": [3, 6]}
-    assert order == list("abcabc")
 
 
 def test_a_spread_shows_the_median_and_how_far_the_runs_lie_apart() -> None:
@@ -125,18 +114,6 @@ def test_throughput_reports_medians_per_1000_requests_and_ratios(
     assert found["ratios"] == {"steps_of_one_generate": 1.01, "wall_of_one_generate": 1.0}
 
 
-def test_throughput_refuses_an_unknown_way() -> None:
-    from throughput import DEFAULT_WAYS, TITLES, Bench
-
-    bench = Bench.__new__(Bench)
-    bench.all = bench.batch = Path()
-
-    assert list(bench.chosen("batchinfer,chunks")) == [TITLES["batchinfer"], TITLES["chunks"]]
-    assert list(bench.chosen(None)) == [TITLES[name] for name in DEFAULT_WAYS.split(",")]
-    with pytest.raises(SystemExit, match="no way bachinfer; expected some of generate"):
-        bench.chosen("bachinfer")
-
-
 def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,29 +154,3 @@ def test_rows_of_the_stepped_worker_come_together() -> None:
         steps = (before + stepped_latency_of(call, config)) / STEP_SECONDS
         assert steps == pytest.approx(round(steps), abs=0.1)
         assert steps >= before / STEP_SECONDS
-
-
-def test_a_vllm_that_is_on_the_python_path_only_stays_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import harness
-
-    monkeypatch.setenv("PYTHONPATH", "/site/vllm")
-    paths = harness.environment()["PYTHONPATH"].split(os.pathsep)
-    assert paths == [str(ROOT), str(ROOT / "benchmarks"), "/site/vllm"]
-    monkeypatch.delenv("PYTHONPATH")
-    assert harness.environment()["PYTHONPATH"].split(os.pathsep) == paths[:2]
-
-
-def test_every_way_sees_the_same_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import harness
-    import workload
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert harness.environment()["CUDA_VISIBLE_DEVICES"] == "0"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert harness.environment()["CUDA_VISIBLE_DEVICES"] == "3"
-    options = workload.engine_options(workload.GPU_ENGINE)
-    assert options[options.index("--tensor-parallel-size") + 1] == "1"
-    assert options[options.index("--max-num-batched-tokens") + 1] == "8192"
-    assert "--enforce-eager" in workload.engine_options(workload.CPU_ENGINE)

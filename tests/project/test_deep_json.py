@@ -12,21 +12,14 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Run, Worker
 from batchinfer.storage.opening import open_store
-from making import Finished, make_job, overwrite, run_process, run_worker_here
+from making import Call, make_job, overwrite, run_worker_here
 
-DEPTHS = [50, 100, 101, 500, *range(900, 1000, 4), 100_000]
+DEPTHS = [50, 100, 101, 500, *range(850, 1000, 4), 100_000]
 """Python's decoders and encoders fail at some 950 levels; the exact number depends on who calls them."""
 
 
 def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
-
-
-def command(*arguments: object) -> Finished:
-    finished = run_process(list(map(str, arguments)))
-    assert "Traceback" not in finished.stderr
-    assert "RecursionError" not in finished.stderr
-    return finished
 
 
 @pytest.fixture
@@ -38,28 +31,28 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["job", "job of chosen columns", "list"])
-def test_deep_rows_are_answered_and_read_by_every_command(
-    place: str, source: Path, tmp_path: Path
+def test_deep_rows_are_answered_and_read_by_every_call(
+    place: str, source: Path, tmp_path: Path, call: Call
 ) -> None:
     job, run = tmp_path / "job", tmp_path / "run"
     if place == "list":
         (tmp_path / "list.txt").write_text("a.jsonl\n")
-        split = command("split", "--by-reference", tmp_path / "list.txt", "--output", job)
+        split = call("split", "--by-reference", tmp_path / "list.txt", "--output", job)
         assert split.status == 0
     else:
         columns = [] if place == "job" else ["--columns", "x,prompt"]
-        split = command("split", source, "--output", job, "--num-chunks", "1", *columns)
+        split = call("split", source, "--output", job, "--num-chunks", "1", *columns)
         assert (split.status, split.result["broken_lines"]) == (0, 0)
     ends = ["--job", str(job)]
     echo = ["--engine", "echo", "--prompt-column", "prompt"]
-    worker = command("worker", *ends, "--output", run, *echo)
+    worker = call("worker", *ends, "--output", run, *echo)
     assert (worker.status, worker.result["error_count"]) == (0, 0)
     assert worker.result["response_count"] == len(DEPTHS)
     page = tmp_path / "report.html"
-    assert command("report", run, "--output", page, *ends).status == 0
+    assert call("report", run, "--output", page, *ends).status == 0
     assert "row 50" in page.read_text()
-    assert command("verify", run, "--deep", *ends).status == 0
-    assert command("collect", run, tmp_path / "table.jsonl", *ends, "--with-source").status == 0
+    assert call("verify", run, "--deep", *ends).status == 0
+    assert call("collect", run, tmp_path / "table.jsonl", *ends, "--with-source").status == 0
     rows = [json.loads(line) for line in (tmp_path / "table.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == [f"row {depth}" for depth in DEPTHS]
     # The column is JSON text. A value that is nested too deep is a JSON string in it.
@@ -81,11 +74,11 @@ def test_a_deep_record_is_refused_by_its_name(kind: type[Any], field: str, depth
 
 
 def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
-    source: Path, tmp_path: Path
+    source: Path, tmp_path: Path, call: Call
 ) -> None:
-    command("split", source, "--output", tmp_path / "job", "--num-chunks", "1")
+    call("split", source, "--output", tmp_path / "job", "--num-chunks", "1")
     run = tmp_path / "run"
-    command(
+    call(
         *("worker", "--job", tmp_path / "job", "--output", run, "--worker-id", "w0"),
         *("--engine", "echo", "--prompt-column", "prompt"),
     )
@@ -93,12 +86,12 @@ def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
     deep = b'"x": ' + nested(940).encode() + b","
     record = store.get("workers/w0.json").data.replace(b'"host":{', b'"host":{' + deep)
     overwrite(store, "workers/w0.json", record)
-    assert command("status", run).status == 0
-    assert command("report", run, "--output", tmp_path / "r.html").status == 0
+    assert call("status", run).status == 0
+    assert call("report", run, "--output", tmp_path / "r.html").status == 0
     data = store.get("run.json").data.replace(b'"recorded": {', b'"recorded": {' + deep)
     overwrite(store, "run.json", data)
     for arguments in (["status", run], ["verify", run], ["collect", run, tmp_path / "out.csv"]):
-        status, _, stderr = command(*arguments)
+        status, _, stderr = call(*arguments)
         assert status == 2
         assert "run.json: not a readable run record (nested deeper than 100 levels)" in stderr
 

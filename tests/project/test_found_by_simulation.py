@@ -442,14 +442,3 @@ def test_a_chunk_did_not_end_before_it_started_on_a_machine_whose_clock_was_set_
         assert stage.run().is_success
         marker = json.loads(stage.objects()[layout.marker_key("part-00000")])
         assert marker["start"] <= marker["end"]
-
-
-def test_a_worker_that_stops_gives_its_chunks_back_at_once() -> None:
-    """Else others wait for a lease to lapse before they go on with them."""
-    with Stage([[f"say {index}" for index in range(40)], ["theirs"]]) as stage:
-        stage.engine.max_in_flight = 1
-        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-        assert isinstance(stage.run().error, Interrupted)
-        owners = [json.loads(data)["worker"] for data in stage.objects(layout.CLAIMS).values()]
-        assert owners
-        assert set(owners) == {""}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchinfer.core.redaction import redact
 from batchinfer.split.splitting import command as split
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here, run_worker_process
+from web_server import HttpServer
 
 PACKAGE = Path(batchinfer.__file__).parent
 SECRETS = {
@@ -163,13 +164,8 @@ class _Guarded(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def guarded() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Guarded)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield f"http://user:SECRET@127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with contextlib.closing(HttpServer(_Guarded)) as server:
+        yield server.url.replace("//", "//user:SECRET@")
 
 
 def test_a_source_is_read_with_its_secrets_and_recorded_without(

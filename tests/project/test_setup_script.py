@@ -62,34 +62,23 @@ def installs(calls: list[str]) -> list[str]:
     ]
 
 
-def test_torch_comes_first_and_never_as_a_cuda_build(checkout):
-    _, calls = set_up(checkout)
-    assert installs(calls) == ["torch==2.13.0+cpu", "--editable .[cpu,dev]"]
+@pytest.mark.parametrize("finds_torch", ["yes", "no"])
+def test_torch_comes_first_and_never_as_a_cuda_build(checkout, finds_torch):
+    """PyTorch's own index is asked only when pip finds no CPU build."""
+    _, calls = set_up(checkout, FINDS_TORCH=finds_torch)
+    torch = "torch==2.13.0+cpu"
+    indexed = [f"{torch} --extra-index-url https://download.pytorch.org/whl/cpu"]
+    others = indexed if finds_torch == "no" else []
+    assert installs(calls) == [torch, *others, "--editable .[cpu,dev]"]
+    # Only the companion that does not import goes.
+    removed = [call for call in calls if "uninstall" in call]
+    assert removed == ["-m pip uninstall --quiet --yes torchvision"]
 
 
-def test_pytorchs_own_index_is_asked_only_when_pip_finds_no_cpu_build(checkout):
-    _, calls = set_up(checkout, FINDS_TORCH="no")
-    assert installs(calls) == [
-        "torch==2.13.0+cpu",
-        "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
-        "--editable .[cpu,dev]",
-    ]
-
-
-def test_only_the_companion_that_does_not_import_is_removed(checkout):
-    _, calls = set_up(checkout)
-    assert [call for call in calls if "uninstall" in call] == [
-        "-m pip uninstall --quiet --yes torchvision"
-    ]
-
-
-def test_second_setup_does_nothing(checkout):
+def test_a_set_up_is_repeated_only_where_something_has_changed(checkout):
     set_up(checkout)
     assert set_up(checkout) == ("", [])
-
-
-def test_changed_pyproject_is_installed_again(checkout):
-    set_up(checkout)
+    assert set_up(checkout, "--extras", "cpu") == ("", []), "less is there already"
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# another dependency\n")
     _, calls = set_up(checkout)
@@ -140,32 +129,21 @@ def test_a_half_removed_environment_is_made_anew(checkout, tmp_path):
     assert "-m venv .venv" in calls
 
 
-def test_gpu_machine_gets_no_cpu_torch_and_keeps_torchvision(checkout):
-    _, calls = set_up(checkout, "--extras", "vllm")
-    assert installs(calls) == ["--editable .[vllm]"]
+@pytest.mark.parametrize(
+    ("extras", "installed"), [("vllm", "--editable .[vllm]"), ("", "--editable .")]
+)
+def test_a_machine_with_gpus_and_one_that_splits_get_no_torch_for_cpus(checkout, extras, installed):
+    _, calls = set_up(checkout, "--extras", extras)
+    assert installs(calls) == [installed]
     assert not [call for call in calls if "uninstall" in call]
 
 
-def test_splitting_machine_gets_no_torch_at_all(checkout):
-    _, calls = set_up(checkout, "--extras", "")
-    assert installs(calls) == ["--editable ."]
-
-
-def test_asking_for_less_keeps_what_is_there(checkout):
-    set_up(checkout, "--extras", "cpu,dev")
-    assert set_up(checkout, "--extras", "cpu") == ("", [])
-
-
-def test_unknown_extra_is_refused_with_the_known_ones(checkout):
-    message, calls = set_up(checkout, "--extras", "cpu,vlm")
-    assert "'vlm'" in message
-    assert "vllm" in message
-    assert calls == []
-
-
-def test_unknown_option_is_refused(checkout):
-    message, calls = set_up(checkout, "--extra", "cpu")
-    assert "'--extra'" in message
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--extras", "cpu,vlm"], "'vlm'"), (["--extra", "cpu"], "'--extra'")]
+)
+def test_an_unknown_extra_or_option_is_refused(checkout, words, said):
+    message, calls = set_up(checkout, *words)
+    assert said in message
     assert calls == []
 
 

@@ -18,15 +18,20 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Claim, Marker, Worker, WorkerLease
-from batchinfer.ledger import checkpoints, runs
+from batchinfer.formats import bodies
+from batchinfer.ledger import checkpoints, claims, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Built, Published, Publisher
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import Prepared
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import chunk_life, chunk_opening, ring, stream
-from batchinfer.worker.chunk import OpenChunk, Spool
+from batchinfer.worker import chunk as open_chunk
+from batchinfer.worker import chunk_life, chunk_opening, joining, ring, stream
+from batchinfer.worker.chunk import OpenChunk, Spool, Suspect
 from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
 
@@ -50,12 +55,7 @@ def marker_before_output() -> Defect:
     """The marker is written first, and the output after it."""
 
     def publish(
-        self: Publisher,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
+        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
     ) -> Published:
         file = layout.output_file(chunk, self._nonce + "0")
         marker = msgspec.structs.replace(
@@ -118,16 +118,9 @@ def segments_deleted_first() -> Defect:
     """Segments go when the chunk is complete, before its marker is there."""
     real = Publisher.publish
 
-    def publish(
-        self: Publisher,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
-    ) -> Published:
+    def publish(self: Publisher, *made: Any, chunk: str, leftovers: Sequence[str]) -> Published:
         self._store.delete(leftovers)
-        return real(self, built, marker, chunk=chunk, leftovers=())
+        return real(self, *made, chunk=chunk, leftovers=())
 
     return mock.patch.object(Publisher, "publish", publish)
 
@@ -249,15 +242,8 @@ def loser_deletes_the_winner() -> Defect:
     """The second publisher removes the output that the marker names."""
     real = Publisher.publish
 
-    def publish(
-        self: Publisher,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
-    ) -> Published:
-        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+    def publish(self: Publisher, *made: Any, **of: Any) -> Published:
+        published = real(self, *made, **of)
         if not published.is_ours:
             self._store.delete([layout.output_key(published.marker.output)])
         return published
@@ -459,46 +445,120 @@ def deaths_are_not_noted() -> Defect:
     return mock.patch.object(chunk_life.Life, "note_death", return_value=None)
 
 
-DEFECTS: dict[str, Callable[[], Defect]] = {
-    defect.__name__: defect
-    for defect in (
-        marker_before_output,
-        no_fence,
-        no_fence_of_starts,
-        dropped_segment,
-        changed_segment_is_adopted,
-        segments_deleted_first,
-        adopted_orphan,
-        reused_output_name,
-        output_name_given_again,
-        resumed_rows_off_by_one,
-        claim_taken_without_asking,
-        claims_lapse_at_once,
-        wrong_generation_rows,
-        published_too_early,
-        heart_beats_by_itself,
-        other_configuration_let_in,
-        done_before_all_is_done,
-        loser_deletes_the_winner,
-        answers_swapped,
-        segments_of_all_starts_have_the_same_names,
-        torn_segment,
-        stop_forgets_rows,
-        another_seed_formula,
-        no_checkpoint_on_time,
-        row_condemned_in_company,
-        lost_reply_is_a_loss,
-        clean_takes_every_orphan,
-        clean_goes_by_its_own_clock,
-        clean_releases_living_claims,
-        first_sighting_from_asking,
-        vanished_segments_count_as_safe,
-        lease_renewed_as_of_the_end,
-        settle_without_the_nonce,
-        every_claim_of_the_id_is_ours,
-        clean_ignores_chunks_at_work,
-        replaced_run_is_not_noticed,
-        lease_is_not_asked,
-        deaths_are_not_noted,
+def heart_stands_still() -> Defect:
+    """A worker writes its record at its start and at its end, and never in between."""
+    return mock.patch.object(Heartbeat, "beat", return_value=None)
+
+
+def leases_lapse_early() -> Defect:
+    """An owner counts as gone after half of its lease."""
+    return mock.patch.object(
+        claims, "has_lapsed", lambda silent, *leases: silent >= 0.5 * max(leases)
     )
+
+
+def ages_by_two_clocks() -> Defect:
+    """The time of a heartbeat, by its writer's clock, is compared with the clock of whoever looks."""
+    real = Claims.look
+
+    def look(self: Claims, held: Held) -> WorkerLease | None:
+        found = real(self, held)
+        is_gone = found and self._clock.now() - found.heartbeat > found.lease_seconds
+        return None if is_gone else found
+
+    return mock.patch.object(Claims, "look", look)
+
+
+def chunks_are_not_given_back() -> Defect:
+    """A worker that ends keeps its claims, until its lease has lapsed."""
+    return mock.patch.object(Claims, "release", return_value=True)
+
+
+def output_upside_down() -> Defect:
+    """An output has its rows in another order than the chunk."""
+    real = chunk_life.build_output
+    return mock.patch.object(
+        chunk_life, "build_output", lambda path, lines: real(path, reversed(list(lines)))
+    )
+
+
+def errors_are_not_counted() -> Defect:
+    """A marker does not say which errors there are."""
+    real = open_chunk.count_rows
+    return mock.patch.object(
+        open_chunk, "count_rows", lambda rows: msgspec.structs.replace(real(rows), errors={})
+    )
+
+
+def repair_has_no_generation() -> Defect:
+    """The marker of a repair is the one that it repairs."""
+    real = OpenChunk.marker
+
+    def marker(self: OpenChunk, **of: Any) -> Marker:
+        return msgspec.structs.replace(real(self, **of), generation=0)
+
+    return mock.patch.object(OpenChunk, "marker", marker)
+
+
+def rows_are_numbered_by_chunk() -> Defect:
+    """Every chunk begins with row 0."""
+    real = PromptBuilder.build
+
+    def build(self: PromptBuilder, name: str, _first_row: int, rows: Any) -> list[Prepared]:
+        return real(self, name, 0, rows)
+
+    return mock.patch.object(PromptBuilder, "build", build)
+
+
+def edited_chunk_is_answered() -> Defect:
+    """Nobody compares a chunk with its checksum in job.json."""
+    real = chunk_opening.fetch
+
+    def fetch(store: Store, ref: ChunkRef, scratch: Any) -> Any:
+        return real(store, ref._replace(sha256=None, rows=None), scratch)
+
+    return mock.patch.object(chunk_opening, "fetch", fetch)
+
+
+def ids_of_the_server_stay() -> Defect:
+    """Bodies keep the ids and times that the server gave them."""
+    return mock.patch.object(bodies, "settle", lambda body, _key: codec.encode(body))
+
+
+def greedy_rows_have_seeds() -> Defect:
+    """A row has a seed although nothing is drawn."""
+    return mock.patch.object(PromptBuilder, "_is_sampled", return_value=True)
+
+
+def limit_is_forgotten() -> Defect:
+    """Workers go on beyond --limit."""
+    real = joining.job_chunks
+    return mock.patch.object(joining, "job_chunks", lambda job, url, _limit=None: real(job, url))
+
+
+def suspects_run_together() -> Defect:
+    """Rows that were in the engine when it died are never tried without each other."""
+    real = OpenChunk.suspects
+
+    def suspects(self: OpenChunk) -> list[Suspect]:
+        return [each._replace(group_limit=1000) for each in real(self)]
+
+    return mock.patch.object(OpenChunk, "suspects", suspects)
+
+
+def rows_of_a_dead_engine_are_lost() -> Defect:
+    """Rows that an engine had when it died are not given to the next one."""
+    real = stream.RowStream.handle
+
+    def handle(self: stream.RowStream, replies: list[Any]) -> None:
+        real(self, [reply for reply in replies if not reply.is_engine_death])
+
+    return mock.patch.object(stream.RowStream, "handle", handle)
+
+
+DEFECTS: dict[str, Callable[[], Defect]] = {
+    name: make
+    for name, make in list(globals().items())
+    if getattr(make, "__annotations__", {}).get("return") == "Defect"
 }
+"""Every function of this module that makes a defect, by its name."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -130,6 +132,15 @@ class Oracle:
         if self.violation is None:
             self._scheduler.log("oracle", message)
             self.violation = Violation(message)
+
+    def crashed(self, process: Process, error: Exception) -> None:
+        """Note an exception that nobody caught."""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        self._scheduler.log(process.name, "".join(traceback.format_exception(error)))
+        self.fail(
+            f"crash: {process.name}: {type(error).__name__}: {error} "
+            f"({Path(last.filename).name}:{last.lineno})"
+        )
 
     # -- storage.Watcher
 
@@ -495,8 +506,8 @@ class Oracle:
     def _store_segment(self, name: str, data: bytes) -> None:
         chunk = name.split("/")[1]
         header, *records = [msgspec.json.decode(text) for text in data.split(b"\n") if text]
-        if header["chunk_sha256"] != self._truth.shas[chunk]:
-            self.fail(f"P5: {name} answers another text than the chunk has")
+        if header["chunk_sha256"] != self._truth.shas.get(chunk):
+            self.fail(f"P5: {name} answers another text than the chunk has, or is of no chunk")
         self._configuration_of[name] = header["fingerprint"]
         rows = {record["line"]: record["ok"] for record in records if "ok" in record}
         self._segments.setdefault(chunk, {})[name] = rows

@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,10 +43,13 @@ from batchinfer.storage.bucket import BucketStore
 from batchinfer.worker import joining, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.worker_config import WorkerConfig
+from making import put_job
 
+from .files import BASE, close_files, tracked_files
 from .machine import EngineTraits, SimBackground, SimEngine, make_environment, prompt_config
 from .oracle import JOB, RUN
-from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
+from .plot import line_of
+from .scenario import BUCKET
 from .scheduler import Process, Scheduler
 from .storage import EPOCH, Held, Network, Server, SimStore, _Moment, subject_of
 
@@ -99,8 +102,6 @@ class Plan:
     """Time within which the workers begin."""
     lease_seconds: float = 120.0
     seed: int = 0
-    is_loud: bool = False
-    """Whether progress is printed."""
 
 
 class LargeServer(Server):
@@ -139,50 +140,30 @@ class LargeServer(Server):
         start = bisect.bisect_left(self._order, prefix)
         return self._order[start : bisect.bisect_left(self._order, prefix + _LAST)]
 
-    def _list_objects_v2(
-        self,
-        _process: Process,
-        Prefix: str,  # noqa: N803 - S3's names
-        ContinuationToken: str = "",  # noqa: N803
-    ) -> dict[str, Any]:
-        start = bisect.bisect_left(self._order, Prefix)
-        if ContinuationToken:
-            start = bisect.bisect_right(self._order, ContinuationToken)
-        end = bisect.bisect_left(self._order, Prefix + _LAST)
+    def _list_objects_v2(self, _process: Process, prefix: str, after: str | None) -> Any:
+        start = bisect.bisect_left(self._order, prefix)
+        if after:
+            start = bisect.bisect_right(self._order, after)
+        end = bisect.bisect_left(self._order, prefix + _LAST)
         has_more = end - start > self._page_keys
         page = self._order[start : min(end, start + self._page_keys)]
-        infos = [self._infos[key] for key in page]
-        return {"Infos": infos, "Token": page[-1] if has_more else ""}
+        return [self._infos[key] for key in page], page[-1] if has_more else None
 
 
 @dataclass(slots=True)
 class Tally:
-    """Requests that came: by kind and place, and how many in each second of the run."""
+    """Requests that came: by kind and place, and how many reads and writes in each second of the run."""
 
     by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
-    by_second: defaultdict[str, defaultdict[int, Counter[str]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
-    )
+    reads: Counter[int] = field(default_factory=Counter)
+    writes: Counter[int] = field(default_factory=Counter)
 
     def note(self, kind: str, place: str, second: int, weight: int) -> None:
         self.by_place[kind, place] += 1
-        which = "reads" if kind in _READS else "writes"
-        self.by_second[which][second][f"{kind} {place}"] += weight
-
-    def worst(self, which: str) -> tuple[int, dict[str, int]]:
-        """Return the second with the most requests, and these by kind and place."""
-        seconds = self.by_second[which]
-        second = max(seconds, key=lambda each: seconds[each].total(), default=0)
-        return second, dict(seconds[second].most_common())
-
-    def kinds(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (kind, _), count in self.by_place.items():
-            found[kind] += count
-        return found
+        (self.reads if kind in _READS else self.writes)[second] += weight
 
     def dollars(self) -> float:
-        return sum(DOLLARS_PER_1000[kind] * count / 1000 for kind, count in self.kinds().items())
+        return sum(DOLLARS_PER_1000[kind] * n / 1000 for (kind, _), n in self.by_place.items())
 
 
 class CalmNetwork(Network):
@@ -192,27 +173,25 @@ class CalmNetwork(Network):
         super().__init__(scheduler, server)
         self.tally = Tally()
 
-    def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
+    def request(self, process: Process, method: str, *arguments: Any) -> Any:
         kind = _KINDS[method]
-        key = subject_of(arguments)
+        key = subject_of(*arguments)
         process.sleep(_LATENCY_SECONDS[kind] * (0.5 + process.chance.random()))
-        weight = len(arguments["Delete"]["Objects"]) if kind == "DELETE" else 1
+        weight = len(arguments[0]) if kind == "DELETE" else 1
         self.tally.note(kind, place_of(key), int(self.scheduler.now), weight)
-        return self.server.handle(method, arguments, process)
+        return self.server.handle(process, method, *arguments)
 
 
 class PlainStore(SimStore):
     """The simulation's store. It tells no watcher about the worker's own record, and takes pages as they are kept."""
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        token: dict[str, str] = {}
-        ask = partial(self._network.request_of, self._process, "list_objects_v2")
-        while True:
-            page = self._retry(partial(ask, Prefix=self._root + prefix, **token))
-            yield from page["Infos"]
-            if not page["Token"]:
-                return
-            token = {"ContinuationToken": page["Token"]}
+        ask = partial(self._network.request, self._process, "list_objects_v2", self._root + prefix)
+        infos, after = self._retry(partial(ask, None))
+        yield from infos
+        while after:
+            infos, after = self._retry(partial(ask, after))
+            yield from infos
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         return BucketStore.replace(self, key, data, etag)
@@ -312,7 +291,6 @@ class Machine:
     starts: int = 0
     began: float = 0.0
     ready: list[tuple[float, float]] = field(default_factory=list)
-    paid_seconds: float = 0.0
 
 
 class Campaign:
@@ -348,17 +326,13 @@ class Campaign:
     def _put_job(self) -> None:
         plan = self.plan
         # Every chunk holds the same bytes: what a prompt says decides nothing here.
-        part = [good_row(step, f"say {step}").line for step in range(plan.steps)]
-        lines = [line.replace(b'"_row"', b'"row"') for line in part]
-        put_job(self.server, [lines] * plan.num_chunks, num_workers=plan.num_workers)
+        lines = [line_of(step, f"say {step}") + b"\n" for step in range(plan.steps)]
+        chunk = b"".join(lines).replace(b'"_row"', b'"row"')
+        chunks, put = [chunk] * plan.num_chunks, self.server.put
+        put_job(lambda key, data: put(JOB + key, data), chunks, workers=plan.num_workers)
 
-    def _report(self) -> None:
-        hours, total = self.scheduler.now / 3600, len(self._finished)
-        print(f"{hours:.2f} h: {self.num_distinct / total:.1%}", file=sys.stderr, flush=True)
-        self.scheduler.after(600.0, self._report)
-
-    def run(self) -> Outcome:
-        """Let all workers finish the run. Raises AssertionError if a row is missing, or a worker fails."""
+    def run(self) -> dict[str, Any]:
+        """Let all workers finish the run, and return its figures. Raises if a row is missing, or a worker fails."""
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-scale-", dir=BASE))
         try:
             with ExitStack() as stack:
@@ -370,8 +344,6 @@ class Campaign:
                     self.num_running += 1
                     delay = self.chance.random() * self.plan.launch_seconds
                     self.scheduler.after(delay, lambda machine=machine: self._start(machine))
-                if self.plan.is_loud:
-                    self._report()
                 self.scheduler.run(float("inf"), lambda: not self.num_running)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -379,7 +351,7 @@ class Campaign:
         markers = [key for key in self.server.keys(RUN + layout.OUTPUTS) if ".succeed" in key]
         assert len(markers) == self.plan.num_chunks, f"{len(markers)} markers"
         self.marked_at = max(self.server.objects[key].modified - EPOCH for key in markers)
-        return Outcome(self)
+        return self._result
 
     # -- machines
 
@@ -436,7 +408,6 @@ class Campaign:
 
     def _end(self, machine: Machine, *, is_lost: bool) -> None:
         now = self.scheduler.now
-        machine.paid_seconds += now - machine.began
         ready = machine.began + self.plan.load_seconds
         # A machine whose worker is done might have gone on: the ideal run lets it.
         machine.ready.append((ready, now if is_lost else float("inf")))
@@ -460,6 +431,29 @@ class Campaign:
         """Note that a part of a row was computed for nothing."""
         self.lost_in_flight += min(max(part, 0.0), 1.0)
 
+    @property
+    def _result(self) -> dict[str, Any]:
+        plan, tally = self.plan, self.network.tally
+        total, ideal = len(self._finished), self.ideal_seconds()
+        again = self.num_finished - total + self.lost_in_flight
+        # Machines that come back when everything is done begin a worker that finds nothing to do.
+        ended_at = max(end for began, end in self.ends if began <= self.marked_at)
+        return {
+            "workers": plan.num_workers,
+            "chunks": plan.num_chunks,
+            "rows": plan.num_chunks * plan.chunk_rows,
+            "machines_lost": self.num_losses,
+            "makespan_seconds": round(ended_at),
+            "ideal_seconds": round(ideal),
+            "of_ideal": round(ended_at / ideal, 4),
+            "done_twice": round(again / total, 5),
+            "requests_by_place": {" ".join(name): n for name, n in tally.by_place.most_common()},
+            "requests_per_chunk": round(tally.by_place.total() / plan.num_chunks, 1),
+            "worst_second_reads": max(tally.reads.values()),
+            "worst_second_writes": max(tally.writes.values()),
+            "dollars": round(tally.dollars(), 2),
+        }
+
     def ideal_seconds(self) -> float:
         """Least time in which these machines could have done all rows, loading and absences included."""
         total = float(self.plan.num_chunks * self.plan.steps)
@@ -475,51 +469,6 @@ class Campaign:
             done += rate * (when - now)
             now, rate = when, rate + change
         return now + (total - done) / rate
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a campaign."""
-
-    campaign: Campaign
-
-    @property
-    def result(self) -> dict[str, Any]:
-        campaign, plan = self.campaign, self.campaign.plan
-        requests = campaign.network.tally
-        total = plan.num_chunks * plan.steps
-        ideal = campaign.ideal_seconds()
-        again = campaign.num_finished - total + campaign.lost_in_flight
-        # Machines that come back when everything is done begin a worker that finds nothing to do.
-        ended_at = max(end for began, end in campaign.ends if began <= campaign.marked_at)
-        reads_at, reads = requests.worst("reads")
-        writes_at, writes = requests.worst("writes")
-        return {
-            "workers": plan.num_workers,
-            "chunks": plan.num_chunks,
-            "rows": plan.num_chunks * plan.chunk_rows,
-            "engine_rows": total,
-            "machines_lost": campaign.num_losses,
-            "makespan_seconds": round(ended_at),
-            "last_marker_seconds": round(campaign.marked_at),
-            "ideal_seconds": round(ideal),
-            "of_ideal": round(ended_at / ideal, 4),
-            "done_twice": round(again / total, 5),
-            "machine_hours": round(
-                sum(machine.paid_seconds for machine in campaign.machines) / 3600, 1
-            ),
-            "requests": dict(requests.kinds().most_common()),
-            "requests_by_place": {
-                " ".join(name): count for name, count in requests.by_place.most_common()
-            },
-            "requests_per_chunk": round(sum(requests.by_place.values()) / plan.num_chunks, 1),
-            "worst_second_reads": sum(reads.values()),
-            "worst_second_reads_at": reads_at,
-            "worst_second_reads_by": reads,
-            "worst_second_writes": sum(writes.values()),
-            "worst_second_writes_at": writes_at,
-            "dollars": round(requests.dollars(), 2),
-        }
 
 
 @contextmanager
@@ -599,38 +548,21 @@ def _known_listings() -> Iterator[None]:
         yield
 
 
-def simulate_scale(plan: Plan) -> dict[str, Any]:
-    """Run a campaign. Returns its figures."""
-    return Campaign(plan).run().result
-
-
 def main() -> int:
     """See the module. The last line is one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m simulation.scale", description=__doc__)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--chunks", type=int, help="default: 100 a worker")
-    parser.add_argument("--rate", type=float, default=Plan.mean_rate, help="rows a second")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="engine's rows a chunk")
-    parser.add_argument("--lost-per-hour", type=float, default=Plan.lost_per_hour)
-    parser.add_argument("--lease-seconds", type=float, default=Plan.lease_seconds)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    plan = Plan(
-        num_workers=options.workers,
-        num_chunks=options.chunks or 100 * options.workers,
-        steps=options.steps,
-        mean_rate=options.rate,
-        lost_per_hour=options.lost_per_hour,
-        lease_seconds=options.lease_seconds,
-        seed=options.seed,
-        is_loud=True,
-    )
+    num_chunks = options.chunks or 100 * options.workers
+    plan = Plan(num_workers=options.workers, num_chunks=num_chunks, seed=options.seed)
     logging.disable(logging.CRITICAL)
     began = time.monotonic()
     campaign = Campaign(plan)
     gc.freeze()
     gc.set_threshold(100_000, 20, 10)
-    result = campaign.run().result
+    result = campaign.run()
     result["real_seconds"] = round(time.monotonic() - began)
     result["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     for name, count in result.pop("requests_by_place").items():

@@ -132,11 +132,26 @@ def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
         assert orphan in stage.objects()
 
 
+def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
+    """Else they wait for its lease to lapse."""
+    with Stage([[f"say {index}" for index in range(40)], ["theirs"]]) as stage:
+        stage.engine.max_in_flight = 1
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        assert isinstance(stage.run().error, Interrupted)
+        owners = [
+            codec.decode(data, Claim, name="a claim").worker
+            for data in stage.objects(layout.CLAIMS).values()
+        ]
+        assert owners
+        assert set(owners) == {""}
+
+
 SCENES: dict[str, Callable[[], None]] = {
     "first_sighting_from_asking": an_owner_seen_by_a_slow_answer_keeps_its_claim,
     "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
     "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
+    "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }

@@ -37,6 +37,7 @@ class Scheduler:
         self.running = ""
         """Name of the process that ran last."""
         self.num_events = 0
+        self.processes: list[Process] = []
         self._max_events = max_events
         self._events: list[tuple[float, float, int, Callable[..., object], Ticket | None]] = []
 
@@ -92,6 +93,7 @@ class Process:
         self, scheduler: Scheduler, name: str, chance: random.Random | None = None
     ) -> None:
         self.scheduler = scheduler
+        scheduler.processes.append(self)
         self.name = name
         self.chance = chance or scheduler.random
         self.is_dead = False
@@ -179,6 +181,11 @@ class Process:
         self.troubled_at = max(self.troubled_at, self.thawed_at)
         if stops_clock:
             self.frozen_seconds += self.thawed_at - frozen_until
+
+    def trouble(self, until: float) -> None:
+        """Note that something has failed or takes long, for which nobody blames the process, up to this time."""
+        self.num_faults += 1
+        self.troubled_at = max(self.troubled_at, until)
 
     def hang(self, seconds: float) -> None:
         """Let the main loop hang as soon as it is in the engine; see `in_engine`. All other threads go on."""

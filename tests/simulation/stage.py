@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.start import Environment, WorkerConfig
+from making import put_job
 
+from .files import BASE, close_files, tracked_files
 from .machine import EngineTraits, SimClock, SimEngine, make_environment, prompt_config
-from .oracle import CLEANER, RUN
-from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
+from .oracle import CLEANER, JOB, RUN
+from .plot import line_of
+from .scenario import BUCKET
 from .scheduler import Process, Scheduler
 from .storage import Hook, Network, Server, StillStore
 
@@ -61,11 +65,9 @@ class Stage:
         self.finished: list[RowKey] = []
         self.deaths: list[list[RowKey]] = []
         self.environment: Environment | None = None
-        lines, index = [], 0
-        for part in prompts:
-            lines.append([good_row(index + place, text).line for place, text in enumerate(part)])
-            index += len(part)
-        put_job(self.server, lines, num_workers=num_workers)
+        index = itertools.count()
+        chunks = [b"".join(line_of(next(index), text) + b"\n" for text in part) for part in prompts]
+        put_job(lambda key, data: self.server.put(JOB + key, data), chunks, workers=num_workers)
         self._files = tracked_files()
 
     def __enter__(self) -> Self:

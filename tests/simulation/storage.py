@@ -119,74 +119,48 @@ class Server:
         """Keys below a prefix, in order."""
         return sorted(key for key in self.objects if key.startswith(prefix))
 
-    def handle(self, method: str, arguments: dict[str, Any], process: Process) -> Any:
+    def handle(self, process: Process, method: str, *arguments: Any) -> Any:
         """Answer one request. Raises what the adapter makes of an error response."""
-        return getattr(self, f"_{method}")(process, **arguments)
+        return getattr(self, f"_{method}")(process, *arguments)
 
     def _put_object(
-        self,
-        process: Process,
-        Key: str,  # noqa: N803 - S3's names, as in the following
-        Body: bytes,  # noqa: N803
-        IfNoneMatch: str = "",  # noqa: N803
-        IfMatch: str = "",  # noqa: N803
+        self, process: Process, key: str, data: bytes, condition: str | None
     ) -> dict[str, Any]:
-        held = self.objects.get(Key)
-        if IfNoneMatch and held is not None:
-            raise PreconditionFailed(f"{Key}: exists")
-        if IfMatch and held is None:
-            raise ObjectNotFound(f"{Key}: no such object")
-        if IfMatch and held is not None and held.etag != IfMatch:
-            raise PreconditionFailed(f"{Key}: is another version")
-        return {"ETag": self.put(Key, bytes(Body), process)}
+        """`condition`: "create", or the etag that the object must have; None to store it whatever is there."""
+        held = self.objects.get(key)
+        if condition == "create" and held is not None:
+            raise PreconditionFailed(f"{key}: exists")
+        if condition not in (None, "create") and self._require(key).etag != condition:
+            raise PreconditionFailed(f"{key}: is another version")
+        return {"e_tag": self.put(key, data, process), "version": None}
 
-    def _get_object(self, process: Process, Key: str) -> Held:  # noqa: N803
-        held = self._require(Key)
+    def _get_object(self, process: Process, key: str) -> Held:
+        held = self._require(key)
         if self.watcher is not None:
-            self.watcher.read(Key, held.data, process)
+            self.watcher.read(key, held.data, process)
         return held
 
-    def _head_object(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
-        held = self._require(Key)
-        return {"ContentLength": len(held.data), "ETag": held.etag, "LastModified": held.modified}
+    def _head_object(self, _process: Process, key: str) -> dict[str, Any]:
+        return _meta(key, self._require(key))
 
-    def _list_objects_v2(
-        self,
-        process: Process,
-        Prefix: str,  # noqa: N803
-        ContinuationToken: str = "",  # noqa: N803
-    ) -> dict[str, Any]:
+    def _list_objects_v2(self, process: Process, prefix: str, after: str | None) -> Page:
         objects = self._as_listed()
-        keys = sorted(key for key in objects if key.startswith(Prefix))
-        if ContinuationToken:
-            keys = keys[bisect.bisect_right(keys, ContinuationToken) :]
+        keys = sorted(key for key in objects if key.startswith(prefix))
+        if after:
+            keys = keys[bisect.bisect_right(keys, after) :]
         page = keys[: self._page_keys]
         # A listing of several pages shows the bucket as it is at each of them.
-        shown = self._shown.setdefault((process.name, Prefix), [])
-        if not ContinuationToken:
+        shown = self._shown.setdefault((process.name, prefix), [])
+        if not after:
             shown.clear()
         if self.watcher is not None:
-            self.watcher.listed(Prefix, shown + keys, process)
+            self.watcher.listed(prefix, shown + keys, process)
         shown += page
-        answer: dict[str, Any] = {
-            "Contents": [
-                {
-                    "Key": key,
-                    "Size": len(objects[key].data),
-                    "ETag": objects[key].etag,
-                    "LastModified": objects[key].modified,
-                }
-                for key in page
-            ]
-        }
-        if len(page) < len(keys):
-            answer |= {"IsTruncated": True, "NextContinuationToken": page[-1]}
-        return answer
+        return [_meta(key, objects[key]) for key in page], len(page) < len(keys)
 
-    def _delete_objects(self, process: Process, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
-        for item in Delete["Objects"]:
-            self.delete(item["Key"], process)
-        return {}
+    def _delete_objects(self, process: Process, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key, process)
 
     def delete(self, key: str, process: Process | None = None) -> None:
         """Remove an object, if it is there."""
@@ -221,6 +195,20 @@ class Server:
         if key not in self.objects:
             raise ObjectNotFound(f"{key}: no such object")
         return self.objects[key]
+
+
+Page = tuple[list[dict[str, Any]], bool]
+"""Objects of a page of a listing, as obstore's ObjectMeta, and whether there is another page."""
+
+
+def _meta(key: str, held: Held) -> dict[str, Any]:
+    return {
+        "path": key,
+        "size": len(held.data),
+        "e_tag": held.etag,
+        "version": None,
+        "last_modified": held.modified,
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,19 +257,14 @@ class Network:
         self.attempts = 3
         self.pause_seconds = 0.3
 
-    def request_of(self, process: Process, method: str, **arguments: Any) -> Any:
-        """As `request`."""
-        return self.request(process, method, arguments)
-
-    def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
+    def request(self, process: Process, method: str, *arguments: Any) -> Any:
         """Send one request and wait for its reply."""
         process.check()
         scheduler, weather, chance = self.scheduler, self.weather, process.chance
-        subject = subject_of(arguments)
+        subject = subject_of(*arguments)
         refusal = self.refuse(method, subject)
         if refusal is not None:
-            process.num_faults += 1
-            process.troubled_at = max(process.troubled_at, scheduler.now)
+            process.trouble(scheduler.now)
             process.sleep(weather.latency_seconds)
             scheduler.log(process.name, f"  {refusal.message}")
             raise refusal
@@ -294,8 +277,7 @@ class Network:
             latency = fate
         elif is_slow := bool(weather.slow) and chance.random() < weather.slow:
             latency += weather.slow_seconds * chance.random()
-            process.num_faults += 1
-            process.troubled_at = max(process.troubled_at, scheduler.now + latency)
+            process.trouble(scheduler.now + latency)
         if isinstance(fate, str) and self._delays_saving(method, subject):
             process.troubled_at = max(process.troubled_at, scheduler.now)
 
@@ -305,7 +287,7 @@ class Network:
                 process.kill()
                 return
             if fate != "refused":
-                outcome.append(self._effect(process, method, arguments, fate))
+                outcome.append(self._effect(process, method, list(arguments), fate))
             if fate == "dies_after":
                 scheduler.log(process.name, "-- killed after --")
                 process.kill()
@@ -330,16 +312,15 @@ class Network:
         return answer
 
     def _effect(
-        self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
+        self, process: Process, method: str, arguments: list[Any], fate: str | float | None
     ) -> tuple[Any, BatchinferError | None]:
         """Let a request take effect. Returns its answer or error."""
         if fate == "partly":
-            keys = arguments["Delete"]["Objects"]
-            some = keys[: process.chance.randrange(len(keys) + 1)]
-            arguments = {"Delete": {"Objects": some}}
+            [keys] = arguments
+            arguments = [keys[: process.chance.randrange(len(keys) + 1)]]
         self._log(process, method, arguments, fate)
         try:
-            return self.server.handle(method, arguments, process), None
+            return self.server.handle(process, method, *arguments), None
         except BatchinferError as error:
             self.scheduler.log(process.name, f"    {type(error).__name__}")
             return None, error
@@ -378,28 +359,21 @@ class Network:
         return not is_listing and (layout.CHECKPOINTS in subject or layout.OUTPUTS in subject)
 
     def _log(
-        self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
+        self, process: Process, method: str, arguments: list[Any], fate: str | float | None
     ) -> None:
         if self.scheduler.trace is None:
             return
-        conditions = [name for name in ("IfNoneMatch", "IfMatch") if name in arguments]
-        body = arguments.get("Body", b"")
-        digest = hashlib.md5(body, usedforsecurity=False).hexdigest()[:6] if body else ""
-        words = [method, subject_of(arguments), *conditions, digest, str(fate or "")]
-        self.scheduler.log(process.name, "  " + " ".join(word for word in words if word))
+        words = [method, subject_of(*arguments)]
+        if method == "put_object":
+            _, body, condition = arguments
+            digest = hashlib.md5(body, usedforsecurity=False).hexdigest()[:6]
+            words += [condition or "", digest]
+        self.scheduler.log(process.name, "  " + " ".join(filter(None, [*words, str(fate or "")])))
 
 
-def subject_of(arguments: dict[str, Any]) -> str:
+def subject_of(first: str | Sequence[str], *_more: Any) -> str:
     """The keys or the prefix that a request is about."""
-    if "Delete" in arguments:
-        return " ".join(item["Key"] for item in arguments["Delete"]["Objects"])
-    return str(arguments.get("Key") or arguments.get("Prefix") or "")
-
-
-class _Line(Protocol):
-    """Sends a request and returns the server's answer, or raises what the server or the line makes of it."""
-
-    def __call__(self, method: str, **arguments: Any) -> Any: ...
+    return first if isinstance(first, str) else " ".join(first)
 
 
 class SimResult:
@@ -418,69 +392,54 @@ class SimResult:
 
 
 class SimClient:
-    """In the place of obstore's store: the same functions, results and errors, as far as BucketStore uses them."""
+    """In the place of obstore's store: the same functions, results and errors, as far as BucketStore uses them.
 
-    def __init__(self, line: _Line) -> None:
+    `line` sends a request and returns the server's answer, or raises what the server or the line makes of it.
+    """
+
+    def __init__(self, line: Callable[..., Any]) -> None:
         self._line = line
 
     def get(self, path: str) -> SimResult:
-        return SimResult(self._ask("get_object", Key=path))
+        return SimResult(self._ask("get_object", path))
 
     def head(self, path: str) -> dict[str, Any]:
-        return _meta(path, self._ask("head_object", Key=path), "ContentLength")
+        return self._ask("head_object", path)
 
     def list(self, folder: str | None, *, offset: str | None, **_: int) -> Iterator[list[Any]]:
-        prefix = f"{folder}/" if folder else ""
-        while True:
-            token = {"ContinuationToken": offset} if offset else {}
-            page = self._ask("list_objects_v2", Prefix=prefix, **token)
-            yield [_meta(item["Key"], item, "Size") for item in page["Contents"]]
-            if not page.get("IsTruncated"):
-                return
-            offset = page["NextContinuationToken"]
+        has_more = True
+        while has_more:
+            page, has_more = self._ask("list_objects_v2", f"{folder}/" if folder else "", offset)
+            yield page
+            offset = page[-1]["path"] if page else None
 
     def put(self, path: str, file: bytes | Path, *, mode: Any, **_: int) -> dict[str, Any]:
-        conditions: dict[str, str] = {}
-        if mode == "create":
-            conditions = {"IfNoneMatch": "*"}
-        elif mode is not None:
-            conditions = {"IfMatch": mode["e_tag"]}
         body = file if isinstance(file, bytes) else file.read_bytes()
+        condition = mode["e_tag"] if isinstance(mode, dict) else mode
         try:
-            answer = self._ask("put_object", Key=path, Body=body, **conditions)
+            return self._ask("put_object", path, body, condition)
         except PreconditionFailed as error:
             if mode == "create":
                 raise obstore.exceptions.AlreadyExistsError(str(error)) from error
             raise obstore.exceptions.PreconditionError(str(error)) from error
-        return {"e_tag": answer["ETag"], "version": None}
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._ask("delete_objects", Delete={"Objects": [{"Key": path} for path in paths]})
+        self._ask("delete_objects", paths)
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         try:
-            return self._line(method, **arguments)
+            return self._line(method, *arguments)
         except ObjectNotFound as error:
             raise FileNotFoundError(str(error)) from error
         except TransientError as error:
             raise obstore.exceptions.GenericError(str(error)) from error
 
 
-def _meta(path: str, answer: dict[str, Any], size: str) -> dict[str, Any]:
-    return {
-        "path": path,
-        "size": answer[size],
-        "e_tag": answer["ETag"],
-        "version": None,
-        "last_modified": answer["LastModified"],
-    }
-
-
 class SimStore(BucketStore):
     """BucketStore over a simulated line. Only obstore's functions are replaced; some verbs tell the watcher."""
 
     def __init__(self, url: str, network: Network, process: Process) -> None:
-        super().__init__(url, SimClient(partial(network.request_of, process)), CLOUD)
+        super().__init__(url, SimClient(partial(network.request, process)), CLOUD)
         self._network = network
         self._process = process
         self._refused: Any = None
@@ -536,10 +495,7 @@ class StillStore(BucketStore):
     """The same bucket while time stands still: for commands that look at a run afterwards, in threads or not."""
 
     def __init__(self, url: str, server: Server, process: Process) -> None:
-        def ask(method: str, **arguments: Any) -> Any:
-            return server.handle(method, arguments, process)
-
-        super().__init__(url, SimClient(ask), CLOUD)
+        super().__init__(url, SimClient(partial(server.handle, process)), CLOUD)
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         return attempt()

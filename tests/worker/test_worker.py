@@ -37,7 +37,7 @@ from making import (
     finish_process,
     finished_chunks,
     make_job,
-    make_job_of,
+    put_job,
     read_marker,
     run_worker_here,
     run_worker_process,
@@ -273,7 +273,7 @@ class TestStoppedAndStartedAgain:
 
 class TestBadRows:
     def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
-        make_job_of(tmp_path / "job", b"\n".join(lines) + b"\n")
+        put_job(open_store(str(tmp_path / "job")).create, [b"\n".join(lines) + b"\n"])
         arguments = ["--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")]
         from batchinfer.worker.command import command
 

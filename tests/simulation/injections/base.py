@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from batchinfer.core.errors import BatchinferError
 from simulation.oracle import Oracle
-from simulation.scheduler import Scheduler
+from simulation.scheduler import Process, Scheduler
 from simulation.storage import Network, Server
 
 
@@ -22,7 +21,9 @@ class Scene(Protocol):
     network: Network
     oracle: Oracle
     live: list[Any]
-    has_room: Callable[[str], bool] | None
+    is_over: bool
+
+    def is_explained(self, error: BatchinferError) -> bool: ...
 
 
 class Injection:
@@ -34,13 +35,9 @@ class Injection:
     MOST_STRIKES: ClassVar[int] = 5
     """Largest number of strikes in a day."""
 
-    @classmethod
-    def is_drawn(cls, seed: int) -> bool:
-        """Whether a seed has this kind."""
-        return random.Random(f"is {cls.NAME} {seed}").random() < cls.SHARE
-
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
+        # A stream of its own: until it strikes, a seed goes as it would without it.
         self.chance = random.Random(f"{self.NAME} {scene.seed}")
         self.num_strikes = 0
 
@@ -53,13 +50,29 @@ class Injection:
         """Do something later, in this injection's own order."""
         self.scene.scheduler.after(seconds, action, self.chance)
 
+    def leases(self, *most: float) -> float:
+        """Draw a number of seconds, up to one of these numbers of leases."""
+        return self.chance.random() * self.chance.choice(most) * self.scene.plot.lease_seconds
+
     def calm(self) -> None:
         """Take back what would keep a run from its end."""
 
     def explains(self, error: BatchinferError) -> bool:
-        """Whether a worker may end with this error because of what has been injected."""
+        """Whether a process may end with this error because of what has been injected."""
+        return bool(self.num_strikes) and self.causes(error)
+
+    def causes(self, error: BatchinferError) -> bool:
+        """Whether what is injected may have this error as its consequence."""
         del error
         return False
+
+    def has_room(self, process_name: str) -> bool:
+        """Whether a process can write to its scratch folder."""
+        del process_name
+        return True
+
+    def note_output(self, process: Process) -> None:
+        """Told of a worker that has just put an output, and not yet its marker."""
 
     def strike(self) -> str:
         """Do it once. Returns what was done, for the trace; "" if nothing could be."""

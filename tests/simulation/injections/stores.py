@@ -1,4 +1,4 @@
-"""Stores that refuse what they took a moment ago: credentials expire and come back, an output disk is full."""
+"""What befalls the store itself: listings that lag behind, credentials that expire and come back, a full disk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ from batchinfer.core.errors import AccessDenied, BatchinferError, StorageError
 from .base import Injection
 
 
-class _Refusal(Injection):
-    """Refuses requests for some time, now and then."""
+class LaggingListings(Injection):
+    """Listings show the bucket as it was some seconds ago, while every object can be read as it is."""
 
+    NAME = "listings"
+
+    def strike(self) -> str:
+        lag_seconds = self.leases(0.3, 2.0, 6.0)
+        self.scene.server.lag_seconds = lag_seconds
+        self.after(self.leases(3), self.calm)
+        return f"listings lag behind by {lag_seconds:.1f} s"
+
+    def causes(self, error: BatchinferError) -> bool:
+        return "no run there" in error.message  # a young run is not on the listing yet
+
+    def calm(self) -> None:
+        self.scene.server.lag_seconds = 0.0
+
+
+class Denials(Injection):
+    """Every request is answered with 403 for some time."""
+
+    NAME = "denials"
     MOST_STRIKES = 3
     until = 0.0
 
@@ -18,34 +37,24 @@ class _Refusal(Injection):
         self.scene.network.refuse = self._refuse
 
     def strike(self) -> str:
-        seconds = self.chance.random() * self.chance.choice([0.2, 1.0, 3.0])
-        seconds *= self.scene.plot.lease_seconds
+        seconds = self.leases(0.2, 1.0, 3.0)
         self.until = max(self.until, self.scene.scheduler.now + seconds)
         return f"{self.NAME} for {seconds:.1f} s"
 
     def calm(self) -> None:
         self.until = 0.0
 
-    def explains(self, error: BatchinferError) -> bool:
-        return bool(self.num_strikes) and isinstance(error, AccessDenied | StorageError)
+    def causes(self, error: BatchinferError) -> bool:
+        return isinstance(error, AccessDenied | StorageError)
 
     def _refuse(self, method: str, key: str) -> BatchinferError | None:
         return self._error(method, key) if self.scene.scheduler.now < self.until else None
 
     def _error(self, method: str, key: str) -> BatchinferError | None:
-        raise NotImplementedError
-
-
-class Denials(_Refusal):
-    """Every request is answered with 403."""
-
-    NAME = "denials"
-
-    def _error(self, method: str, key: str) -> BatchinferError | None:
         return AccessDenied(f"{key}: {method} is forbidden")
 
 
-class FullOutput(_Refusal):
+class FullOutput(Denials):
     """The disk of a run in a local folder is full: nothing can be written, and everything can be read and removed."""
 
     NAME = "full-output"
