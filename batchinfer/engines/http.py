@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
@@ -65,6 +66,9 @@ class HttpEngine:
         self.targets: Sequence[Target] = []
         """The servers."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.RLock()
+        """Held while the loop turns: a worker that is stopped closes the engine while another thread waits in `ask`."""
+        self._is_closed = False
         self._folders: list[Scratch] = []
         self._nodes = Nodes()
         self._description = b""
@@ -149,11 +153,13 @@ class HttpEngine:
 
     def close(self) -> None:
         """See Engine.close. Servers get some seconds to end by themselves, unless the engine has failed."""
-        if self._loop is None:
-            return
-        self._run(self._close())
-        self._loop.close()
-        self._loop = None
+        self._is_closed = True
+        with self._lock:
+            if self._loop is None:
+                return
+            self._run(self._close())
+            self._loop.close()
+            self._loop = None
         for folder in self._folders:
             folder.close()
 
@@ -198,6 +204,8 @@ class HttpEngine:
 
     def _check(self, *, is_idle: bool) -> None:
         """Raise the error that ends the engine, if there is one."""
+        if self._is_closed:
+            raise Interrupted("engine: closed")
         if self._nodes.has_lost_one:
             message = "a node that runs a share of the model has gone"
             self._failure = self._failure or EngineDied(message)
@@ -228,15 +236,17 @@ class HttpEngine:
 
     def _run(self, work: Awaitable[T]) -> T:
         """Let the loop turn until some work in it is done. An interruption cancels the work."""
-        assert self._loop is not None
-        task = asyncio.ensure_future(work, loop=self._loop)
-        try:
-            return self._loop.run_until_complete(task)
-        finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(task)
+        with self._lock:
+            if self._loop is None:
+                raise Interrupted("engine: closed")
+            task = asyncio.ensure_future(work, loop=self._loop)
+            try:
+                return self._loop.run_until_complete(task)
+            finally:
+                if not task.done():
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        self._loop.run_until_complete(task)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work beside the rest. An error in it ends the engine."""
@@ -262,7 +272,8 @@ class HttpEngine:
                     self._give([call], [target.free_slots for target in self.targets])
                 found = self._turn(_LONGEST_WAIT_SECONDS)
         finally:
-            self._run(self._drop())
+            if self._loop is not None:
+                self._run(self._drop())
         if found[0].is_engine_death:
             raise EngineDied(found[0].body.decode(), in_flight=[call.key])
         return found[0]

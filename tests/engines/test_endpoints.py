@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from batchinfer.core.errors import (
     ConfigError,
     EngineDied,
     EngineLoadError,
+    Interrupted,
 )
 from batchinfer.engines import create_engine, http, targets
 from batchinfer.engines.engine_config import EngineConfig
@@ -215,6 +217,16 @@ def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(call(0, stream=True)))
     assert len(drive(engine, ListSource(calls(3)))) == 3
+
+
+def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
+    endpoint.delay_seconds = 3.0
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(engine.ask, call(0))
+        time.sleep(0.2)
+        engine.close()
+        with pytest.raises(Interrupted):
+            asked.result(2)
 
 
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
