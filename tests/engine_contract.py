@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from batchinfer.core.processes import start_of_process
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import Engine
 from batchinfer.engines.replies import failure_of
+from process_state import is_running
 
 CHAT = "/v1/chat/completions"
 
@@ -110,9 +110,9 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
 def are_gone(pids: Iterable[int], seconds: float = 5.0) -> bool:
     """Whether processes end within some seconds."""
     left, end = set(pids), time.monotonic() + seconds
-    while any(map(start_of_process, left)) and time.monotonic() < end:
+    while any(map(is_running, left)) and time.monotonic() < end:
         time.sleep(0.02)
-    return not any(map(start_of_process, left))
+    return not any(map(is_running, left))
 
 
 class EngineContract:
