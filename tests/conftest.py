@@ -96,7 +96,7 @@ LONGEST = (
 
 # Modules that go to the process of another one, whose engine they share.
 TOGETHER = {
-    "test_cookbook": "test_request_matrix_vllm",
+    "test_commands": "test_request_matrix_vllm",
     "test_demo": "test_request_matrix_vllm",
     "test_playground_vllm": "test_request_matrix_vllm",
     "test_vllm": "test_request_matrix_vllm",

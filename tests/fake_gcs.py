@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from web_server import HttpServer
 
-BUCKET = "bucket"
+BUCKET = "my-bucket"
 
 
 class Held(NamedTuple):

@@ -65,8 +65,8 @@ def azure_url(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure_endpoint)
 
-    def make(prefix: str = "") -> str:
-        container = f"test-{secrets.token_hex(6)}"
+    def make(prefix: str = "", container: str = "") -> str:
+        container = container or f"test-{secrets.token_hex(6)}"
         with BlobServiceClient(azure_endpoint, credential=KEY) as client:
             client.create_container(container)
         return f"az://{container}/{prefix}".rstrip("/")

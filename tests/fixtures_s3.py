@@ -108,8 +108,8 @@ def s3_url(s3_environment: str) -> Iterator[S3Url]:
     client = s3_client(s3_environment)
     made: list[str] = []
 
-    def make(prefix: str = "") -> str:
-        bucket = f"test-{secrets.token_hex(6)}"
+    def make(prefix: str = "", bucket: str = "") -> str:
+        bucket = bucket or f"test-{secrets.token_hex(6)}"
         client.create_bucket(Bucket=bucket)
         made.append(bucket)
         return f"s3://{bucket}/{prefix}".rstrip("/")

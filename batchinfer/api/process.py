@@ -21,17 +21,8 @@ _CHILD = (
     "from batchinfer.cli.main import run; run()"
 )
 """Program of a command's process. On Linux the kernel kills it when the thread that has started it ends."""
-_ERRORS = {
-    each.exit_status: each
-    for each in (
-        errors.UsageError,
-        errors.PolicyStop,
-        errors.EngineError,
-        errors.StorageError,
-        errors.Interrupted,
-    )
-}
-"""Class of the error that is raised, by the exit status of the command."""
+_ERRORS = {each.exit_status: each for each in errors.BatchinferError.__subclasses__()}
+"""Class of the error that is raised, by the exit status of the command; 1 has several."""
 _JSON_FILES = ("json_schema", "tools")
 """Options that are files with JSON, for which values are written to files."""
 
@@ -146,6 +137,7 @@ def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
     text = "\n".join(kept) or f"ended with exit status {status}"
     found = re.split(r"^(?:error|Error): ", text, flags=re.MULTILINE)
     message, _, hint = (found[-1] if len(found) > 1 else kept[-1]).partition("\nhint: ")
-    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=hint)
+    kind = errors.BatchinferError if status == 1 else _ERRORS.get(status, errors.BatchinferError)
+    error = kind(message, hint=hint)
     error.attach_result(result)
     raise error

@@ -17,11 +17,6 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.worker.worker_config import WorkerConfig
 
 
-def run_check(config: CheckConfig) -> dict[str, Any]:
-    """Check everything, and return the result; its entry `problems` lists all problems, errors first."""
-    return Examination(config).run()
-
-
 def tell(result: dict[str, Any], *, show: int = 3) -> None:
     """Print a result to stderr as text, with so many of the requests."""
     for request in result.get("requests", ())[:show]:
@@ -67,7 +62,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """  # noqa: D301 - \b keeps click from wrapping the example
     own = values_of(CheckConfig, options)
     config = CheckConfig(**own | {"options": options, "sources": list(sources)})
-    result = run_check(config)
+    result = Examination(config).run()
     tell(result, show=config.show)
     result["requests"] = result.get("requests", [])[: config.show]
     if result["errors"]:

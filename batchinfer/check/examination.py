@@ -108,7 +108,10 @@ class Examination:
         """Mean length of a prompt, in tokens."""
 
     def run(self) -> dict[str, Any]:
-        """Run every step and return the result. A probe object is written to the run's place and removed again."""
+        """Run every step and return the result, whose entry `problems` lists all problems, errors first.
+
+        A probe object is written to the run's place and removed again.
+        """
         steps = (
             ("config", self._read_engine),
             ("config", self._read_prompt),

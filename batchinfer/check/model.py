@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import DEFAULT_UTILIZATION, GIB, OVERHEAD_BYTES, Gpu, choose_layout
@@ -123,10 +122,9 @@ def parse_gpu(text: str) -> tuple[str, int]:
     name, _, count = text.partition(":")
     known = {each.lower(): each for each in GPU_GIB}
     if name.lower() not in known or not (count or "1").isdecimal() or count == "0":
-        nearest = difflib.get_close_matches(name.lower(), known, n=1)
+        nearest = near(name.upper(), GPU_GIB)
         raise ConfigError(
-            f"--gpu {text}: expected NAME or NAME:N, with a name of {', '.join(GPU_GIB)}",
-            hint=f"did you mean {known[nearest[0]]}?" if nearest else "",
+            f"--gpu {text}: expected NAME or NAME:N, with a name of {', '.join(GPU_GIB)}{nearest}"
         )
     return known[name.lower()], int(count or 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -45,15 +44,6 @@ class LazyGroup(click.Group):
         _name_variables(command, cmd_name)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See click.Group. If a command is misspelt, the error names the command with the most similar name."""
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        if args[0] not in COMMANDS and near and not args[0].startswith("-"):
-            ctx.fail(f"No such command {args[0]!r}. (Did you mean {near[0]!r}?)")
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """See click.Group."""
         with formatter.section("Commands"):
@@ -72,7 +62,11 @@ def _name_variables(command: click.Command, name: str) -> None:
             option.envvar = f"BATCHINFER_{name}_{spelling}".replace("-", "_").upper()
 
 
-@click.command(cls=LazyGroup, context_settings={**_CONTEXT, "auto_envvar_prefix": "BATCHINFER"})
+@click.command(
+    cls=LazyGroup,
+    commands=dict.fromkeys(COMMANDS),  # click names the nearest of a misspelt one
+    context_settings={**_CONTEXT, "auto_envvar_prefix": "BATCHINFER"},
+)
 @click.version_option(__version__, prog_name="batchinfer")
 def group() -> None:
     """Offline batch inference with vLLM over object storage, on machines that may vanish.
@@ -95,9 +89,7 @@ def print_result(result: Any) -> None:
 
         try:
             click.echo(codec.encode(printable_values(result)).decode())
-        except (
-            BrokenPipeError
-        ):  # the reader of stdout, such as `head`, has ended; click then ends without a message
+        except BrokenPipeError:  # `head` has ended, for example; click ends without a message
             raise
         except OSError as error:
             raise BatchinferError(
@@ -157,9 +149,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     try:
         _open_closed_streams()
         status = main(arguments)
-    except (
-        KeyboardInterrupt
-    ):  # Ctrl-C before or after the command; while it runs, click handles Ctrl-C
+    except KeyboardInterrupt:  # before or after the command; while it runs, click handles Ctrl-C
         say("error: interrupted")
         status = INTERRUPTED
     except Exception:  # noqa: BLE001 - a bug; Python would print its traceback with the secrets of URLs
@@ -167,9 +157,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             say(line)
         status = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError
-        ):  # for example, the disk is full; `print_result` has reported that
+        with contextlib.suppress(OSError):  # a full disk, which `print_result` has reported
             stream.flush()
     os._exit(status)
 

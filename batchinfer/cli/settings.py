@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import click
 
 from batchinfer.cli.help import COMMON, SECTIONS, HelpOption, SectionOption
 from batchinfer.cli.logs import set_format, set_level
-from batchinfer.cli.options import LEFT_OUT, F
+from batchinfer.cli.options import LEFT_OUT, F, options
 from batchinfer.cli.terminal import say
-from batchinfer.cli.values import NumberRange
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
+from batchinfer.core.option_help import NotNegative, Opt
+from batchinfer.core.records import Record
 from batchinfer.core.redaction import without_secrets
 from batchinfer.core.yaml_text import parse_yaml
 
@@ -54,24 +54,20 @@ FROM_FILE = "batchinfer.server_args"
 """Key of click's `Context.meta` under which the words of that section are kept."""
 
 
-def price_options(function: F) -> F:
-    """Add the options about prices to a command: --spot/--on-demand and --price-per-hour."""
-    for option in (
-        click.option(
-            "--spot/--on-demand",
-            "is_spot",
-            default=None,
-            help="What machines are, where workers do not say. Default: on-demand.",
-        ),
-        click.option(
-            "--price-per-hour",
-            type=NumberRange(0),
-            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine "
-            "has it, else list prices by GPU.",
-        ),
-    ):
-        function = option(function)
-    return function
+class Machines(Record, frozen=True, kw_only=True):
+    """What machines cost, where workers do not say it."""
+
+    SECTION: ClassVar[str] = "options"
+
+    is_spot: Annotated[bool | None, Opt(flag="--spot")] = None
+    """Whether they are spot machines, where workers do not say. Default: no."""
+    price_per_hour: NotNegative | None = None
+    """Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine has it, else list prices
+    by GPU."""
+
+
+price_options = options(Machines)
+"""Decorator that adds --spot and --price-per-hour to a command."""
 
 
 def common_options(function: F) -> F:
@@ -81,15 +77,13 @@ def common_options(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def called(*arguments: Any, **options: Any) -> Any:
+    def called(*arguments: Any, **given: Any) -> Any:
         context = click.get_current_context()
         # Where a server is started, they are its options; see `server_args`.
         is_server = "server_args" in context.params
-        for name, near in () if is_server else unknown_variables(context, os.environ):
-            logger.warning(
-                "%s: sets no option%s", name, f", did you mean {near}?" if near else "; see --help"
-            )
-        return function(*arguments, **options)
+        for name, hint in () if is_server else unknown_variables(context, os.environ):
+            logger.warning("%s: sets no option%s", name, hint or "; see --help")
+        return function(*arguments, **given)
 
     result = cast("F", called)
     shared: dict[str, Any] = {"cls": SectionOption, "section": COMMON, "is_eager": True}
@@ -133,7 +127,7 @@ def unknown_variables(
     """Find environment variables that are named as if they set an option of this command, but set none. Pure.
 
     Returns:
-        Name of each such variable, with the most similar name that does set an option, or "" if no name is similar.
+        Name of each such variable, with a question after the most similar name that does set an option; see `near`.
     """
     prefix = context.auto_envvar_prefix
     if not prefix:
@@ -144,7 +138,7 @@ def unknown_variables(
             named = option.envvar or f"{prefix}_{option.name or ''}".upper()
             known |= {named} if isinstance(named, str) else set(named)
     return [
-        (name, "".join(difflib.get_close_matches(name, known, n=1)))
+        (name, near(name, known))
         for name in sorted(environment)
         if name.startswith(f"{prefix}_") and name not in known
     ]
@@ -261,12 +255,9 @@ def _options(command: click.Command) -> dict[str, click.Option]:
 def _named(options: Mapping[str, click.Option], key: str, shown: str, path: Path) -> click.Option:
     name = key.replace("-", "_")
     if name not in options:
-        near = difflib.get_close_matches(name, options, n=1)
         raise ConfigError(
-            f"--config {path}: unknown key {shown!r}",
-            hint=f"did you mean {near[0]!r}?"
-            if near
-            else "every key is the name of an option; see --help-all",
+            f"--config {path}: unknown key {shown!r}{near(name, options)}",
+            hint="every key is the name of an option; see --help-all",
         )
     return options[name]
 

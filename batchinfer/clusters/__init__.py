@@ -12,9 +12,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from batchinfer.core.errors import ConfigError, near
+from msgspec import Meta
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
 from batchinfer.core.records import Record
 from batchinfer.core.shell import quote
 
@@ -22,33 +25,41 @@ RESTART_STATUSES = (33, 34, 75)
 """Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or a signal came."""
 FINAL_STATUSES = (2, 3)
 """Exit statuses of a worker after which a new start cannot help: wrong configuration, or a rule stopped it."""
-CLUSTERS = ("skypilot", "slurm", "kubernetes")
+ClusterName = Literal["skypilot", "slurm", "kubernetes"]
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Workers to start, and everything that their cluster must be told."""
+    """Workers to start, and all that their cluster must be told: the options of `launch` that are not the worker's."""
 
-    on: str
-    """Name of the cluster."""
-    job: str
-    run: str
-    model: str
-    id: str = ""
-    workers: int = 0
-    words: str = ""
+    SECTION: ClassVar[str] = "options"
+
+    job: Annotated[str, NO_OPTION]
+    model: Annotated[str, NO_OPTION]
+    id: Annotated[str, NO_OPTION] = ""
+    words: Annotated[str, NO_OPTION] = ""
     """Options of the worker as words of bash, without --job, --output and --model."""
-    env: list[str] = []
-    """Further environment of the workers, as NAME=VALUE."""
-    secret: list[str] = []
-    """Names of secrets: environment variables here, or Secrets of Kubernetes."""
-    gpu: str = ""
-    """GPUs of one worker, as in "L4:1"; "none" for a machine without. Empty: what the template says."""
+    run: Annotated[str, FIRST]
+    """Place of the run, as in JOB/runs/llama."""
+    on: Annotated[ClusterName, Opt(is_first=True, metavar="CLUSTER")]
+    """One of skypilot, slurm, kubernetes."""
+    workers: Annotated[int, Meta(ge=0, le=100_000), FIRST] = 0
+    """Number of new workers."""
+    gpu: Annotated[str, FIRST] = ""
+    """GPUs of a worker, as in L4:2; none for a CPU."""
     template: str = ""
-    """File in place of the cluster's own template."""
+    """File in place of the package's task, script or Job."""
     sky_arg: list[str] = []
+    """Option of sky jobs launch, as in --infra=aws."""
     sbatch_arg: list[str] = []
+    """Option of sbatch, as in --mem=64G."""
     image: str = ""
+    """Image of the workers (kubernetes)."""
     namespace: str = ""
+    """Default: that of kubectl's context (kubernetes)."""
+    env: list[str] = []
+    """NAME=VALUE in the environment of the workers."""
+    secret: list[str] = []
+    """Variable here, or Secret of Kubernetes, by its name."""
 
     @property
     def name(self) -> str:
@@ -101,15 +112,8 @@ class Cluster(Protocol):
         """Ask the cluster to end the workers of a launch and to start none of them again."""
 
 
-def find_cluster(name: str) -> Cluster:
-    """Return the module of a cluster.
-
-    Raises:
-        ConfigError: No cluster has this name.
-    """
-    if name not in CLUSTERS:
-        known = ", ".join(CLUSTERS)
-        raise ConfigError(f"--on {name!r}: expected one of {known}{near(name, CLUSTERS)}")
+def find_cluster(name: ClusterName) -> Cluster:
+    """Return the module of a cluster."""
     return cast("Cluster", importlib.import_module(f"batchinfer.clusters.{name}"))
 
 

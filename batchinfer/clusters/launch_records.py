@@ -10,11 +10,11 @@ import os
 import secrets
 import socket
 import time
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
-from batchinfer.clusters import Plan
+from batchinfer.clusters import ClusterName, Plan
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import BatchinferError, InputError, ObjectNotFound
@@ -33,7 +33,7 @@ class LaunchRecord(Record, frozen=True, kw_only=True):
     at: str
     host: str
     """Machine on which `launch` ran."""
-    on: Literal["skypilot", "slurm", "kubernetes"]
+    on: ClusterName
     namespace: str
     """Namespace of Kubernetes, for people: where to look, the options of those who look say."""
     workers: Annotated[int, Meta(ge=1, le=100_000)]

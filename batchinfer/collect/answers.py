@@ -113,7 +113,7 @@ def connect(scratch: Path) -> Any:
     """Return a connection to a DuckDB of its own, whose memory is limited. It fetches no extensions."""
     import duckdb
 
-    return duckdb.connect(
+    connection = duckdb.connect(
         config={
             "memory_limit": _MEMORY,
             "temp_directory": str(scratch / "duckdb"),
@@ -121,6 +121,9 @@ def connect(scratch: Path) -> Any:
             "autoinstall_known_extensions": False,
         }
     )
+    # The bar would go to stdout where the program is no file, as the Python interface's command.
+    connection.execute("SET enable_progress_bar = false")
+    return connection
 
 
 def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:

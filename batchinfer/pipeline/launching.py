@@ -63,12 +63,6 @@ def worker_words(options: dict[str, Any]) -> str:
     return " ".join([*words, *map(quote, options.get("server_args", ()))])
 
 
-def _gib(gpu: str) -> float:
-    """Return the memory of some GPUs, as in H100:8: of several alternatives the model must fit the smallest."""
-    name, _, count = gpu.partition(":")
-    return GPU_GIB.get(name, 0.0) * int(count or 1)
-
-
 class Launch:
     """One `batchinfer launch`: `start` checks everything and submits, `watch` starts lost workers again.
 
@@ -234,8 +228,7 @@ class Launch:
         gpu = asked.gpu.replace("none", "")
         if asked.on == "skypilot" and not asked.gpu:
             found = accelerators(asked.template)
-            known = [one for one in found if one.partition(":")[0] in GPU_GIB]
-            gpu = min(known, key=_gib, default="")
+            gpu = ",".join(one for one in found if one.partition(":")[0] in GPU_GIB)
         workers = (asked.workers + num_lost) or None
         given = {name: value for name, value in self._options.items() if name in names}
         given |= {"output": asked.run, "job": asked.job, "gpu": gpu, "workers": workers}

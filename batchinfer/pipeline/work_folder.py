@@ -11,8 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from batchinfer.check.checking import run_check
-from batchinfer.check.examination import ERROR, CheckConfig
+from batchinfer.check.examination import ERROR, CheckConfig, Examination
 from batchinfer.check.model import has_chat_template
 from batchinfer.collect.collect_config import CollectConfig, check_options, suffix_of
 from batchinfer.collect.collecting import run_collect
@@ -135,7 +134,7 @@ class WorkFolder:
             counts_tokens=False,
         )
         errors = []
-        for problem in run_check(asked)["problems"]:
+        for problem in Examination(asked).run()["problems"]:
             hint = f" ({problem['hint']})" if problem["hint"] else ""
             if problem["level"] == ERROR:
                 errors.append(f"{problem['message']}{hint}")

@@ -26,9 +26,7 @@ from batchinfer.prompts import Prepared
 
 
 @click.command("generate", cls=ServerCommand)
-@click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="A prompt, or @FILE; may be repeated."
-)
+@click.option("-p", "--prompt", "prompts", multiple=True, required=True, help="A prompt, or @FILE.")
 @click.option("--grid", multiple=True, metavar="NAME=A,B", help="Values to try; may be repeated.")
 @click.option("--plain", "is_plain", is_flag=True, help="Send the prompts as they are, as no chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures.")
@@ -51,8 +49,6 @@ def command(
 
     is_plain, as_json = options.pop("is_plain"), options.pop("as_json")
     texts = [FORMS["text"].read("--prompt", text).removesuffix("\n") for text in prompts]
-    if not texts:
-        raise ConfigError("no prompt: expected --prompt TEXT")
     session = Session(options, prompt_column="prompt")
     is_chat = not is_plain and (session.prompt.system_prompt or has_chat_template(session.config))
     try:
@@ -148,12 +144,13 @@ def _figures(prepared: Prepared, reply: Reply) -> dict[str, Any]:
 
 def show(tried: list[dict[str, Any]]) -> None:
     """Write the answers to stdout, each under its prompt and values if there are several, and a table to stderr."""
-    width = max(len(_values(trial)) for trial in tried)
-    say(f"{'':{width}}  {'input':>7} {'cached':>7} {'output':>7} {'seconds':>9} {'tokens/s':>9}")
     for trial in tried:
         for text in trial["answers"] or [f"[no answer: {trial['error']['message']}]"]:
             is_alone = len(tried) == len(trial["answers"]) == 1
             write(f"{text}\n" if is_alone else f"--- {_values(trial)}\n{text}\n")
+    width = max(len(_values(trial)) for trial in tried)
+    say(f"{'':{width}}  {'input':>7} {'cached':>7} {'output':>7} {'seconds':>9} {'tokens/s':>9}")
+    for trial in tried:
         counts = " ".join(f"{trial[f'{n}_tokens']:>7}" for n in ("input", "cached", "output"))
         times = f"{trial['seconds']:>9.3f} {trial['tokens_per_second']:>9.1f}"
         say(f"{_values(trial):{width}}  {counts} {times}")

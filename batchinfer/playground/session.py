@@ -22,18 +22,17 @@ from batchinfer.worker.worker_config import WorkerConfig, rules_of
 
 _SECTIONS = ("model", "engine", "sampling", "endpoint", "rehearsal")
 _PROMPT = ("system_prompt", "chat_template_kwargs", "tools")
-_NO_USE = ("replicas", "task")
-"""Options of those sections without a use here: one server answers with texts."""
 
 
 def play_options(*without: str) -> Callable[[F], F]:
     """Return a decorator that adds a run's options about model, engine, prompt and sampling to a command."""
-    left_out = [
-        option.field
-        for option in options_of(WorkerConfig)
-        if option.section not in _SECTIONS and option.field not in _PROMPT
+    wanted = [
+        each.field
+        for each in options_of(WorkerConfig)
+        if each.section in _SECTIONS or each.field in _PROMPT
     ]
-    return options(WorkerConfig, without=[*left_out, *_NO_USE, *without])
+    # One server answers, with texts.
+    return options(WorkerConfig, only=wanted, without=["replicas", "task", *without])
 
 
 class Session:
@@ -81,12 +80,12 @@ class Session:
             InputError: a row cannot become a call.
         """
         assert self.info is not None
-        rules = rules_of(self.config, opened=self.engine, info=self.info)
-        prompt = msgspec.structs.replace(self.prompt, **changes)
         try:
             raw = [RawRow(first + index, codec.encode(row)) for index, row in enumerate(rows)]
         except UnicodeEncodeError as error:
             raise InputError("the message holds bytes that are no text, expected UTF-8") from error
+        rules = rules_of(self.config, opened=self.engine, info=self.info)
+        prompt = msgspec.structs.replace(self.prompt, **changes)
         found = PromptBuilder(prompt, self.seed, rules=rules).build("part-00000", 0, raw)
         for number, prepared in enumerate(found, 1):
             if prepared.failure is not None:

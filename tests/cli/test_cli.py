@@ -58,7 +58,7 @@ def test_a_variable_that_sets_no_option_is_warned_of(
         monkeypatch.setenv(name, value)
     assert main(["split", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "job")]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "sets no option" in line]
-    assert "NUM_CHUNKZ: sets no option, did you mean BATCHINFER_SPLIT_NUM_CHUNKS?" in said[0]
+    assert "NUM_CHUNKZ: sets no option; did you mean 'BATCHINFER_SPLIT_NUM_CHUNKS'?" in said[0]
     assert "ZZZ: sets no option" in said[1]
     assert len(said) == 2
     assert "hush" not in "".join(said)

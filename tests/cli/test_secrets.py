@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
@@ -17,7 +14,7 @@ import stamina
 
 from batchinfer.cli import main
 from batchinfer.cli.settings import COMMANDS
-from making import ECHO, make_job, run_worker_here
+from making import ECHO, make_job
 
 SECRET = "wJalrXUtnFEMI"
 URLS = [
@@ -111,46 +108,6 @@ def test_no_place_of_a_url_repeats_a_secret(
     ]
     for arguments in calls:
         call(capfd, *arguments)
-
-
-class _Guarded(BaseHTTPRequestHandler):
-    """A web server with one file, for those who give the right password and the right token."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        login = base64.b64encode(f"me:{SECRET}".encode()).decode()
-        is_known = self.headers["Authorization"] == f"Basic {login}" and SECRET in self.path
-        body = b'{"prompt": "a"}\n{"prompt": "b"}\n'
-        self.send_response(200 if is_known else 401)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_job_and_a_run_from_a_guarded_source_hold_no_secret(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Guarded) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://me:{SECRET}@127.0.0.1:{server.server_port}/x.jsonl?token={SECRET}"
-        job, run = str(tmp_path / "job"), str(tmp_path / "run")
-        assert call(capfd, "split", url, "--output", job, "--num-chunks", "1") == 0
-        server.shutdown()
-    assert "…@127.0.0.1" in (tmp_path / "job/job.json").read_text()
-    run_worker_here(job, run)
-    for name in RUN_COMMANDS:
-        places = [str(tmp_path / "table")] if name == "collect" else []
-        places += ["-o", str(tmp_path / "page.html")] if name == "report" else []
-        assert call(capfd, name, run, *places) == 0, name
-    found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(path.name == "page.html" for path in found)
-    assert [path for path in found if SECRET.encode() in path.read_bytes()] == []
 
 
 def test_a_crash_shows_its_traceback_without_the_secret() -> None:

@@ -414,7 +414,7 @@ def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
 def test_the_model_must_fit_each_accelerator_of_the_template(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest, which is the smallest."""
+    """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest of them."""
     asked: list[dict[str, Any]] = []
 
     def check(**given: Any) -> dict[str, Any]:
@@ -427,7 +427,11 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
     call("launch", *places, "--model", "org/m")
     call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
     call("launch", *places, "--model", "org/m", "--gpu", "none")
-    assert [one["gpu"] for one in asked] == ["L4:1", "H100:8", ""]
+    assert [one["gpu"] for one in asked] == [
+        "L4:1,A10G:1,L40S:1,A100:1,A100-80GB:1,H100:1",
+        "H100:8",
+        "",
+    ]
 
 
 # --------------------------------------------------------------------------- records, races, lost answers

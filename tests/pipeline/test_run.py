@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import pytest
 import echo_server
 from batchinfer.cli.main import main
 from batchinfer.core.errors import EngineLoadError
-from batchinfer.engines.buckets import list_model
 from batchinfer.engines.gpus import Gpu
 from batchinfer.storage.opening import open_store
 from fake_hub_upload import UploadHub
@@ -144,29 +141,6 @@ def test_rows_of_json_lines_may_have_the_column_late_or_lack_it(
     assert run(first, second, "-o", dest, "--max-error-rate", "1") == 0
     assert [text for text in answers(dest) if text] == ["a", "b"]
     assert run.result["rows"] == 3003
-
-
-@pytest.mark.vllm
-@pytest.mark.s3
-def test_questions_are_asked_as_a_chat_of_a_model_in_a_bucket(
-    tmp_path: Path, s3_url: Callable[..., str]
-) -> None:
-    url = s3_url("models/demo")
-    for path in Path(DEMO_MODEL).glob("*.*"):
-        open_store(url).put_file(path.name, path)
-    (tmp_path / "questions.txt").write_text(
-        "What is the capital of France?\nWhat is the capital of Japan?\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "a.jsonl", "--model", url,
-         "--max-tokens", "16", "--temperature", "0", "--kv-cache-memory-bytes", "67108864"],
-        capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HF_HOME": "cache"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "the model has a template for chats" in done.stderr
-    assert answers(tmp_path / "a.jsonl") == ["Paris", "Tokyo"]
-    config = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())["config"]
-    assert (config["model"], config["model_identity"]) == (url, list_model(url).identity)
 
 
 # --------------------------------------------------------------------------- pipes
@@ -300,11 +274,11 @@ def test_the_hub_gets_some_rows_and_then_all(
 
 NOTING_SERVER = """
 import json, os, sys
-server, model, socket, gpus, notes = sys.argv[1:]
+server, model, name, socket, gpus, notes = sys.argv[1:]
 names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 with open(f"{notes}/{os.getpid()}", "w") as file:
-    json.dump([gpus, *map(os.environ.get, names)], file)
-config = json.dumps({"engine": "echo", "model": model})
+    json.dump([gpus, *map(os.environ.get, names), os.listdir(model)], file)
+config = json.dumps({"engine": "echo", "model": name})
 os.execv(sys.executable, [sys.executable, server, config, socket])
 """
 
@@ -312,7 +286,7 @@ os.execv(sys.executable, [sys.executable, server, config, socket])
 def test_every_gpu_of_the_machine_works(
     rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine with four GPUs, as far as the driver and the servers tell. The answers are echoes."""
+    """A machine with four GPUs, as far as the driver and the servers tell. The model is fetched from a bucket."""
     notes, program = dest.parent / "notes", dest.parent / "server.py"
     notes.mkdir()
     total = 23034 << 20
@@ -320,11 +294,19 @@ def test_every_gpu_of_the_machine_works(
     monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: gpus)
     program.write_text(NOTING_SERVER)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    words = f"{program} {echo_server.__file__} {{model}} {{socket}} {{gpus}} {notes}"
+    monkeypatch.setenv("HF_HOME", str(dest.parent / "cache"))
+    url, files = f"memory://{dest.parent.name}/demo", sorted(DEMO_MODEL.glob("*.*"))
+    for path in files:
+        open_store(url).put_file(path.name, path)
+    words = f"{program} {echo_server.__file__} {{model}} {{name}} {{socket}} {{gpus}} {notes}"
     options = ["--server-command", f"{sys.executable} {words}", "--tensor-parallel-size", "2"]
-    assert main(["run", str(rows), "-o", str(dest), "--model", str(DEMO_MODEL), *options]) == 0
-    found = [json.loads(path.read_text()) for path in notes.iterdir()]
-    assert sorted(found) == [["2", "0,1", "PCI_BUS_ID"], ["2", "2,3", "PCI_BUS_ID"]]
+    assert main(["run", str(rows), "-o", str(dest), "--model", url, *options]) == 0
+    *found, last = sorted(json.loads(path.read_text()) for path in notes.iterdir())
+    assert [each[:3] for each in (*found, last)] == [
+        ["2", "0,1", "PCI_BUS_ID"],
+        ["2", "2,3", "PCI_BUS_ID"],
+    ]
+    assert {path.name for path in files} >= {*last[3]} >= {"config.json", "model.safetensors"}
     assert len(set(answers(dest))) == 60
 
 

@@ -1,150 +1,429 @@
-"""Commands on the pages: those of README run as they stand, and every other one is a command with options that exist.
+"""Every command on the pages runs as it stands there, and prints what the page shows.
 
-Those of docs/cookbook.md run in test_cookbook.py, and the examples in Python in tests/api/test_python_examples.py.
+The commands of a page run one after the other in a folder that has what its reader would have (`make_world`). Those of
+the command line run in this process, so that all that ask the demo's model share one server; the others run in bash.
+Where a page names another model, the engine echo answers: it stands in the environment, not in the command.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import click
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from batchinfer.cli.main import group
+from batchinfer.cli.main import group, main
+from batchinfer.cli.server_args import ServerCommand, divide
+from batchinfer.core.records import Call, EngineInfo, Reply
+from batchinfer.engines import create_engine
+from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.pipeline import launching
+from fake_endpoint import fake_endpoint
+from fake_gcs import serving_gcs
+from fake_hub import TOKEN
+from peft_adapter import write_adapter
+from pictures import picture
+from tiny_model import DEMO_MODEL
+from whisper_model import sound
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = [
-    textwrap.dedent(block)
-    for block in re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
+MODEL = "examples/demo-model"
+NOT_RUN = {
+    r"^batchinfer chat": "needs a terminal: tests/playground/test_chat.py",
+    r"^node\d\$": "two machines: tests/engines/test_headless.py",
+    r"--server-command": "other servers: tests/engines/test_servers.py",
+    r"api\.openai\.com|OPENAI_API_KEY": "a provider; the cookbook asks an endpoint that is here",
+    r"hf-to-onnx": "an environment of 1.3 GB: tests/convert/test_onnx.py",
+    r"--dry-run \|": "a cluster: tests/pipeline/test_launch.py submits the page",
+    r"ray job submit": "a Ray cluster",
+    r"^(python3 -m venv|pip|bash scripts/setup.sh)": "a new environment: test_setup_script.py",
+    r"^(source|sky|ssh|gcloud|cd) ": "an account, or another machine",
+    r"^export ": "the reader's own credentials",
+} | ({} if shutil.which("jq") else {r"\| jq": "jq is not installed here"})
+"""Commands that are not run, and why. Their options are looked at."""
+LEFT_OUT = {
+    "check": "--job JOB --prompt-column text",
+    "launch": "s3://my-bucket/job --run s3://my-bucket/job/runs/new --on skypilot --gpu L4 --model NAME "
+    "--prompt-column text",
+    "run": "--model Qwen/Qwen3-8B --prompt-column text --system-prompt 'Is the review positive or negative?' "
+    "--max-tokens 8",
+    "worker": "--job JOB --output ANOTHER --model NAME --prompt-column text",
+}
+"""What `…` stands for where a page leaves out options, by command."""
+_BLOCK = re.compile(
+    r"^```console\n(.*?)^```|^```.*?^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL
+)
+_COMMAND = re.compile(r"^ *(?:\$ |until |cd \S+ && |node\d\$ )?batchinfer [a-z]", re.MULTILINE)
+_LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ ")
+
+
+class Step(NamedTuple):
+    """A command, and what the page says that it prints; None if the page shows no session."""
+
+    command: str
+    shown: str | None
+
+
+def steps_of(text: str) -> list[Step]:
+    """The commands in the blocks of a page. In a session they follow `$ `, their further lines `> `."""
+    found: list[Step] = []
+    for fenced, indented in _BLOCK.findall(text):
+        block = fenced or textwrap.dedent(indented)
+        if not _COMMAND.search(block):
+            continue
+        if not block.startswith("$ "):
+            for command in whole(block):
+                said = re.search(r"# (… .* …)$", command)
+                found.append(Step(command, said and re.sub(" *… *", "…", said[1])))
+            continue
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            first, *lines = part.splitlines()
+            count = next((at for at, line in enumerate(lines) if line[:1] != ">"), len(lines))
+            command = "\n".join([first, *(line[2:] for line in lines[:count])])
+            found.append(Step(command, "\n".join(lines[count:])))
+    return found
+
+
+def whole(block: str) -> Iterator[str]:
+    """Join lines that end in a backslash, or within quotes, with the next ones."""
+    command = ""
+    for line in block.splitlines():
+        command += f"{line}\n"
+        with contextlib.suppress(ValueError):  # a quotation that goes on
+            words = shlex.split(command, comments=True)
+            if not line.endswith("\\"):
+                yield from [command.rstrip()] if words else []
+                command = ""
+
+
+def is_ours(command: str) -> bool:
+    """Whether a command is one of batchinfer alone."""
+    return bool(re.match(r"batchinfer [^|;<>]*$", re.sub(r" +#.*", "", command)))
+
+
+def is_asked_of_the_model(command: str) -> bool:
+    """Whether the demo's model answers. It would take minutes for all rows of a worker."""
+    return is_ours(command) and bool(
+        re.match(rf"batchinfer (run|generate) .*{MODEL}", command, re.DOTALL)
+    )
+
+
+def units() -> Iterator[Any]:
+    """Each page; of the cookbook each section."""
+    for path in PAGES:
+        text = path.read_text()
+        parts = (
+            re.split(r"^## ", text, flags=re.MULTILINE)[1:] if path.stem == "cookbook" else [text]
+        )
+        for part in parts:
+            if steps_of(part):
+                title = f"{path.stem}: {part.splitlines()[0]}" if len(parts) > 1 else path.stem
+                commands = [step.command for step in steps_of(part)]
+                is_heavy = path.stem == "convert" or any(map(is_asked_of_the_model, commands))
+                marks = [pytest.mark.vllm] if is_heavy else []
+                yield pytest.param(steps_of(part), path.stem != "cookbook", id=title, marks=marks)
+
+
+UNITS = list(units())
+COMMANDS = [step.command for unit in UNITS for step in unit.values[0]]
+
+
+def reason_for(command: str) -> str:
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), "")
+
+
+def words_of(command: str) -> list[str]:
+    """The words after `batchinfer`, with what the page leaves out."""
+    _, name, *words = shlex.split(os.path.expandvars(command.replace("\\\n", " ")), comments=True)
+    found = [name]
+    for before, word in itertools.pairwise([name, *words]):
+        is_gap = word == "…" and not before.startswith("--")
+        found += shlex.split(LEFT_OUT[name]) if is_gap else [word]
+    return found
+
+
+# --------------------------------------------------------------------------- what the reader has
+
+ROWS = [
+    {
+        **dict.fromkeys(
+            ("text", "review", "letter", "question", "query", "prompt"), f"What is {n}?"
+        ),
+        "document": f"It is {n}.",
+        "adapter": "sql",
+        "conversation": [{"role": "user", "content": f"Count to {n}."}],
+    }
+    for n in range(200)
 ]
-_ENDS = re.compile(r"[|<>&;]|2>")
-"""How words begin that are no longer the command's."""
+REQUEST = {"method": "POST", "url": "/v1/chat/completions"}
+SKY = """#!/bin/bash
+# SkyPilot of one machine, which does the work of all before `sky` returns.
+[ "$2" = queue ] && echo "[]"
+[ "$2" = launch ] || exit 0
+for word; do case $word in --env=*) export "${word#--env=}" ;; esac; done
+eval "BATCHINFER_RANK=0 batchinfer worker --job $DATA_BUCKET --output $OUTPUT_BUCKET --model $MODEL_NAME $WORKER_WORDS"
+"""
 
 
-class Named(NamedTuple):
-    """A command on a page: its words, and whether some are left out there."""
-
-    page: str
-    words: list[str]
-    is_cut: bool
+def write_lines(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def commands(path: Path) -> Iterator[Named]:
-    """Yield the commands in the blocks of a page. What a page abridges as … is left out."""
-    text = re.sub(r" *\\\n[ >]*", " ", path.read_text())
-    pattern = r"^```[^\n]*\n(.*?)^```|((?:^    [^\n]*\n)+)"
-    blocks = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-    code = "".join(fenced or indented for fenced, indented in blocks)
-    lines = re.sub(r" +# .*", "", code).replace("; ", " ; ").splitlines()
-    for number, line in enumerate(lines):
-        if found := re.search(r"(?:^ *(?:\$ )?|&& |-- |until )batchinfer (?=[a-z])", line):
-            rest = [line[found.end() :], *lines[number + 1 :]]
-            # A text in quotes may go on in the next line.
-            text = next(text for end in (1, 2) if is_whole(text := " ".join(rest[:end])))
-            words = list(itertools.takewhile(lambda word: not _ENDS.match(word), shlex.split(text)))
-            pairs = itertools.pairwise(["", *words])
-            given = [word for before, word in pairs if word != "…" or before.startswith("--")]
-            yield Named(path.name, given, "…" in text)
+def write_files() -> None:
+    """What commands on the pages name, in the current folder."""
+    media = {
+        "image": {"bytes": picture(), "path": "a.png"},
+        "sound": {"bytes": sound(440), "path": "a.wav"},
+    }
+    table = pa.Table.from_pylist([row | media for row in ROWS])
+    for name in ("reviews", "questions", "photos", "calls"):
+        pq.write_table(table, f"{name}.parquet")
+    pq.write_table(table.slice(0, 3), "more.parquet")
+    for name in ("letters", "docs", "pairs"):
+        write_lines(f"{name}.jsonl", ROWS)
+    body = {"model": "NAME", "messages": ROWS[0]["conversation"]}
+    write_lines("requests.jsonl", [REQUEST | {"custom_id": "a", "body": body}])
+    Path("questions.txt").write_text("What is 1?\n")
+    Path("order.json").write_text('{"type": "object"}')
+    Path("tools.json").write_text('[{"type": "function", "function": {"name": "f"}}]')
+    settings = {"job": "s3://my-bucket/job", "model": "NAME", "prompt_column": "text"}
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
 
 
-def is_whole(text: str) -> bool:
-    try:
-        return bool(shlex.split(text))
-    except ValueError:
-        return False
+def make(words: str) -> None:
+    assert main(shlex.split(words)) == 0, words
 
 
-FOUND = [named for path in PAGES for named in commands(path)]
+def write_jobs(text: str) -> None:
+    """Jobs that commands name and do not split themselves, and runs that they read and do not make."""
+    runs = {
+        run: run.partition("/runs")[0]
+        for run in re.findall(r"(?:collect|--rate-from) (s3://\S+)", text)
+    }
+    if re.search(r"\bRUN\b", text) and "--output RUN" not in text:
+        runs["RUN"] = "JOB"
+    jobs = re.findall(r"(?:--job|launch|--on skypilot) (s3:\S+|[\w/]+)", text)
+    for job in {*jobs, *runs.values()}:
+        if f"--output {job} " not in text.replace("\n", " "):
+            make(f"split reviews.parquet --output {job} --num-chunks 16 --num-workers 16")
+    for run, job in runs.items():
+        make(f"worker --job {job} --output {run} --prompt-column text --max-tokens 2")
 
 
-def context_of(named: Named) -> click.Context | None:
-    """Parse a command's words as the command line does; None for one that misses what the page leaves out."""
-    command, words = group, list(named.words)
-    while isinstance(command, click.Group):
-        child = command.get_command(click.Context(command), words[0])
-        assert child is not None, named
-        command, words = child, words[1:]
-    while "--config" in words:  # the page's reader has written the file
-        index = words.index("--config")
-        del words[index : index + 2]
-    try:
-        return command.make_context(named.words[0], words)
-    except click.MissingParameter:
-        assert named.is_cut, named
-        return None
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the pages' reader is, with a server behind $ENDPOINT."""
+    for name in ("here", "bin"):
+        (tmp_path / name).mkdir()
+    for name in ("examples", "scripts"):
+        (tmp_path / "here" / name).symlink_to(ROOT / name)
+    (tmp_path / "bin/sky").write_text(SKY)
+    (tmp_path / "bin/sky").chmod(0o755)
+    path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    values = {
+        "COLUMNS": "100",
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "HF_TOKEN": TOKEN,
+        "RUN": "RUN",
+    }
+    values |= {"BATCHINFER_ACCELERATOR": "L4", "GOOGLE_BEARER_TOKEN": "testing"}
+    for name in ("CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
+        values[f"BATCHINFER_{name}_ENGINE"] = "echo"
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.1)
+    with fake_endpoint() as endpoint, serving_gcs() as google:
+        for name, value in {**values, "ENDPOINT": endpoint.url, "GOOGLE_BASE_URL": google}.items():
+            monkeypatch.setenv(name, value)
+        yield tmp_path / "here"
 
 
-def test_every_command_on_a_page_has_options_that_exist() -> None:
-    assert len(FOUND) > 80
-    assert {named.words[0] for named in FOUND} >= {"run", "split", "worker", "launch", "collect"}
-    for named in FOUND:
-        context_of(named)
+@pytest.fixture
+def make_world(
+    reader: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Makes all that commands name."""
+
+    def make_all(text: str) -> None:
+        write_files()
+        if "s3://" in text:
+            for name in ("my-bucket", "bucket"):
+                request.getfixturevalue("s3_url")(bucket=name)
+        if "data/*" in text:
+            Path("data").mkdir()
+            shutil.copy("reviews.parquet", "data")
+        if "az://" in text:
+            request.getfixturevalue("azure_url")(container="my-container")
+        if "hf://" in text:
+            Path("lmsys").mkdir()
+            shutil.copy("reviews.parquet", "lmsys")
+            request.getfixturevalue("hub").add("lmsys/lmsys-chat-1m", "main", reader / "lmsys")
+        if "--lora" in text:
+            write_adapter(reader / "sql-adapter")
+            kept = reader / "hub/models--org--poems"
+            write_adapter(kept / "snapshots/1")
+            (kept / "refs").mkdir()
+            (kept / "refs/main").write_text("1")
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(reader / "hub"))
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        if "convert" in text:
+            write_checkpoints()
+        write_jobs(text)
+
+    return make_all
+
+
+def write_checkpoints() -> None:
+    from transformers import MptConfig, MptForCausalLM
+
+    from composer_file import composer_content, write_composer_file
+
+    write_composer_file(Path("ep0-ba2000-rank0.pt"), composer_content(DEMO_MODEL))
+    Path("SOURCE").symlink_to("ep0-ba2000-rank0.pt")
+    config = MptConfig(
+        d_model=16, n_heads=2, n_layers=1, vocab_size=8, bos_token_id=0, eos_token_id=0
+    )
+    MptForCausalLM(config).save_pretrained("MODEL")
+
+
+# --------------------------------------------------------------------------- running
+
+
+class Renamed:
+    """The server that tests share, whose model has another name than on the page."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open(self, stop: Any) -> EngineInfo:
+        return msgspec.structs.replace(self._engine.open(stop), name="vllm")
+
+    def ask(self, call: Call, stop: Any = None) -> Reply:
+        return self._engine.ask(renamed(call), stop)
+
+    def generate(self, source: Any, stop: Any) -> Any:
+        def take(*arguments: Any) -> Any:
+            calls = source.take(*arguments)
+            return calls and [renamed(call) for call in calls]
+
+        return self._engine.generate(SimpleNamespace(take=take, wait=source.wait), stop)
+
+
+def renamed(call: Call) -> Call:
+    body = call.body.replace(b'"%b"' % MODEL.encode(), b'"%b"' % str(DEMO_MODEL).encode())
+    return msgspec.structs.replace(call, body=body)
+
+
+def run_in_bash(command: str) -> str:
+    done = subprocess.run(
+        ["bash", "-euc", command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def run_here(command: str) -> str:
+    """Run a command as the page's reader would, and return what it prints, without what pages leave out."""
+    printed = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        status = main(words_of(command))
+    text = printed.buffer.getvalue().decode()
+    assert status == 0, f"{command}\n{text}"
+    lines = [line for line in text.splitlines() if not _LOG_LINE.match(line)]
+    return "\n".join(lines[:-1] if lines and lines[-1].startswith("{") else lines)
+
+
+def neat(text: str, *, has_times: bool) -> list[str]:
+    text = re.sub(r"\d+(\.\d+)*", "0", text) if has_times else text
+    return [
+        " ".join(line.split()) if has_times else line.rstrip()
+        for line in text.splitlines()
+        if line.strip()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
+@pytest.mark.parametrize(("steps", "needs_files"), UNITS)
+def test_the_commands_of_a_page_print_what_it_shows(
+    steps: list[Step],
+    needs_files: bool,
+    reader: Path,
+    make_world: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    commands = [step.command for step in steps if not reason_for(step.command)]
+    if needs_files:
+        make_world(
+            "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
+        )
+    is_answered = any(map(is_asked_of_the_model, commands))
+    kept = Renamed(request.getfixturevalue("demo_engine")) if is_answered else None
+
+    def create(config: EngineConfig) -> Any:
+        return kept if config.engine == "vllm" else create_engine(config)
+
+    for module in ("batchinfer.engines", "batchinfer.playground.session"):
+        monkeypatch.setattr(f"{module}.create_engine", create)
+    for command, shown in steps:
+        if command not in commands:
+            continue
+        with monkeypatch.context() as patch:
+            if is_asked_of_the_model(command):
+                for name in ("RUN", "GENERATE"):
+                    patch.delenv(f"BATCHINFER_{name}_ENGINE")
+            printed = run_here(command) if is_ours(command) else run_in_bash(command)
+        if shown is not None:
+            has_times = "tokens/s" in shown
+            lines = neat(printed.replace(f"{reader}/", ""), has_times=has_times)
+            pattern = map(re.escape, neat(shown, has_times=has_times))
+            pattern = "\n".join(pattern).replace("…", ".*")
+            assert re.fullmatch(pattern, "\n".join(lines), re.DOTALL), (
+                f"{command}\nprints\n{printed}"
+            )
+
+
+def test_each_command_that_is_not_run_is_there() -> None:
+    assert len(COMMANDS) > 100
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command) for command in COMMANDS), pattern
 
 
 @pytest.mark.vllm
-def test_the_other_options_on_pages_are_vllms() -> None:
+def test_the_other_options_on_pages_are_options_of_vllm() -> None:
+    import click
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parsers = FlexibleArgumentParser().add_subparsers()
     parser = ServeSubcommand().subparser_init(parsers)
     theirs = {name for action in parser._actions for name in action.option_strings}
-    contexts = [context for named in FOUND if (context := context_of(named))]
-    words = {word for context in contexts for word in context.params.get("server_args", ())}
-    names = {word.partition("=")[0] for word in words if word.startswith("--")}
-    assert {"--max-model-len", "--quantization"} <= names
-    assert names <= theirs
-
-
-# --------------------------------------------------------------------------- README
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Any:
-    """Runs blocks of README beside the repository's scripts and model."""
-    for name in ("examples", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-    def run(block: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euc", block], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-            env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
-
-
-def without_set_up(block: str) -> str:
-    assert block.startswith("bash scripts/setup.sh")
-    return block.partition("\n")[2]
-
-
-@pytest.mark.vllm
-def test_the_first_commands_print_what_readme_shows(shell: Any) -> None:
-    shown = shell(without_set_up(README[0]))
-    [printed] = re.findall(r"^cat answers.jsonl +# … (.*) …$", README[0], re.MULTILINE)
-    for part in printed.split(" … "):
-        assert part in shown
-
-
-def test_the_commands_for_many_machines_run_and_prove_every_row(shell: Any) -> None:
-    """The engine echo stands in for the model, which would take minutes for twelve thousand rows."""
-    blocks = [block for block in README if "examples/demo-model --messages-column" in block]
-    [work], [look] = blocks, [block for block in README if block.startswith("batchinfer status")]
-    assert work.count("--model examples/demo-model") == 1
-    shown = shell(work.replace("--model examples/demo-model", "--engine echo") + look)
-    assert '"status":"SOUND"' in shown
-    assert shown.count('"rows":12000') >= 2
+    found: set[str] = set()
+    for command in COMMANDS:
+        if command.startswith("batchinfer "):
+            name, *words = words_of(command)
+            parsed = group.get_command(click.Context(group), name)
+            typed = divide(words, parsed.params)[1] if isinstance(parsed, ServerCommand) else []
+            found |= {word.partition("=")[0] for word in typed if word.startswith("--")}
+    assert {"--max-model-len", "--quantization"} <= found <= theirs
