@@ -79,6 +79,7 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
     with Terminal(*ECHO, state=tmp_path, stdout=tmp_path / "out") as second:
         second.expect(">>>")
         second.type(UP + UP + "\r")
+        second.expect("remember this\n")
         second.expect(">>>")
         second.type(CTRL_D)
         assert second.end() == 0
