@@ -16,8 +16,9 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import iso_utc
 from batchinfer.core.records import Chunk, ErrorExample, Job, Minute, Run, Worker
 from batchinfer.storage import Store
-from fakes import marker_record, put_worker
+from fakes import MemoryStore, marker_record, put_worker
 
+NOW = 1_790_000_000.0
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
 
@@ -28,11 +29,12 @@ class Shape(NamedTuple):
     rows_per_chunk: int = 500
     num_workers: int = 40
     done_share: float = 0.6
-    now: float = 1_790_000_000.0
+    now: float = NOW
     hours: float = 6.0
     rows_in_outputs: int = 5
-    """Only so many lines are really written to each of the few outputs that exist."""
+    """Only so many lines are really written to each output."""
     num_outputs: int = 2
+    """Number of chunks that exist, and whose markers count these lines."""
     text: str = "An answer."
     clock_off_seconds: float = 0.0
     """Of the second worker."""
@@ -193,7 +195,7 @@ def output_lines(name: str, shape: Shape) -> bytes:
 
 
 def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
-    """Write everything. Both stores may be the same bucket; the run needs no outputs but a few."""
+    """Write everything. Both stores may be the same bucket."""
     shape = shape or Shape()
     job_bytes = codec.encode_pretty(make_job(shape))
     job.create(layout.JOB_KEY, job_bytes)
@@ -209,8 +211,8 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
         body = output_lines(name, shape)
+        run.create(layout.output_key(layout.output_file(name, "0")), body)
         if index < shape.num_outputs:
-            run.create(layout.output_key(layout.output_file(name, "0")), body)
             rows = "".join(
                 f'{{"prompt": "question {i} {HOSTILE[:8]}"}}\n'
                 for i in range(shape.rows_in_outputs)
@@ -232,6 +234,17 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
             nonce="n",
         )
         run.create(layout.marker_key(name), codec.encode(marker))
+
+
+def in_memory(url: str) -> Store:
+    """Opens memory stores whose objects were written at NOW."""
+    return MemoryStore(url, clock=lambda: NOW)
+
+
+def write_in_memory(root: str, shape: Shape) -> str:
+    """Write it to memory, as of NOW; returns the run's URL."""
+    write_big_run(in_memory(root), in_memory(f"{root}/runs/a"), shape)
+    return f"{root}/runs/a"
 
 
 def write_local(folder: Path, shape: Shape | None = None) -> Path:

@@ -48,10 +48,10 @@ class RunHandle:
         """Return the figures of `batchinfer status --json`: state, rows, rates, errors, workers."""
         import msgspec
 
-        from batchinfer.runs.status import StatusConfig, run_status
+        from batchinfer.runs.status import RunConfig, run_status
 
         found: dict[str, Any] = msgspec.to_builtins(
-            run_status(StatusConfig(run=self.url), **_outside())
+            run_status(RunConfig(run=self.url), **_outside())
         )
         return found
 
@@ -66,7 +66,7 @@ class RunHandle:
         """
         from batchinfer.runs.verify import VerifyConfig, run_verify
 
-        verdict = run_verify(VerifyConfig(run=self.url, is_deep=deep), **_outside())
+        verdict = run_verify(VerifyConfig(run=self.url, deep=deep), **_outside())
         if not verdict.is_sound:
             error = verdict.error()
             error.attach_result(verdict.result)

@@ -8,10 +8,10 @@ from typing import Any
 
 from batchinfer.check.model import parse_gpu
 from batchinfer.core import units
-from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.prices import Machine, Prices
-from batchinfer.ledger.looks import RunReader
+from batchinfer.ledger.looks import read_workers
+from batchinfer.ledger.runs import no_run, read_run
 from batchinfer.ledger.spending import machine_of
 from batchinfer.storage.opening import open_store
 
@@ -25,8 +25,11 @@ def measure_run(url: str) -> dict[str, Any]:
     Raises:
         InputError: there is no such run, or no worker of it has finished a row.
     """
-    snapshot = RunReader(open_store(url), open_store, SystemClock()).read()
-    records = [one.record for one in snapshot.workers if one.record.rows_done]
+    store = open_store(url)
+    run, (workers, _) = read_run(store), read_workers(store)
+    if run is None and not workers:
+        raise no_run(store)
+    records = [one.record for one in workers if one.record.rows_done]
     rows = sum(record.rows_done for record in records)
     busy = sum(record.busy_seconds for record in records)
     if not rows or busy <= 0:
@@ -34,7 +37,7 @@ def measure_run(url: str) -> dict[str, Any]:
             f"--rate-from {url}: no worker there has finished a row",
             hint="give --rate ROWS_PER_SECOND, or name a run that got further",
         )
-    machine = machine_of(records[0], snapshot.run)
+    machine = machine_of(records[0], run)
     return {
         "run": url,
         "rows": rows,

@@ -46,8 +46,7 @@ def select(
             from another job.json, or run.json was edited.
     """
     inventory = take_inventory(store, now=now)
-    usage = "batchinfer collect {} DEST"
-    target = find_target(store, inventory, open_store, usage=usage, job_url=job_url)
+    target = find_target(store, inventory, open_store, job_url=job_url)
     refuse_edited(target.run, url=store.url)
     audit = Audit(target, inventory)
     sound = audit.check_all()

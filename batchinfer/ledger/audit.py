@@ -20,11 +20,9 @@ from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks
 from batchinfer.ledger.runs import (
     edit_of,
     find_job,
-    is_beside,
     job_sha256_of,
     no_run,
     read_run,
-    recorded_job,
 )
 from batchinfer.storage import Store
 
@@ -148,17 +146,12 @@ class Audit:
 
 
 def leftovers(inventory: Inventory, known: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding for each object that the run's outputs do not need, such as an orphan output or a stop request.
-
-    A worker's record that is damaged is reported as CORRUPT, not as LEFTOVER: the numbers that `status` and `report`
-    read from it are lost.
-    """
+    """Yield a finding for each object that the run's outputs do not need, as an orphan output or a stop request."""
     yield from _left_of_chunks(inventory, known)
     yield from _superseded(inventory)
-    for kind, held in ((LEFTOVER, inventory.claims), (CORRUPT, inventory.workers)):
-        for each in held.values():
-            if each.record is None:
-                yield _finding(kind, each.info.key, each.problem, "clean")
+    for worker in inventory.workers.values():
+        if worker.record is None:
+            yield _finding(LEFTOVER, worker.info.key, worker.problem, "hand")
     for info in inventory.probes:
         yield _finding(LEFTOVER, info.key, "a probe of the store", "clean")
     if inventory.stop is not None:
@@ -179,7 +172,7 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str]) -> Iterator[Fi
             # `clean` removes this output only after the chunk has been done.
             yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, found in inventory.claims.items():
-        if found.record is None or inventory.is_claim_alive(found.record):
+        if inventory.owner(name):
             continue
         if inventory.current(name) is not None:
             yield _finding(LEFTOVER, found.info.key, "the claim of a done chunk", "clean")
@@ -222,12 +215,7 @@ class RunTarget(NamedTuple):
 
 
 def find_target(
-    store: Store,
-    inventory: Inventory,
-    open_store: OpenStore,
-    *,
-    usage: str,
-    job_url: str | None = None,
+    store: Store, inventory: Inventory, open_store: OpenStore, *, job_url: str | None = None
 ) -> RunTarget:
     """Find the job that a run was made from, and the chunks that the run must have done. Read-only.
 
@@ -235,7 +223,6 @@ def find_target(
         store: The run's store.
         inventory: The objects that are stored under the run.
         open_store: Opens the job's store from a URL.
-        usage: Command line for hints, with {} in place of the option and the run.
         job_url: URL of the job; by default the folder above the run, or the URL that run.json records.
 
     Raises:
@@ -244,17 +231,7 @@ def find_target(
             the audit reports it.
     """
     run = _read_run(store, inventory)
-    found = find_job(run, store.url, open_store, asked_url=job_url)
-    if found is None:
-        elsewhere = recorded_job(run)
-        raise InputError(
-            f"{store.url}: run.json names the job {elsewhere!r}, which is not where the run is, "
-            "so it is read only when asked for"
-            if elsewhere and not is_beside(elsewhere, store.url)
-            else f"{store.url}: neither run.json nor its place tells where its job lies",
-            hint=usage.format(f"--job JOB {quote(store.url)}"),
-        )
-    job, url, sha256 = found
+    job, url, sha256 = find_job(run, store.url, open_store, asked_url=job_url)
     return RunTarget(run, job, url, sha256, job_chunks(job, url, run.config.get("limit")))
 
 

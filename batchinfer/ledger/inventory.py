@@ -6,7 +6,6 @@ and remove objects while they are read here.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,42 +163,18 @@ class Inventory(Listing):
         record = found.record
         if record is None or record.state in ENDED_STATES:
             return False
-        # If the store gives no time for the record, the time in the record is used, which is by the worker's own clock.
-        silent_seconds = self.now - (found.info.modified or record.heartbeat)
+        silent_seconds = self.now - found.info.modified
         return not seems_gone(
             silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
         )
 
-    def look_again(self, store: Store, worker: str) -> None:
-        """Read a worker's record again, and keep its new content. A record that is gone is dropped."""
-        self.workers.pop(worker, None)
-        with contextlib.suppress(ObjectNotFound):
-            info = store.stat(layout.worker_key(worker))
-            self.workers |= read_records(store, {worker: info}, WorkerLease)
-
-    def look_again_at_damaged(self, store: Store) -> None:
-        """Read the damaged claims and workers' records again, and drop those that are gone or mended."""
-        _drop_mended(store, self.claims, Claim)
-        _drop_mended(store, self.workers, WorkerLease)
-
-    def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether the worker that a claim names is alive, and made the claim in its present start.
-
-        The worker's record must have been read after the claim.
-        """
-        found = self.workers.get(claim.worker)
-        return (
-            found is not None
-            and found.record is not None
-            and found.record.nonce == claim.nonce
-            and self._beats(found)
-        )
-
     def owner(self, name: str) -> str:
-        """Return the id of the living worker that has claimed a chunk; empty if there is none."""
-        found = self.claims.get(name)
-        claim = found.record if found else None
-        return claim.worker if claim is not None and self.is_claim_alive(claim) else ""
+        """Return the id of the living worker that has claimed a chunk in its present start; empty if there is none."""
+        claim = self.claims[name].record if name in self.claims else None
+        found = self.workers.get(claim.worker) if claim is not None else None
+        if claim is None or found is None or found.record is None:
+            return ""
+        return claim.worker if found.record.nonce == claim.nonce and self._beats(found) else ""
 
 
 def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -> Inventory:
@@ -266,11 +241,3 @@ def read_records(store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]) -> 
 
     found = in_parallel(read, infos.values())
     return {name: each for name, each in zip(infos, found, strict=True) if each is not None}
-
-
-def _drop_mended(store: Store, held: dict[str, Found[T]], kind: type[T]) -> None:
-    damaged = {name: found.info for name, found in held.items() if found.record is None}
-    again = read_records(store, damaged, kind)
-    for name in damaged:
-        if name not in again or again[name].record is not None:
-            del held[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,14 +15,13 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     AlreadyExists,
-    BatchinferError,
     InputError,
     ObjectNotFound,
     RunMismatch,
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Run
 from batchinfer.core.shell import quote
-from batchinfer.ledger.jobs import OpenStore, load_job
+from batchinfer.ledger.jobs import OpenStore, load_job, no_job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
 
@@ -295,7 +294,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_sha256_of(run: Run | None) -> str:
-    """Return the sha256 of the run's job.json; empty if there is no run.json, or the run was made from a list."""
+    """Return the sha256 of the run's job.json; empty if there is no run.json."""
     return "" if run is None else str(run.config.get("job_sha256") or "")
 
 
@@ -338,14 +337,9 @@ class FoundJob(NamedTuple):
 
 
 def find_job(
-    run: Run | None,
-    run_url: str,
-    open_store: OpenStore,
-    *,
-    asked_url: str | None = None,
-    on_error: Callable[[BatchinferError], None] | None = None,
-) -> FoundJob | None:
-    """Find the job that a run was made from. Return None if no place has a job.json. Read-only.
+    run: Run | None, run_url: str, open_store: OpenStore, *, asked_url: str | None = None
+) -> FoundJob:
+    """Find the job that a run was made from. Read-only.
 
     The first job.json with the checksum that run.json records is returned. If no job.json has that checksum, the first
     job.json that was found is returned.
@@ -355,31 +349,26 @@ def find_job(
         run_url: URL of the run.
         open_store: Opens the job's store from a URL.
         asked_url: The only URL to look at; by default the URLs of `job_places` are looked at.
-        on_error: Called with the error if the job.json at a URL cannot be read; the search then goes on with the next
-            URL. By default the error is raised.
 
     Raises:
-        InputError: There is no job.json at `asked_url`; or one is damaged, and there is no `on_error`.
+        InputError: No place has a job.json, or one is damaged.
     """
     others: list[FoundJob] = []
     for url in [asked_url.rstrip("/")] if asked_url else job_places(run, run_url):
-        try:
-            loaded = load_job(url, open_store)
-        except BatchinferError as error:
-            if on_error is None:
-                raise
-            on_error(error)
-            continue
-        if loaded is None:
-            continue
-        found = FoundJob(loaded[0], url, loaded[1])
-        if found.sha256 == job_sha256_of(run):
-            return found
-        others.append(found)
+        if (loaded := load_job(url, open_store)) is not None:
+            found = FoundJob(loaded[0], url, loaded[1])
+            if found.sha256 == job_sha256_of(run):
+                return found
+            others.append(found)
     if others:
         return others[0]
     if asked_url:
-        raise InputError(
-            f"{asked_url}: no job.json there", hint="pass the --job that `split` wrote to"
-        )
-    return None
+        raise no_job(asked_url)
+    recorded = recorded_job(run)
+    raise InputError(
+        f"{run_url}: run.json names the job {recorded!r}, which is not where the run is, "
+        "so it is read only when asked for"
+        if recorded and not is_beside(recorded, run_url)
+        else f"{run_url}: neither run.json nor its place tells where its job lies",
+        hint="name it: --job JOB",
+    )

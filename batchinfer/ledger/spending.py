@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.core.prices import Machine, Price, Prices, accelerator_count, accelerator_name
-from batchinfer.core.records import Run, Worker
+import msgspec
+
+from batchinfer.core.prices import Machine, Prices, accelerator_count, accelerator_name
+from batchinfer.core.records import Money, Run, Worker
 
 CLOCK_TOLERANCE_SECONDS = 5.0
 """Seconds of offset up to which a worker's clock counts as right.
@@ -66,19 +68,26 @@ def whole(value: object) -> int:
         return 0
 
 
-def price_of(record: Worker, prices: Prices, machine: Machine) -> Price | None:
-    """Return the price of a worker's machine: the user's, else the worker's own, else that of the lists."""
-    money = record.money
-    if prices.is_users or money is None or money.price_per_hour is None:
-        return prices.price(machine)
-    return Price(money.price_per_hour, money.price_source or "the worker's own price")
+def money_of(record: Worker, prices: Prices, machine: Machine) -> Money:
+    """Return what a worker has cost, at the user's price, else the worker's own, else that of the lists.
 
-
-def cost_of(record: Worker, prices: Prices, price: Price | None) -> float | None:
-    """Return the dollars that a worker has cost; None if no price is known. `price` is `price_of` the worker."""
-    if record.money is not None and record.money.cost is not None and not prices.is_users:
-        return record.money.cost
-    return None if price is None else price.per_hour * record.up_seconds / 3600
+    Price and cost are None if none of these has a price.
+    """
+    money = record.money or Money()
+    if prices.is_users or money.price_per_hour is None:
+        price = prices.price(machine)
+        if price is None:
+            return money
+        money = msgspec.structs.replace(
+            money,
+            price_per_hour=price.per_hour,
+            price_source=price.source,
+            cost=None if prices.is_users else money.cost,
+        )
+    if money.cost is None and money.price_per_hour is not None:
+        cost = money.price_per_hour * record.up_seconds / 3600
+        money = msgspec.structs.replace(money, cost=cost)
+    return money
 
 
 def offset_of(record: Worker, modified: float) -> float:

@@ -24,8 +24,8 @@ from batchinfer.core.shell import in_bash, quote
 from batchinfer.engines.engine_config import NODE_OPTIONS
 from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.launched import cancel_launches, launch_text
-from batchinfer.runs.overview import ALIVE_STATES, Overview
-from batchinfer.runs.status import Status, StatusConfig
+from batchinfer.runs.overview import Overview
+from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_writable, open_store, split_url
 from batchinfer.worker.worker_config import WorkerConfig
@@ -143,7 +143,7 @@ class Launch:
         while True:
             seen = self._look_until_seen()
             lost = self._restartable(seen)
-            alive = sum(view.state in ALIVE_STATES for view in seen.workers)
+            alive = sum(view.is_alive for view in seen.workers)
             coming = sum(launch.coming for launch in seen.launches)
             finished = seen.rows_finished
             text = (
@@ -255,7 +255,7 @@ class Launch:
         if self._options["max_cost"] is None:
             return None
         usual: float = self._options["max_cost"] / max(1, len(self._budgets))
-        costs = {view.id: view.cost or 0.0 for view in seen.workers}
+        costs = {view.id: view.money.cost or 0.0 for view in seen.workers}
         left = sum(self._budgets.get(name, usual) - costs.get(name, 0.0) for name in lost)
         return max(0.01, left)
 
@@ -302,8 +302,8 @@ class Launch:
             return None
         self._known = set(find_launches(self._store)[0])
         asked = self._asked
-        config = StatusConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
-        return Status(config, open_store=open_store, clock=self._clock).look()
+        config = RunConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
+        return run_status(config, open_store=open_store, clock=self._clock)
 
     def _look_until_seen(self) -> Overview:
         """Wait a while and look. After an error of storage do it again, for half an hour."""

@@ -23,7 +23,9 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
     """Return the overview with the run's launches.
 
     Unless the run is done, clusters are asked about workers that never came, or are gone, failed or were stopped by a
-    signal. Of a cluster that cannot be asked from this machine, the overview gets a note.
+    signal. Of a cluster that cannot be asked from this machine, the overview gets a note. A worker is lost if its
+    cluster gave it up, or does not know it a while after the launch. One that somebody cancelled is not lost, nor is
+    one that ended with a status after which no start can help.
 
     Args:
         seen: The overview without launches.
@@ -40,19 +42,33 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
             for name in launch.worker_ids
             if name not in replaced and _is_away(workers.get(name))
         }
-        states: dict[int, Fate] | None = None
-        if away and seen.state != "done":
-            states, note = _ask(launch, namespace)
-            notes += [note] if note else []
+        fates, more = _ask(launch, namespace) if away and seen.state != "done" else (None, [])
+        notes += more
+        is_new = seen.time - recorded < LAUNCHING_SECONDS
+        said: dict[str, list[int]] = {}
+        lost, coming = [], 0
+        for name, worker in away.items():
+            rank = int(name.rpartition("-")[2])
+            text, kind = worker.state if worker else "never seen", "coming"
+            if fates is not None and (fate := fates.get(rank)):
+                text, kind = f"{text}; {launch.on}: {fate.text or fate.kind}", fate.kind
+            elif fates is not None:
+                text, kind = f"{text}; {launch.on} does not know it", "coming" if is_new else "lost"
+            said.setdefault(text, []).append(rank)
+            coming += kind == "coming"
+            if kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
+                lost.append(name)
         view = LaunchView(
             id=launch.id,
             cluster=launch.on,
             expected=launch.workers,
             seen=sum(name in workers for name in launch.worker_ids),
+            away=said,
+            lost=lost,
+            coming=coming,
             relaunched=sum(name in replaced for name in launch.worker_ids),
         )
-        is_new = seen.time - recorded < LAUNCHING_SECONDS
-        views.append(_with_away(view, away, states, is_new=is_new))
+        views.append(view)
     return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
 
 
@@ -92,12 +108,12 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
     until = clock.monotonic() + ENDING_SECONDS
     while asked:
         for name, launch in list(asked.items()):
-            states, note = _ask(launch, namespace)
-            alive = sum(one.kind == "coming" for one in (states or {}).values())
+            fates, notes = _ask(launch, namespace)
+            alive = sum(one.kind == "coming" for one in (fates or {}).values())
             if alive and clock.monotonic() >= until:
-                note = f"launch {name}: still ending: {units.many(alive, 'worker')}"
-            if note or not alive:
-                left += [note] if note else []
+                notes = [f"launch {name}: still ending: {units.many(alive, 'worker')}"]
+            if notes or not alive:
+                left += notes
                 del asked[name]
         if asked:
             clock.sleep(_POLL_SECONDS)
@@ -117,45 +133,12 @@ def _is_away(view: WorkerView | None) -> bool:
     return view.state == "stopped" and _exit_status(view) == Interrupted.exit_status
 
 
-def _with_away(
-    view: LaunchView,
-    away: dict[str, WorkerView | None],
-    states: dict[int, Fate] | None,
-    *,
-    is_new: bool,
-) -> LaunchView:
-    """Return the view with the workers that are away: their own last word, and what their cluster says of them.
-
-    A worker is lost if the cluster gave it up, or does not know it a while after the launch. A worker that somebody
-    cancelled is not lost, nor is one that ended with a status after which no start can help.
-    """
-    said: dict[str, list[int]] = {}
-    lost, coming = [], 0
-    for name, worker in away.items():
-        rank = int(name.rpartition("-")[2])
-        one = states.get(rank) if states is not None else None
-        text = worker.state if worker else "never seen"
-        if states is not None:
-            text += (
-                f"; {view.cluster}: {one.text or one.kind}"
-                if one
-                else f"; {view.cluster} does not know it"
-            )
-        said.setdefault(text, []).append(rank)
-        unknown = "coming" if states is None or is_new else "lost"
-        kind = one.kind if one else unknown
-        coming += kind == "coming"
-        if kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
-            lost.append(name)
-    return msgspec.structs.replace(view, away=said, lost=lost, coming=coming)
-
-
-def _ask(launch: LaunchRecord, namespace: str) -> tuple[dict[int, Fate] | None, str]:
+def _ask(launch: LaunchRecord, namespace: str) -> tuple[dict[int, Fate] | None, list[str]]:
     """Return what a launch's cluster says of its workers; None and a note if it cannot be asked."""
     try:
-        states = find_cluster(launch.on).look(launch.id, launch.workers, namespace)
+        fates = find_cluster(launch.on).look(launch.id, launch.workers, namespace)
     except BatchinferError as error:
-        return None, f"launch {launch.id}: {launch.on} cannot be asked here: {error.message}"
-    if not states and launch.on == "kubernetes" and launch.namespace != namespace:
-        return None, f"launch {launch.id}: was made in --namespace {launch.namespace!r}"
-    return states, ""
+        return None, [f"launch {launch.id}: {launch.on} cannot be asked here: {error.message}"]
+    if not fates and launch.on == "kubernetes" and launch.namespace != namespace:
+        return None, [f"launch {launch.id}: was made in --namespace {launch.namespace!r}"]
+    return fates, []

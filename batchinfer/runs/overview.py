@@ -12,15 +12,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from batchinfer.core import units
 from batchinfer.core.counts import Counts, most_common
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import Record, Run, Worker
+from batchinfer.core.records import Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.jobs import rows_by_chunk
 from batchinfer.ledger.looks import SeenWorker, Snapshot
-from batchinfer.ledger.spending import cost_of, machine_of, offset_of, price_of
+from batchinfer.ledger.spending import machine_of, money_of, offset_of
 
 RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""
@@ -32,7 +31,6 @@ _NEW_SECONDS = 5.0
 """Seconds after loading in which a worker without an open chunk counts as running: it is about to open its first."""
 _JUDGED_SECONDS, _FEWEST_LIKE = 60.0, 3
 """Fewest seconds of a rate by which a worker is called slow, and fewest workers that it is compared with."""
-_NOTED_CLOCK_SECONDS = 60.0
 ALIVE_STATES = ("running", "slow", "loading", "stalled", "waiting")
 
 
@@ -45,38 +43,36 @@ class Rate(Record, frozen=True, kw_only=True):
     output_tokens: float = 0.0
 
 
-class WorkerView(Record, frozen=True, kw_only=True):
+class WorkerView(Worker, frozen=True, kw_only=True):
     """A worker's record, without its minutes, and what follows from it.
 
-    `state` is that of the record, or slow, stalled or gone. `clock_offset_seconds` are the seconds that storage's clock
-    is ahead of the worker's; 0 if they hardly differ.
+    `state` is that of the record, or slow, stalled or gone. `money` has the price and the cost wherever these are
+    known. `clock_offset_seconds`: seconds that storage's clock is ahead of the worker's; 0 if they hardly differ.
     """
 
-    id: str
-    state: str
-    reason: str
-    record: Worker
+    money: Money
     machine: Machine
     recent: Rate
     heartbeat_age_seconds: float
     clock_offset_seconds: float
-    up_seconds: float
-    price_per_hour: float | None
-    price_source: str
-    cost: float | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is or should be at work."""
+        return self.state in ALIVE_STATES
 
 
 class Progress(Record, frozen=True, kw_only=True):
-    """How many chunks, or rows, are done. `total` and `waiting` are None without a job.json.
+    """How many chunks, or rows, are done.
 
     Chunks in progress are those that live workers have open. Rows in progress are the finished rows of chunks that are
     not done: those in checkpoints, or those that a live worker reports if they are more.
     """
 
-    total: int | None
+    total: int
     done: int
     in_progress: int
-    waiting: int | None
+    waiting: int
 
 
 class Cost(Record, frozen=True, kw_only=True):
@@ -85,13 +81,13 @@ class Cost(Record, frozen=True, kw_only=True):
     `unpriced_workers` is the number of workers whose price is not known. No figure here includes them.
     """
 
-    so_far: float | None
-    at_end: float | None
-    per_hour_now: float | None
-    per_million_tokens: float | None
-    per_million_output_tokens: float | None
+    so_far: float | None = None
+    at_end: float | None = None
+    per_hour_now: float | None = None
+    per_million_tokens: float | None = None
+    per_million_output_tokens: float | None = None
     unpriced_workers: int
-    source: str
+    source: str = ""
 
 
 class LaunchView(Record, frozen=True, kw_only=True):
@@ -100,7 +96,7 @@ class LaunchView(Record, frozen=True, kw_only=True):
     id: str
     cluster: str
     expected: int
-    seen: int
+    seen: int = 0
     away: dict[str, list[int]] = {}
     """Ranks of the workers that never came or did not come back, by what is known of them."""
     lost: list[str] = []
@@ -134,8 +130,6 @@ class Overview(Record, frozen=True, kw_only=True):
     workers: list[WorkerView]
     launches: list[LaunchView] = []
     notes: list[str]
-    warnings: list[str]
-    """Texts about problems that cost speed or money until somebody acts."""
 
     @property
     def rows_finished(self) -> int:
@@ -158,6 +152,7 @@ def overview(
         is_spot: Whether machines are spot machines, for workers whose records do not say.
         of_markers: The sums over the run's markers, if they were read.
     """
+    run = snapshot.run
     now = max(
         snapshot.taken,
         *(seen.modified for seen in snapshot.workers),
@@ -165,48 +160,50 @@ def overview(
         0.0,
     )  # an object that looks newer than now shows that this machine's clock is behind storage's
     seen_workers = sorted(snapshot.workers, key=lambda seen: seen.record.id)
-    views = [_view_of(seen, now, snapshot.run, prices, is_spot=is_spot) for seen in seen_workers]
+    views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in seen_workers]
     views = _with_slow(views)
-    alive = [view for view in views if view.state in ALIVE_STATES]
-    totals = add_up([view.record for view in views])
-    chunks, rows, notes = _progress(snapshot, alive, totals.rows_done)
+    totals = add_up(views)
+    chunks, rows = _progress(snapshot, views)
+    rates = [view.recent for view in views]
     recent = Rate(
-        seconds=max((view.recent.seconds for view in views), default=0.0),
-        rows=sum(view.recent.rows for view in views),
-        input_tokens=sum(view.recent.input_tokens for view in views),
-        output_tokens=sum(view.recent.output_tokens for view in views),
+        seconds=max((rate.seconds for rate in rates), default=0.0),
+        rows=sum(rate.rows for rate in rates),
+        input_tokens=sum(rate.input_tokens for rate in rates),
+        output_tokens=sum(rate.output_tokens for rate in rates),
     )
     state = _run_state(snapshot, chunks, [view.state for view in views])
-    eta = 0.0 if state == "done" else None
-    if eta is None and rows.waiting is not None and recent.rows > 0:
-        eta = rows.waiting / recent.rows
-    started, seconds = _lifetime(views, now if alive else None)
+    eta = 0.0 if state == "done" else rows.waiting / recent.rows if recent.rows > 0 else None
     if of_markers is not None and (state == "done" or of_markers.rows_done > totals.rows_done):
         totals = of_markers
+    started = min((one.started + one.clock_offset_seconds for one in views), default=None)
+    last = max((one.heartbeat + one.clock_offset_seconds for one in views), default=0.0)
+    if any(view.is_alive for view in views):
+        last = now
+    seconds = 0.0 if started is None else max(last - started, 1e-3)
+    finished = rows.done + rows.in_progress
+    lost = [
+        f"worker {one.id}: {one.replicas_lost} of {one.engine.get('num_replicas')} replicas are lost"
+        for one in views
+        if one.replicas_lost
+    ]
+    models = [run and run.config.get("model"), *(view.engine.get("model") for view in views)]
     return Overview(
         run=snapshot.url,
         job=snapshot.job_url,
-        model=_model_name(snapshot),
-        fingerprint=snapshot.run.fingerprint if snapshot.run else "",
+        model=str(next(filter(None, models), "")),
+        fingerprint=run.fingerprint if run else "",
         state=state,
         time=now,
         started=started,
         chunks=chunks,
         rows=rows,
         recent=recent,
-        overall=_rate(
-            seconds, rows.done + rows.in_progress, totals.prompt_tokens, totals.completion_tokens
-        ),
+        overall=_rate(seconds, finished, totals.prompt_tokens, totals.completion_tokens),
         eta_seconds=eta,
         totals=totals,
         cost=_cost(views, eta, totals),
         workers=views,
-        notes=[*snapshot.notes, *notes, *_clock_notes(views)],
-        warnings=[
-            f"worker {view.id}: {view.record.replicas_lost} of {view.record.engine.get('num_replicas')} replicas lost"
-            for view in views
-            if view.record.replicas_lost
-        ],
+        notes=snapshot.notes + lost,
     )
 
 
@@ -228,25 +225,16 @@ def add_up(parts: Iterable[Counts]) -> Counts:
 def _view_of(
     seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
 ) -> WorkerView:
-    record, age = seen.record, seen.age_seconds
-    if age is None:  # this process has not seen the record change, so two clocks are compared
-        age = max(0.0, now - (seen.modified or record.heartbeat))
-    state = _state(record, age)
-    machine = machine_of(record, run, is_spot=is_spot)
-    price = price_of(record, prices, machine)
+    record, modified = seen
+    age = max(0.0, now - (modified or record.heartbeat))
+    state, machine = _state(record, age), machine_of(record, run, is_spot=is_spot)
+    changed = {"state": state, "money": money_of(record, prices, machine), "minutes": []}
     return WorkerView(
-        id=record.id,
-        state=state,
-        reason=record.reason,
-        record=msgspec.structs.replace(record, minutes=[]),
+        **msgspec.structs.asdict(record) | changed,
         machine=machine,
         recent=_recent(record) if state in ALIVE_STATES else Rate(),
         heartbeat_age_seconds=age,
-        clock_offset_seconds=offset_of(record, seen.modified),
-        up_seconds=record.up_seconds,
-        price_per_hour=price.per_hour if price else None,
-        price_source=price.source if price else "",
-        cost=cost_of(record, prices, price),
+        clock_offset_seconds=offset_of(record, modified),
     )
 
 
@@ -305,140 +293,80 @@ def _rate(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int)
 
 def _with_slow(views: list[WorkerView]) -> list[WorkerView]:
     """Call a running worker slow if it makes less than half of the tokens of the median of the same machines."""
+
+    def like(view: WorkerView) -> tuple[str, int]:
+        return view.machine.accelerator, view.machine.gpus
+
+    def tokens(view: WorkerView) -> float:
+        return view.recent.input_tokens + view.recent.output_tokens
+
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for view in views:
-        if _is_judged(view):
-            rates[_like(view)].append(_tokens(view))
-    found = []
-    for view in views:
-        others = rates[_like(view)]
-        is_slow = (
-            _is_judged(view)
-            and len(others) >= _FEWEST_LIKE
-            and _tokens(view) < SLOW_SHARE * statistics.median(others)
-        )
-        found.append(msgspec.structs.replace(view, state="slow") if is_slow else view)
-    return found
-
-
-def _is_judged(view: WorkerView) -> bool:
-    return view.state == "running" and view.recent.seconds >= _JUDGED_SECONDS
-
-
-def _like(view: WorkerView) -> tuple[str, int]:
-    return view.machine.accelerator, view.machine.gpus
-
-
-def _tokens(view: WorkerView) -> float:
-    return view.recent.input_tokens + view.recent.output_tokens
+    judged = [
+        view for view in views if view.state == "running" and view.recent.seconds >= _JUDGED_SECONDS
+    ]
+    for view in judged:
+        rates[like(view)].append(tokens(view))
+    slow = {
+        view.id
+        for view in judged
+        if len(others := rates[like(view)]) >= _FEWEST_LIKE
+        and tokens(view) < SLOW_SHARE * statistics.median(others)
+    }
+    return [msgspec.structs.replace(v, state="slow") if v.id in slow else v for v in views]
 
 
 # --------------------------------------------------------------------------- the run
 
 
-def _model_name(snapshot: Snapshot) -> str:
-    if snapshot.run is not None:
-        return str(snapshot.run.config.get("model") or "")
-    models = [seen.record.engine.get("model") for seen in snapshot.workers]
-    return str(next(filter(None, models), ""))
-
-
-def _progress(
-    snapshot: Snapshot, alive: list[WorkerView], num_reported: int
-) -> tuple[Progress, Progress, list[str]]:
-    """Return the progress in chunks, the progress in rows, and notes about markers of chunks that the job lacks.
-
-    `num_reported` is the number of rows in the workers' records. It counts where no job.json says how many rows the
-    done chunks have.
-    """
-    finished = {name: rows or 0 for name, rows in snapshot.checkpointed.items()}
-    busy: set[str] = set()
-    for view in alive:
-        busy.update(view.record.open_chunks)
-        for name, number in view.record.open_chunks.items():
+def _progress(snapshot: Snapshot, views: list[WorkerView]) -> tuple[Progress, Progress]:
+    """Return the progress in chunks and the progress in rows."""
+    rows = rows_by_chunk(snapshot.job, snapshot.run.config.get("limit") if snapshot.run else None)
+    left = rows.keys() - snapshot.markers.keys()
+    finished, busy = dict(snapshot.checkpointed), set[str]()
+    for view in views:
+        for name, number in view.open_chunks.items() if view.is_alive else ():
+            busy.add(name)
             finished[name] = max(number, finished.get(name, 0))
-    done = set(snapshot.markers)
-    if snapshot.job is None:
-        in_progress = sum(number for name, number in finished.items() if name not in done)
-        return (
-            _progress_of(None, len(done), len(busy - done)),
-            _progress_of(None, max(0, num_reported - in_progress), in_progress),
-            [],
-        )
-    limit = snapshot.run.config.get("limit") if snapshot.run else None
-    rows = rows_by_chunk(snapshot.job, limit)
-    strange, left = done - rows.keys(), rows.keys() - done
-    notes = []
-    if strange:
-        notes = [f"{len(strange)} markers are of no chunk of the job, left out ({min(strange)})"]
+    total, rows_left = sum(rows.values()), sum(rows[name] for name in left)
     in_progress = sum(min(finished[name], rows[name]) for name in left & finished.keys())
-    rows_left = sum(rows[name] for name in left)
-    total = sum(rows.values())
     return (
         _progress_of(len(rows), len(rows) - len(left), len(busy & left)),
         _progress_of(total, total - rows_left, in_progress),
-        notes,
     )
 
 
-def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
-    waiting = None if total is None else total - done - in_progress
+def _progress_of(total: int, done: int, in_progress: int) -> Progress:
+    waiting = total - done - in_progress
     return Progress(total=total, done=done, in_progress=in_progress, waiting=waiting)
 
 
 def _run_state(snapshot: Snapshot, chunks: Progress, states: list[str]) -> str:
-    if chunks.total is not None and chunks.done >= chunks.total:
+    if chunks.done >= chunks.total:
         return "done"
     alive = next((state for state in ALIVE_STATES if state in states), "")
     if snapshot.is_stop_asked:
         return "stopping" if alive else "stopped"
     if alive or not (states or snapshot.markers):
         return alive or "empty"
-    if chunks.total is None and states and all(state == "done" for state in states):
-        return "done"
     return "idle"
 
 
-def _lifetime(views: list[WorkerView], now: float | None) -> tuple[float | None, float]:
-    """Return the time at which the first worker started, and the run's length in seconds.
-
-    The length counts until `now`, or until the last heartbeat of any worker if no worker is alive.
-    """
-    if not views:
-        return None, 0.0
-    started = min(view.record.started + view.clock_offset_seconds for view in views)
-    last = max(view.record.heartbeat + view.clock_offset_seconds for view in views)
-    return started, max((now or last) - started, 1e-3)
-
-
 def _cost(views: list[WorkerView], eta: float | None, totals: Counts) -> Cost:
-    priced = [view for view in views if view.cost is not None]
-    so_far = sum(view.cost or 0.0 for view in priced)
-    per_hour = sum(view.price_per_hour or 0.0 for view in priced if view.state in ALIVE_STATES)
+    priced = [view for view in views if view.money.cost is not None]
+    if not priced:
+        return Cost(unpriced_workers=len(views))
+    so_far = sum(view.money.cost or 0.0 for view in priced)
+    per_hour = sum(view.money.price_per_hour or 0.0 for view in priced if view.is_alive)
     if len(priced) < len(views):
-        totals = add_up([view.record for view in priced])
+        totals = add_up(priced)
     output = totals.completion_tokens
     tokens = output + totals.prompt_tokens
     return Cost(
-        so_far=so_far if priced else None,
-        at_end=so_far + per_hour * eta / 3600 if priced and eta is not None else None,
-        per_hour_now=per_hour if priced else None,
-        per_million_tokens=1e6 * so_far / tokens if priced and tokens else None,
-        per_million_output_tokens=1e6 * so_far / output if priced and output else None,
+        so_far=so_far,
+        at_end=None if eta is None else so_far + per_hour * eta / 3600,
+        per_hour_now=per_hour,
+        per_million_tokens=1e6 * so_far / tokens if tokens else None,
+        per_million_output_tokens=1e6 * so_far / output if output else None,
         unpriced_workers=len(views) - len(priced),
-        source="; ".join(sorted({view.price_source for view in priced})),
+        source="; ".join(sorted({view.money.price_source for view in priced})),
     )
-
-
-def _clock_notes(views: list[WorkerView]) -> list[str]:
-    off = [view for view in views if abs(view.clock_offset_seconds) > _NOTED_CLOCK_SECONDS]
-    if not off:
-        return []
-    shown = ", ".join(
-        f"{view.id} {units.duration(abs(view.clock_offset_seconds))} "
-        + ("behind" if view.clock_offset_seconds > 0 else "ahead")
-        for view in off[:3]
-    )
-    workers = units.many(len(off), "worker")
-    more = ", …" if len(off) > 3 else ""
-    return [f"the clocks of {workers} are off, their times are corrected here ({shown}{more})"]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from batchinfer.cli.options import options_of
-from batchinfer.core import codec
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
 from batchinfer.core.shell import in_bash, quote
-from batchinfer.prompts import PromptConfig
+from batchinfer.runs.pairs import prompt_of
 from batchinfer.worker.worker_config import WorkerConfig
 
 _RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
 """Parts of the names of options that make a worker run code which they name."""
-_OWN = "--server-command"
 
 
 def worker_command(run: Run, url: str, job_url: str) -> str:
@@ -30,51 +27,35 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
-    words = [f"--job {quote(job_url)}", f"--output {quote(url)}"]
     values = _values_of(run)
-    left_out: list[str] = []
+    parts: list[
+        tuple[str, str]
+    ] = []  # a flag, or a word of the server's, and how bash spells the word
     for option in options_of(WorkerConfig):
         is_known = values and option.field in values
         for flag, word in option.spell(values[option.field]) if values and is_known else ():
-            if flag == _OWN:
-                left_out.append(flag)
-            else:
-                words.append(flag if word is None else f"{flag} {in_bash(word)}")
-    if values is None:
-        words.append("…")
-    safe, unsafe = _divided([str(word) for word in run.recorded.get("server_args") or ()])
-    left_out += unsafe
-    comment = (
-        f"# {', '.join(left_out)} left out: add it only if you trust the code that it runs"
-        if left_out
-        else ""
-    )
-    return " ".join(filter(None, ["batchinfer worker", *words, *map(quote, safe), comment]))
-
-
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide options of a server into the words of those that run no code, and the names of the others."""
-    safe: list[str] = []
-    unsafe: list[str] = []
-    is_unsafe = False
-    for word in words:
+            parts += [(flag, flag)] if word is None else [(flag, flag), ("", in_bash(word))]
+    parts += [(str(word), quote(str(word))) for word in run.recorded.get("server_args") or ()]
+    words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
+    left_out, is_unsafe = list[str](), False
+    for word, text in parts:
         if word.startswith("-"):
             name = word.partition("=")[0].replace("_", "-")
             is_unsafe = any(part in name for part in _RUN_CODE)
-            unsafe += [printable(name)] * is_unsafe
+            left_out += [printable(name)] * is_unsafe
         if not is_unsafe:
-            safe.append(word)
-    return safe, unsafe
+            words.append(text)
+    if values is None:
+        words.append("…")
+    if left_out:
+        shown = ", ".join(left_out)
+        words.append(f"# {shown} left out: add it only if you trust the code that it runs")
+    return " ".join(words)
 
 
 def _values_of(run: Run) -> dict[str, Any] | None:
-    """Return the values of options that run.json holds, by their fields.
-
-    None if somebody has edited run.json so that it cannot be read.
-    """
-    try:
-        prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
-        recorded = codec.convert(run.recorded.get("options") or {}, dict[str, Any])
-    except msgspec.ValidationError:
+    """Return the values of options that run.json holds, by their fields; None if they cannot be read."""
+    prompt, recorded = prompt_of(run), run.recorded.get("options") or {}
+    if prompt is None or not isinstance(recorded, dict):
         return None
     return msgspec.structs.asdict(prompt) | {"sampling": prompt.body} | recorded

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple
 
-import click
 import msgspec
 from rich import box
 from rich.console import Console, Group
@@ -16,24 +17,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from batchinfer.cli.settings import common_options, price_options
-from batchinfer.cli.values import NumberRange
+from batchinfer.cli.run_commands import run_command
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.prices import Machine, Prices
+from batchinfer.core.option_help import NO_OPTION, Opt
+from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.looks import RunReader
-from batchinfer.ledger.metrics import WorkerSample, families_of, run_families
+from batchinfer.ledger.looks import Snapshot, look_at, read_newest_markers
+from batchinfer.ledger.metrics import families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
-from batchinfer.runs.overview import ALIVE_STATES, Overview, Rate, WorkerView, overview
+from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview
 
 MAX_SHOWN_WORKERS = 60
-MAX_SHOWN_WARNINGS = 10
-WIDE = 120
-"""Width in characters of a wide terminal. Only a terminal at least this wide shows all columns of workers."""
 STATE_STYLES = {
     "done": "green",
     "running": "bold green",
@@ -50,159 +48,138 @@ _NAMED_STATES = ("slow", "stalled", "gone", "failed")
 """States of workers that somebody should look at, so the workers are named."""
 
 
-class StatusConfig(Record, frozen=True, kw_only=True):
-    """What to show. `price_per_hour` is the price of one worker's machine in dollars."""
+class RunConfig(Record, frozen=True, kw_only=True):
+    """Which run to look at. `price_per_hour` is the price of one worker's machine in dollars."""
 
-    run: str
-    job: str = ""
-    price_per_hour: float | None = None
-    is_spot: bool | None = None
+    run: Annotated[str, NO_OPTION]
+    job: Annotated[str, Opt(metavar="URL")] = ""
+    """The job, where run.json and the run's place do not tell."""
     namespace: str = ""
-    """Namespace of Kubernetes in which launched workers are looked for; empty: that of kubectl's context."""
+    """Namespace of launched workers (kubernetes)."""
+    price_per_hour: Annotated[float | None, NO_OPTION] = None
+    is_spot: Annotated[bool | None, NO_OPTION] = None
 
 
-class Status:
-    """Reads one run, any number of times, and changes nothing.
+class StatusConfig(Record, frozen=True, kw_only=True):
+    """Which run to show, and how."""
 
-    After the first, a `look` costs about one request for each page of a listing, and one for each worker's record that
-    has changed.
+    look: RunConfig
+    watch: bool = False
+    """Keep showing it until it is done or Ctrl-C."""
+    refresh_seconds: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
+    """Seconds between two looks of --watch."""
+    as_json: Annotated[bool, Opt(flag="--json")] = False
+    """Everything as JSON on stdout, no table."""
+    prometheus: bool = False
+    """Metrics for Prometheus as text on stdout, for a push; no table."""
+
+
+def run_status(config: RunConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
+    """Read a run as it is now. Changes nothing.
+
+    This costs about one request for each page of a listing, and two for each worker.
+
+    Raises:
+        InputError: there is no such run, or the run cannot be read.
     """
+    return look_closely(config, open_store=open_store, clock=clock, reads_markers=False)[1]
 
-    def __init__(self, config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> None:
-        self._config = config
-        self._store = open_store(config.run)
-        self._reader = RunReader(self._store, open_store, clock, config.job)
-        self._prices = Prices(config.price_per_hour)
 
-    def look(self) -> Overview:
-        """Read the run as it is now.
+def look_closely(
+    config: RunConfig, *, open_store: OpenStore, clock: Clock, reads_markers: bool = True
+) -> tuple[Snapshot, Overview]:
+    """Read a run, and perhaps also its markers, with one request for each; they count exactly what outputs hold.
 
-        Raises:
-            InputError: there is no such run, or the run cannot be read.
-        """
-        return with_launches(self._overview(), self._store, self._config.namespace)
-
-    def metrics(self) -> bytes:
-        """Read the run as it is now. Return its figures in the text format of Prometheus.
-
-        Raises:
-            InputError: there is no such run, or the run cannot be read.
-        """
-        return metrics_text(self._overview())
-
-    def _overview(self) -> Overview:
-        return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
+    Raises:
+        InputError: there is no such run, or the run cannot be read.
+    """
+    store = open_store(config.run)
+    snapshot = look_at(store, open_store, clock, config.job)
+    counted = add_up(read_newest_markers(store, snapshot.markers)) if reads_markers else None
+    prices = Prices(config.price_per_hour)
+    seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)
+    return snapshot, with_launches(seen, store, config.namespace)
 
 
 def metrics_text(seen: Overview) -> bytes:
     """Return the figures of a run and its workers in the text format of Prometheus."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    samples = [
-        WorkerSample(
-            record=view.record,
-            state=view.state,
-            cost=view.cost,
-            price_per_hour=view.price_per_hour,
-            age_seconds=view.heartbeat_age_seconds,
-        )
-        for view in seen.workers
-    ]
-    figures: dict[str, float | None] = {
+    figures = {
         "batchinfer_run_rows": seen.rows.total,
         "batchinfer_run_rows_done": seen.rows_finished,
         "batchinfer_run_chunks": seen.chunks.total,
         "batchinfer_run_chunks_done": seen.chunks.done,
     }
-
-    class Figures:
-        def collect(self) -> Iterable[Any]:
-            yield from families_of(seen.run, samples)
-            yield from run_families(seen.run, figures)
-
-    registry = CollectorRegistry()
-    registry.register(Figures())
+    families = chain(families_of(seen.run, seen.workers), run_families(seen.run, figures))
+    registry: Any = SimpleNamespace(collect=lambda: families)
     return generate_latest(registry)
 
 
-def run_status(config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
-    """Read a run once and return its overview."""
-    return Status(config, open_store=open_store, clock=clock).look()
-
-
-def watch(status: Status, console: Console, clock: Clock, every_seconds: float) -> Overview:
+def watch(
+    look: Callable[[], Overview], console: Console, clock: Clock, every_seconds: float
+) -> Overview:
     """Show the run again every `every_seconds` seconds, until the run is done or stopped or the user interrupts.
 
     Returns:
         The overview that was shown last.
     """
-    seen = status.look()
+    seen = look()
     with Live(render(seen, console.width), console=console, auto_refresh=False) as live:
         try:
             while seen.state not in ("done", "stopped"):
                 clock.sleep(every_seconds)
-                seen = status.look()
+                seen = look()
                 live.update(render(seen, console.width), refresh=True)
         except KeyboardInterrupt:
             pass
     return seen
 
 
-# --------------------------------------------------------------------------- the screen
+# --------------------------------------------------------------------------- the words, for the screen and the report
 
 
-def render(seen: Overview, width: int = WIDE) -> Group:
-    """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
-    seen = printable_record(seen)
-    title = Text.assemble(
-        (seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", _styled(seen.state)
-    )
-    parts: list[Any] = [title]
-    if seen.rows.total:
-        bar = ProgressBar(total=seen.rows.total, completed=seen.rows_finished, width=72)
-        bar.complete_style = "cyan"  # rich's default is a red, which means failure here
-        parts += [bar, Text()]
-    grid = Table.grid(padding=(0, 2))
-    for name, text in _lines(seen):
-        # Plain text: names from the bucket must not be read as rich's markup.
-        grid.add_row(Text(name, style="dim"), Text(text))
-    parts.append(grid)
-    if seen.workers:
-        parts.append(_worker_table(seen, is_wide=width >= WIDE))
-    warnings = seen.warnings[:MAX_SHOWN_WARNINGS]
-    if len(seen.warnings) > len(warnings):
-        warnings.append(f"… and {len(seen.warnings) - len(warnings)} more (--json has all)")
-    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in warnings]
-    parts += [Text(f"note: {note}", style="dim") for note in seen.notes]
-    return Group(*parts)
+class Figure(NamedTuple):
+    """One figure of a run: its name, the figure itself, and what is to be said of it."""
+
+    name: str
+    figure: str
+    more: str
 
 
-def _lines(seen: Overview) -> Iterable[tuple[str, str]]:
-    """Yield the lines above the table of workers, each with its name."""
+def figures_of(seen: Overview) -> Iterator[Figure]:
+    """Yield the figures of a run in words, the most important ones first."""
     rows, chunks, totals = seen.rows, seen.chunks, seen.totals
-    share = units.percent(seen.rows_finished, rows.total)
-    of_all = f"{units.count(seen.rows_finished)} of {units.count(rows.total)} ({share})"
-    in_open = f"{units.count(rows.in_progress)} of them in open chunks"
-    yield "rows", f"{of_all}, {in_open}, {units.count(rows.waiting)} left"
-    of_all = f"{units.count(chunks.done)} of {units.count(chunks.total)} done"
-    in_open = f"{units.count(chunks.in_progress)} in progress"
-    yield "chunks", f"{of_all}, {in_open}, {units.count(chunks.waiting)} waiting"
-    if seen.workers:
-        yield "workers", workers_text(seen.workers)
-    for launch in seen.launches:
-        yield "launched", launch_text(launch)
-    if totals.reasoning_tokens:
-        share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
-        yield "reasoning", f"{units.count(totals.reasoning_tokens)} tokens, {share} of the output"
-    why = why_no_rows(seen)
+    yield Figure(
+        "rows",
+        units.percent(seen.rows_finished, rows.total),
+        f"{units.count(seen.rows_finished)} of {units.count(rows.total)}, "
+        f"{units.count(rows.in_progress)} of them in open chunks, {units.count(rows.waiting)} left",
+    )
+    yield Figure(
+        "chunks",
+        f"{units.count(chunks.done)} of {units.count(chunks.total)} done",
+        f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
+    )
+    why = _why_no_rows(seen)
     if seen.state not in ("done", "stopped"):
-        yield "now", why or _rates(seen.recent)
-    yield "over all", _rates(seen.overall)
-    yield "time left", _time_left(seen, why)
-    yield "cost", _cost(seen)
-    if totals.errors:
-        counts = (f"{units.count(number)} {code}" for code, number in totals.errors.items())
-        yield "failed rows", ", ".join(counts)
+        yield Figure("now", why, "") if why else _rate("now", seen.recent)
+        if seen.eta_seconds is None:
+            yield Figure("time left", "not known", why or "no row was finished lately")
+        else:
+            until = f"until {units.moment(seen.time + seen.eta_seconds)}"
+            yield Figure("time left", units.duration(seen.eta_seconds), until)
+    yield _rate("over all", seen.overall)
+    yield _cost(seen)
+    codes = (f"{units.count(number)} {code}" for code, number in totals.errors.items())
+    yield Figure("failed rows", units.count(totals.rows_error), ", ".join(codes))
+    if totals.reasoning_tokens:
+        share = f"tokens, {units.percent(totals.reasoning_tokens, totals.completion_tokens)} of the output"
+        yield Figure("reasoning", units.count(totals.reasoning_tokens), share)
+    if seen.workers:
+        yield Figure("workers", units.count(len(seen.workers)), workers_text(seen.workers))
+    for launch in seen.launches:
+        yield Figure("launched", units.count(launch.expected), launch_text(launch))
 
 
 def workers_text(workers: list[WorkerView]) -> str:
@@ -216,104 +193,120 @@ def workers_text(workers: list[WorkerView]) -> str:
     return ", ".join(parts)
 
 
-def _rates(rate: Rate) -> str:
-    return (
-        f"{units.short(rate.rows)} rows/s, {units.short(rate.input_tokens)} tok/s in, "
-        f"{units.short(rate.output_tokens)} out, over {units.duration(rate.seconds)}"
+def _rate(name: str, rate: Rate) -> Figure:
+    return Figure(
+        name,
+        f"{units.short(rate.output_tokens)} tokens/s",
+        f"{units.short(rate.input_tokens)} of input, {units.short(rate.rows)} rows/s, "
+        f"over {units.duration(rate.seconds)}",
     )
 
 
-def why_no_rows(seen: Overview) -> str:
+def _why_no_rows(seen: Overview) -> str:
     """Say why no row is finished now, however many were before; "" if workers are at work."""
-    states = {view.state for view in seen.workers}.intersection(ALIVE_STATES)
+    states = {view.state for view in seen.workers if view.is_alive}
     if not states:
         return "no worker is at work"
     return "the engine is loading" if states == {"loading"} else ""
 
 
-def _time_left(seen: Overview, why: str) -> str:
-    if seen.state == "done":
-        return "nothing left to do"
-    if seen.eta_seconds is None:
-        return f"not known: {why or 'no row was finished lately'}"
-    return f"{units.duration(seen.eta_seconds)}, until {units.moment(seen.time + seen.eta_seconds)}"
-
-
-def _cost(seen: Overview) -> str:
+def _cost(seen: Overview) -> Figure:
     cost = seen.cost
     if cost.so_far is None:
-        return "not known: give --price-per-hour"
-    parts = [f"{units.money(cost.so_far)} so far"]
-    if cost.at_end is not None and seen.state != "done":
+        return Figure("cost", "not known", "give --price-per-hour")
+    parts = []
+    if seen.state != "done":
         parts.append(f"{units.money(cost.at_end)} at the end")
+        parts.append(f"{units.money(cost.per_hour_now)} an hour")
     if cost.per_million_output_tokens is not None:
         output, both = cost.per_million_output_tokens, cost.per_million_tokens
         parts.append(
             f"{units.money(output)} per million output tokens ({units.money(both)} with input)"
         )
-    text = f"{', '.join(parts)} [{cost.source}]"
+    parts.append(cost.source)
     if cost.unpriced_workers:
-        text += f", without {cost.unpriced_workers} workers of unknown price"
-    return text
+        parts.append(f"without {cost.unpriced_workers} workers of unknown price")
+    return Figure("cost", units.money(cost.so_far), ", ".join(parts))
 
 
-def _styled(state: str) -> tuple[str, str]:
-    return state, STATE_STYLES.get(state, "")
-
-
-def place_of(machine: Machine) -> str:
-    """Cloud and region as one text for people."""
-    return "/".join(filter(None, (machine.cloud, machine.region))) or units.NONE
-
-
-def gpus_of(machine: Machine) -> str:
-    """Number and name of the GPUs as one text for people."""
-    if not machine.accelerator:
-        return units.NONE
-    spot = " spot" if machine.is_spot else ""
-    return f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}{spot}"
-
-
-class _Column(NamedTuple):
-    """One column of the table of workers. A narrow terminal shows only the columns with `is_vital`."""
+class Column(NamedTuple):
+    """One column of the table of workers. A terminal shows it from a width of `least_width` on, the report always."""
 
     name: str
     cell: Callable[[WorkerView], str]
     is_text: bool = False
-    is_vital: bool = True
+    least_width: int = 0
+
+
+def _gpus(view: WorkerView) -> str:
+    machine = view.machine
+    spot = " spot" if machine.is_spot else ""
+    return (
+        f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}{spot}" if machine.gpus else ""
+    )
 
 
 def _chunks(view: WorkerView) -> str:
-    names = list(view.record.open_chunks)
-    return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else units.NONE
+    names = list(view.open_chunks)
+    return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
 
 
-_COLUMNS = (
-    _Column("worker", lambda view: view.id, is_text=True),
-    _Column("where", lambda view: place_of(view.machine), is_text=True, is_vital=False),
-    _Column("GPUs", lambda view: gpus_of(view.machine), is_text=True, is_vital=False),
-    _Column("state", lambda view: view.state, is_text=True),
-    _Column("chunks", _chunks, is_text=True, is_vital=False),
-    _Column("rows", lambda view: units.count(view.record.rows_done)),
-    _Column("rows/s", lambda view: units.short(view.recent.rows)),
-    _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
-    _Column("errors", lambda view: units.count(view.record.rows_error), is_vital=False),
-    _Column("starts", lambda view: str(len(view.record.starts)), is_vital=False),
-    _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
+COLUMNS = (
+    Column("worker", lambda view: view.id, is_text=True),
+    Column("state", lambda view: view.state, is_text=True),
+    Column(
+        "where",
+        lambda view: "/".join(filter(None, (view.machine.cloud, view.machine.region))),
+        is_text=True,
+        least_width=120,
+    ),
+    Column("GPUs", _gpus, is_text=True, least_width=120),
+    Column("chunks", _chunks, is_text=True, least_width=120),
+    Column("rows", lambda view: units.count(view.rows_done)),
+    Column("rows/s", lambda view: units.short(view.recent.rows)),
+    Column("tokens/s", lambda view: units.short(view.recent.output_tokens)),
+    Column("failed", lambda view: units.count(view.rows_error), least_width=120),
+    Column("resumed", lambda view: units.count(view.rows_resumed), least_width=160),
+    Column("starts", lambda view: str(len(view.starts)), least_width=120),
+    Column("up", lambda view: units.duration(view.up_seconds), least_width=160),
+    Column("cost", lambda view: units.money(view.money.cost), least_width=160),
+    Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
 
 
-def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
+# --------------------------------------------------------------------------- the screen
+
+
+def render(seen: Overview, width: int) -> Group:
+    """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
+    seen = printable_record(seen)
+    state = Text(seen.state, STATE_STYLES.get(seen.state, ""))
+    title = Text.assemble((seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", state)
+    # rich's default is a red, which means failure here
+    bar = ProgressBar(seen.rows.total, seen.rows_finished, width=72, complete_style="cyan")
+    grid = Table.grid(padding=(0, 2))
+    for name, figure, more in figures_of(seen):
+        # Plain text: names from the bucket must not be read as rich's markup.
+        grid.add_row(Text(name, style="dim"), Text(", ".join(filter(None, (figure, more)))))
+    parts: list[Any] = [title, bar, Text(), grid]
+    if seen.workers:
+        parts.append(_worker_table(seen.workers, width))
+    return Group(*parts, *(Text(f"note: {note}", style="dim") for note in seen.notes))
+
+
+def _worker_table(workers: list[WorkerView], width: int) -> Table:
     """Lay out the table of workers: those first that are or should be at work."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = [column for column in _COLUMNS if is_wide or column.is_vital]
+    columns = [column for column in COLUMNS if width >= column.least_width]
     for column in columns:
-        table.add_column(
-            column.name, justify="left" if column.is_text else "right", no_wrap=True, max_width=32
-        )
-    order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
+        justify: Any = "left" if column.is_text else "right"
+        table.add_column(column.name, justify=justify, no_wrap=True, max_width=32)
+    order = sorted(workers, key=lambda view: (view.state in ("done", "gone"), view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
-        table.add_row(*(Text(*_styled(column.cell(view))) for column in columns))
+        style = STATE_STYLES.get(view.state, "")
+        table.add_row(
+            *(Text(one.cell(view), style if one.name == "state" else "") for one in columns)
+        )
     if len(order) > MAX_SHOWN_WORKERS:
         table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
     return table
@@ -322,61 +315,33 @@ def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
 # --------------------------------------------------------------------------- the command
 
 
-@click.command("status")
-@click.argument("run")
-@click.option("--job", default="", help="URL of the job, where run.json does not lead to it.")
-@click.option(
-    "--watch", "is_watch", is_flag=True, help="Keep showing it until it is done or Ctrl-C."
-)
-@click.option(
-    "--refresh-seconds",
-    type=NumberRange(0.5),
-    default=10.0,
-    show_default=True,
-    help="Seconds between two looks of --watch.",
-)
-@click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
-@click.option(
-    "--prometheus",
-    "is_prometheus",
-    is_flag=True,
-    help="Metrics for Prometheus as text on stdout, for a push; no table.",
-)
-@click.option("--namespace", default="", help="Namespace of launched workers (kubernetes).")
-@price_options
-@common_options
-def command(
-    *, is_watch: bool, refresh_seconds: float, is_json: bool, is_prometheus: bool, **options: Any
-) -> Any:
+@run_command("status", StatusConfig, has_prices=True)
+def command(show: StatusConfig) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
 
     Reads the workers' heartbeats and the list of markers, never an output; changes nothing.
     """
     from batchinfer.storage.opening import open_store
 
-    if is_prometheus and (is_watch or is_json):
-        raise ConfigError(
-            "--prometheus: prints metrics once, without --watch or --json",
-            hint="leave the other option out",
-        )
     clock = SystemClock()
-    status = Status(StatusConfig(**options), open_store=open_store, clock=clock)
-    if is_prometheus:
-        sys.stdout.buffer.write(status.metrics())
+
+    def look() -> Overview:
+        return run_status(show.look, open_store=open_store, clock=clock)
+
+    if show.prometheus:
+        if show.watch or show.as_json:
+            raise ConfigError(
+                "--prometheus: prints metrics once, without --watch or --json",
+                hint="leave the other option out",
+            )
+        sys.stdout.buffer.write(metrics_text(look()))
         return None
-    if is_json and not is_watch:
-        return status.look()
     # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
-    if is_watch:
-        seen = watch(status, console, clock, refresh_seconds)
-    else:
-        seen = status.look()
+    seen = watch(look, console, clock, show.refresh_seconds) if show.watch else look()
+    if show.as_json:
+        return seen
+    if not show.watch:
         console.print(render(seen, console.width))
-    return seen if is_json else _without_lists(seen)
-
-
-def _without_lists(seen: Overview) -> dict[str, Any]:
-    """The figures of a run as one short JSON object, without those of each worker."""
     figures: dict[str, Any] = msgspec.to_builtins(seen)
     return {name: value for name, value in figures.items() if not isinstance(value, list)}

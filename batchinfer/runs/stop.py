@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Annotated, Any
 
-import click
-
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock, iso_utc
 from batchinfer.core.errors import AlreadyExists, ConfigError
+from batchinfer.core.option_help import NO_OPTION
 from batchinfer.core.records import Record
 from batchinfer.ledger.runs import no_run, refuse_newer
 from batchinfer.runs.launched import cancel_launches
@@ -19,11 +18,17 @@ from batchinfer.storage import Store
 
 
 class StopConfig(Record, frozen=True, kw_only=True):
-    """Which run to stop. If `resume` is set, the run is allowed to go on instead."""
+    """Which run to stop."""
 
-    run: str
+    run: Annotated[str, NO_OPTION]
     resume: bool = False
+    """Take the request back: workers may start again."""
     reason: str = ""
+    """Why, for whoever finds the run stopped."""
+    cancel: bool = False
+    """Cancel what `batchinfer launch` submitted, too, and say what is left."""
+    namespace: str = ""
+    """Namespace of what is cancelled (kubernetes)."""
 
 
 def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any]:
@@ -60,21 +65,8 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     }
 
 
-@click.command("stop")
-@click.argument("run")
-@click.option("--resume", is_flag=True, help="Take the request back: workers may start again.")
-@click.option("--reason", default="", help="Why, for whoever finds the run stopped.")
-@click.option(
-    "--cancel",
-    "is_cancelled",
-    is_flag=True,
-    help="Cancel what `batchinfer launch` submitted, too, and say what is left.",
-)
-@click.option("--namespace", default="", help="Namespace of what is cancelled (kubernetes).")
-@common_options
-def command(
-    *, run: str, resume: bool, reason: str, is_cancelled: bool, namespace: str
-) -> dict[str, Any]:
+@run_command("stop", StopConfig)
+def command(config: StopConfig) -> dict[str, Any]:
     """Stop every worker of a run, wherever it is, and keep new ones from starting.
 
     Workers see it with their next heartbeat (a quarter of --lease-seconds, 30 s by default), keep what they have
@@ -82,15 +74,14 @@ def command(
     """
     from batchinfer.storage.opening import open_store
 
-    if resume and is_cancelled:
+    if config.resume and config.cancel:
         raise ConfigError("--resume and --cancel: expected one of them")
-    store, clock = open_store(run), SystemClock()
-    config = StopConfig(run=run, resume=resume, reason=reason)
+    store, clock = open_store(config.run), SystemClock()
     result = run_stop(config, store=store, clock=clock)
-    if is_cancelled:
-        result["left"] = cancel_launches(store, clock, namespace)
+    if config.cancel:
+        result["left"] = cancel_launches(store, clock, config.namespace)
     text = "is stopped; its workers end within a heartbeat and their grace"
-    if resume:
+    if config.resume:
         text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
     for line in (f"{result['run']}: {text}", *result.get("left", ())):
         say(line)

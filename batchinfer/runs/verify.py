@@ -5,20 +5,19 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import click
 import msgspec
 
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import RunUnsound
+from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
+from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
-from batchinfer.core.records import Marker, Record, Run
+from batchinfer.core.records import Marker, Record
 from batchinfer.ledger.audit import (
     CORRUPT,
     KINDS,
@@ -29,11 +28,9 @@ from batchinfer.ledger.audit import (
 )
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
-from batchinfer.runs.alignment import Alignment
 from batchinfer.runs.overview import add_up
+from batchinfer.runs.pairs import MAX_PROBLEMS, pair_of_files, problems_of, prompt_of
 from batchinfer.runs.resume_command import worker_command
-from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch
 
 NUM_COMPARISONS = 4
 """Number of chunks that --deep compares with their outputs at the same time."""
@@ -44,12 +41,17 @@ _SHOWN = 10
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
-    """What to verify. `job` is needed only if the job is not found by the run's URL and run.json."""
+    """What to verify."""
 
-    run: str
-    job: str | None = None
-    is_deep: bool = False
-    scratch_dir: str | None = None
+    run: Annotated[str, NO_OPTION]
+    job: Annotated[str, Opt(metavar="URL")] = ""
+    """The job, where run.json and the run's place do not tell."""
+    deep: bool = False
+    """Read every byte: sha256, and each line's row, order and id."""
+    as_json: Annotated[bool, Opt(flag="--json")] = False
+    """All findings in the result, none as text."""
+    scratch_dir: Annotated[str | None, Opt(form="folder")] = None
+    """Local folder for the chunks and outputs that --deep reads."""
 
 
 class Verdict(NamedTuple):
@@ -57,6 +59,7 @@ class Verdict(NamedTuple):
 
     result: dict[str, Any]
     findings: list[Finding]
+    """In the order in which they should be fixed."""
     run: str
     worker: str
     """The worker command that does the missing chunks."""
@@ -64,14 +67,11 @@ class Verdict(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """Whether nothing is missing, corrupt or foreign. Leftovers do not matter."""
-        return all(finding.kind == LEFTOVER for finding in self.findings)
+        return bool(self.result["status"] == "SOUND")
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text: findings by fix and kind, a few of each, and after them how to fix them."""
-        order = sorted(
-            self.findings, key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind))
-        )
-        for (fix, kind), group in groupby(order, key=attrgetter("fix", "kind")):
+        for (fix, kind), group in groupby(self.findings, key=attrgetter("fix", "kind")):
             found = list(group)
             for finding in found[:_SHOWN]:
                 yield one_line(f"{kind}: {finding.subject}: {finding.problem}")
@@ -94,11 +94,10 @@ class Verdict(NamedTuple):
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         sound, total = self.result["chunks_sound"], self.result["chunks_total"]
         # No worker starts while the run is stopped, so that request comes first, though it does no harm.
-        grave = [it for it in self.findings if it.kind != LEFTOVER or it.fix == "resume"]
-        first = min((it.fix for it in grave), key=_ORDER_OF_FIXES.index)
+        first = next(it.fix for it in self.findings if it.kind != LEFTOVER or it.fix == "resume")
         return RunUnsound(
             f"{self.run}: {sound} of {total} chunks are done and sound; {', '.join(counts)}",
-            hint=self.command(first, [it.subject for it in grave if it.fix == first]),
+            hint=self.command(first, [it.subject for it in self.findings if it.fix == first]),
         )
 
     def command(self, fix: str, subjects: list[str]) -> str:
@@ -143,87 +142,57 @@ def run_verify(
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
-    target = find_target(
-        store, inventory, open_store, usage="batchinfer verify {}", job_url=config.job
-    )
+    target = find_target(store, inventory, open_store, job_url=config.job)
     audit = Audit(target, inventory)
     sound = audit.check_all()
-    if config.is_deep:
+    if config.deep:
         show(f"reading {len(sound)} chunks and their outputs")
-        compared = _compare(config, target.run, store, sound, open_store)
+        prompt = prompt_of(target.run)
+
+        def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
+            """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
+            ref, marker = pair
+            try:
+                with pair_of_files(
+                    ref, marker, store, open_store(ref.root), config.scratch_dir
+                ) as files:
+                    found = problems_of(*files, ref, marker, prompt)
+                    return "redo", list(islice(found, MAX_PROBLEMS))
+            except ObjectNotFound:
+                return "redo", [f"{marker.output}: vanished"]
+            except InputError as error:
+                return "chunk", [f"the chunk itself: {error.message}"]
+
+        compared = in_parallel(compare, sound, NUM_COMPARISONS)
+        passed = []
+        for (fix, problems), (ref, marker) in zip(compared, sound, strict=True):
+            passed += [] if problems else [marker]
+            for problem in problems:
+                audit.add(CORRUPT, ref.name, problem, fix)
     else:
-        compared = ([] for _ in sound)
-    passed = []
-    for problems, (ref, marker) in zip(compared, sound, strict=True):
-        passed += [] if problems else [marker]
-        for problem in problems:
-            fix = "chunk" if problem.startswith("the chunk itself") else "redo"
-            audit.add(CORRUPT, ref.name, problem, fix)
+        passed = [marker for _, marker in sound]
     worker = worker_command(target.run, store.url, target.job_url)
     kinds = Counter(finding.kind for finding in audit.findings)
-    totals = add_up(passed)
     result = {
         "status": "SOUND" if set(kinds) <= {LEFTOVER} else "UNSOUND",
         "run": store.url,
         "job": target.job_url,
         "fingerprint": target.run.fingerprint,
-        "is_deep": config.is_deep,
+        "is_deep": config.deep,
         "chunks_total": len(target.expected),
         "chunks_sound": len(passed),
         **{kind: kinds[kind] for kind in KINDS},
-        "rows_ok": totals.rows_ok,
-        "rows_error": totals.rows_error,
-        "errors": totals.errors,
         "output_bytes": sum(marker.output_bytes for marker in passed),
-        "prompt_tokens": totals.prompt_tokens,
-        "completion_tokens": totals.completion_tokens,
+        **msgspec.structs.asdict(add_up(passed)),
     }
-    return Verdict(result, audit.findings, store.url, worker)
+    findings = sorted(
+        audit.findings, key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind))
+    )
+    return Verdict(result, findings, store.url, worker)
 
 
-def _compare(
-    config: VerifyConfig,
-    run: Run,
-    store: Store,
-    sound: list[tuple[ChunkRef, Marker]],
-    open_store: OpenStore,
-) -> Iterator[list[str]]:
-    """Compare chunks with their outputs, NUM_COMPARISONS at a time. Yield the problems of each, in order."""
-    scratch = Scratch(config.scratch_dir)
-    sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
-    alignment = Alignment(run, store, scratch)
-
-    def compare(pair: tuple[ChunkRef, Marker]) -> list[str]:
-        ref, marker = pair
-        return alignment.problems(ref, marker, sources[ref.root])
-
-    try:
-        yield from in_parallel(compare, sound, NUM_COMPARISONS)
-    finally:
-        scratch.close()
-
-
-# --------------------------------------------------------------------------- the command
-
-
-@click.command("verify")
-@click.argument("run")
-@click.option(
-    "--job", metavar="URL", help="The job, where run.json and the run's place do not tell."
-)
-@click.option(
-    "--deep", is_flag=True, help="Read every byte: sha256, and each line's row, order and id."
-)
-@click.option("--json", "as_json", is_flag=True, help="All findings in the result, none as text.")
-@click.option(
-    "--scratch-dir",
-    type=click.Path(path_type=Path),
-    help="Local folder for the chunks and outputs that --deep reads.",
-)
-@common_options
-def command(
-    *, run: str, job: str | None, deep: bool, as_json: bool, scratch_dir: Path | None
-) -> dict[str, Any]:
+@run_command("verify", VerifyConfig)
+def command(config: VerifyConfig) -> dict[str, Any]:
     """Prove that a run is complete and sound, or say what is missing, corrupt, foreign or left over.
 
     Exit status 0: every chunk is done and sound (leftovers are named, but do no harm); 1: it is not, and each finding
@@ -231,11 +200,9 @@ def command(
     """
     from batchinfer.storage.opening import open_store
 
-    scratch = str(scratch_dir) if scratch_dir else None
-    config = VerifyConfig(run=run, job=job, is_deep=deep, scratch_dir=scratch)
     verdict = run_verify(config, open_store=open_store, clock=SystemClock(), show=say)
-    result = verdict.as_json() if as_json else verdict.result
-    for line in () if as_json else verdict.lines():
+    result = verdict.as_json() if config.as_json else verdict.result
+    for line in () if config.as_json else verdict.lines():
         for part in line.split("\n"):  # a command to copy may have several lines
             say(part)
     if not verdict.is_sound:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.metrics import WorkerSample, families_of
+from batchinfer.ledger.metrics import families_of
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -29,16 +29,7 @@ class WorkerCollector:
 
     def collect(self) -> Iterable[Any]:
         """Return all metrics, as they are now."""
-        record = self._telemetry.up_to_date()
-        money = record.money
-        sample = WorkerSample(
-            record=record,
-            state=record.state,
-            cost=money.cost if money is not None else None,
-            price_per_hour=money.price_per_hour if money is not None else None,
-            age_seconds=0.0,
-        )
-        return families_of(self._run, [sample])
+        return families_of(self._run, [self._telemetry.up_to_date()])
 
 
 def serve_metrics(

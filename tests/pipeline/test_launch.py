@@ -22,9 +22,10 @@ from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
 from batchinfer.core.clock import SystemClock
+from batchinfer.core.records import Money
 from batchinfer.pipeline import launching
 from batchinfer.runs.launched import with_launches
-from batchinfer.runs.status import Status, StatusConfig
+from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
 from making import ECHO, Call, make_job
 
@@ -267,7 +268,7 @@ def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(
 def with_worker(run: Path, plan: Plan, **fields: Any) -> Any:
     """Return the view of the run's only launch, if its worker has this state and reason."""
     store = open_store(str(run))
-    seen = Status(StatusConfig(run=str(run)), open_store=open_store, clock=SystemClock()).look()
+    seen = run_status(RunConfig(run=str(run)), open_store=open_store, clock=SystemClock())
     worker = SimpleNamespace(id=f"{plan.id}-00000", **fields)
     (view,) = with_launches(msgspec.structs.replace(seen, workers=[worker]), store).launches
     return view
@@ -394,7 +395,7 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
 
 
 def seen_at(cost: float, lost: list[str], *workers: tuple[str, float]) -> Any:
-    views = [SimpleNamespace(id=name, cost=spent) for name, spent in workers]
+    views = [SimpleNamespace(id=name, money=Money(cost=spent)) for name, spent in workers]
     launches, so_far = [SimpleNamespace(lost=lost)], SimpleNamespace(so_far=cost)
     return SimpleNamespace(launches=launches, workers=views, cost=so_far)
 

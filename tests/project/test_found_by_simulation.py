@@ -14,14 +14,12 @@ import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.core.records import Claim
-from batchinfer.storage import Object
 from batchinfer.worker.worker_config import Limits
 from fakes import lease_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
-from simulation.storage import StillStore
 
 
 @pytest.fixture(autouse=True)
@@ -277,29 +275,6 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
         ending = stage.run(hook=hook, lease_seconds=6.0, within_seconds=200)
         assert isinstance(ending.error, StorageError)
         assert ending.error.exit_status == 34
-
-
-def test_clean_did_not_give_back_the_claim_of_a_worker_that_began_while_it_was_reading() -> None:
-    """Its record was not on the listing, so nobody seemed to stand behind the claim that had just been taken."""
-    with Stage([["mine"]]) as stage:
-        hold(stage, "part-00000", "w8")
-        key = layout.claim_key("part-00000")
-
-        class Busy(StillStore):
-            has_changed_hands = False
-
-            def get(self, name: str) -> Object:
-                if name == key and not self.has_changed_hands:
-                    type(self).has_changed_hands = True
-                    hold(stage, "part-00000", "w9")
-                return super().get(name)
-
-        stage.scheduler.run(5000.0)
-        stage.clean(Busy)
-        assert json.loads(stage.objects()[key])["worker"] == "w9"
-        stage.scheduler.run(15000.0)
-        stage.clean()
-        assert json.loads(stage.objects()[key])["worker"] == ""
 
 
 def test_an_output_whose_worker_slept_before_its_marker_was_not_cleaned_away() -> None:

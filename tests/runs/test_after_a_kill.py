@@ -11,9 +11,8 @@ from typing import Any
 
 from batchinfer.core import layout, units
 from batchinfer.core.clock import SystemClock
-from batchinfer.runs.overview import Overview
 from batchinfer.runs.report import ReportConfig, run_report
-from batchinfer.runs.status import StatusConfig, run_status
+from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_process, start_process, worker_arguments
@@ -35,12 +34,11 @@ def rows_in_segments(run: str) -> int:
     return len({row for row in found if (row[0], 0) not in done})
 
 
-def look(run: str, *, later_seconds: float = 0.0) -> Overview:
-    class Later(SystemClock):
-        def now(self) -> float:
-            return super().now() + later_seconds
+class Later(SystemClock):
+    """The system's clock, so far ahead that a worker that was killed just now is gone."""
 
-    return run_status(StatusConfig(run=run), open_store=open_store, clock=Later())
+    def now(self) -> float:
+        return super().now() + 200.0
 
 
 def verified(run: str) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def test_status_verify_report_and_the_next_start_agree_after_a_kill(tmp_path: Pa
         process.send_signal(signal.SIGKILL)
         process.communicate()
     checkpointed, num_markers = rows_in_segments(run), len(list(outputs.glob("*.succeed")))
-    rows = look(run, later_seconds=200).rows
+    rows = run_status(RunConfig(run=run), open_store=open_store, clock=Later()).rows
     assert rows.done == verified(run)["rows_ok"] == 50 * num_markers
     assert rows.in_progress == checkpointed
     assert rows.waiting == ROWS - rows.done - checkpointed
@@ -74,7 +72,11 @@ def test_status_verify_report_and_the_next_start_agree_after_a_kill(tmp_path: Pa
     assert again.result["request_count"] == rows.waiting
 
     path = tmp_path / "page.html"
-    run_report(ReportConfig(run=run, output=str(path)), open_store=open_store, clock=SystemClock())
+    run_report(
+        ReportConfig(look=RunConfig(run=run), output=str(path)),
+        open_store=open_store,
+        clock=SystemClock(),
+    )
     page = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
     found = verified(run)

@@ -15,36 +15,27 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
-from batchinfer.ledger.claims import decode_claim
-from batchinfer.runs import clean as clean_module
 from batchinfer.runs.clean import CleanConfig, run_clean
-from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
+from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore, forget
-from making import (
-    change_marker,
-    finish_process,
-    make_job,
-    overwrite,
-    put_raw,
-    run_worker_here,
-    start_process,
-    worker_arguments,
-)
+from making import change_marker, make_job, overwrite, put_raw, run_worker_here
 
 CHUNK, UNDONE = "part-00001", "part-00002"
 HOUR = 3600.0
 
 ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
-UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE, "aaaa"))
 SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
-UNDONE_SEGMENT = layout.segment_key(UNDONE, "gone", 1, 1)
-CLAIM, UNDONE_CLAIM = layout.claim_key(CHUNK), layout.claim_key(UNDONE)
+CLAIM = layout.claim_key(CHUNK)
 MARKER = layout.marker_key(CHUNK)
 PROBE = f"{layout.PROBES}0123456789abcdef"
-RECORD = layout.worker_key("w9")
+USELESS = {ORPHAN, SEGMENT, CLAIM, PROBE}
+NEEDED = {
+    layout.output_key(layout.output_file(UNDONE, "aaaa")),
+    layout.segment_key(UNDONE, "gone", 1, 1),
+    layout.claim_key(UNDONE),
+}
 
 
 class LaterClock(SystemClock):
@@ -82,52 +73,24 @@ def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> d
     clock = LaterClock(after_seconds)
     if store.url.startswith("memory://"):
         store = MemoryStore(store.url, clock=clock.now)
-    config = CleanConfig(run=store.url, **{"yes": True, **options})
-    return run_clean(config, store=store, clock=clock)
-
-
-def verify(run: Store) -> Verdict:
-    config = VerifyConfig(run=run.url, is_deep=True)
-    return run_verify(config, open_store=open_store, clock=SystemClock())
-
-
-def claim_of(worker: str, nonce: str = "n") -> bytes:
-    return codec.encode(Claim(worker=worker, nonce=nonce))
-
-
-def owner(store: Store) -> str:
-    return decode_claim(store.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker
+    return run_clean(
+        CleanConfig(run=store.url, **{"yes": True} | options), store=store, clock=clock
+    )
 
 
 def leave(store: Store, worker: str = "gone") -> None:
     """Write the objects that a worker leaves when it is killed at the worst moments."""
-    for key in (ORPHAN, UNDONE_ORPHAN, SEGMENT, UNDONE_SEGMENT, PROBE):
-        store.create(key, b"{}\n")
-    for key in (CLAIM, UNDONE_CLAIM):
-        store.create(key, claim_of(worker))
-
-
-LEFT = {ORPHAN, UNDONE_ORPHAN, SEGMENT, UNDONE_SEGMENT, CLAIM, UNDONE_CLAIM, PROBE}
-USELESS = {ORPHAN, SEGMENT, CLAIM, PROBE}
-
-
-def make_alive(store: Store, worker: str = "w0") -> None:
-    """Let a worker's record say that it runs."""
-    key = layout.worker_key(worker)
-    data, etag = store.get(key)
-    record = json.loads(data) | {"state": "running", "nonce": "n"}
-    store.replace(key, json.dumps(record).encode(), etag)
+    for key in USELESS | NEEDED:
+        is_claim = key.startswith(layout.CLAIMS)
+        store.create(key, codec.encode(Claim(worker=worker, nonce="n")) if is_claim else b"{}\n")
 
 
 def leave_of_the_living(store: Store) -> None:
+    """The same of a worker whose record says that it runs."""
     leave(store, worker="w0")
-    make_alive(store)
-
-
-def damage(store: Store) -> None:
-    """Once, a live worker had just written its damaged record anew when `clean` removed it."""
-    for key, data in ((UNDONE_CLAIM, b""), (RECORD, b"{")):
-        put_raw(store, key, data)
+    data, etag = store.get(layout.worker_key("w0"))
+    record = json.loads(data) | {"state": "running", "nonce": "n"}
+    store.replace(layout.worker_key("w0"), json.dumps(record).encode(), etag)
 
 
 def begin_repair(store: Store) -> None:
@@ -136,61 +99,48 @@ def begin_repair(store: Store) -> None:
 
 
 def add_generation(store: Store) -> None:
-    change_marker(store, CHUNK)
     store.create(ORPHAN, b"{}\n")
     store.create(layout.marker_key(CHUNK, 1), store.get(MARKER).data)
-    name = ORPHAN.removeprefix(layout.OUTPUTS)
-    change_marker(store, CHUNK, 1, output=name, generation=1)
+    change_marker(store, CHUNK, 1, output=ORPHAN.removeprefix(layout.OUTPUTS), generation=1)
+
+
+def damage(store: Store) -> None:
+    for key in (layout.worker_key("w9"), layout.claim_key(UNDONE)):
+        put_raw(store, key, b"{")
 
 
 class Case(NamedTuple):
-    """What is left, how it is cleaned, what of it goes, and who has the unfinished chunk's claim then."""
+    """What is left, how it is cleaned, and what of it goes."""
 
     act: Callable[[Store], object]
-    options: dict[str, Any]
-    gone: set[str]
-    claimed_by: str | None = None
+    options: dict[str, Any] = {}
+    gone: set[str] = set()
 
 
 NOW = {"after_seconds": 0.0}
 ANY_AGE = NOW | {"older_than_seconds": 0.0}
+HALF = {"after_seconds": HOUR / 2}
 CASES = {
-    "what the dead left": Case(leave, {}, USELESS, ""),
-    "what is young": Case(leave, {"after_seconds": HOUR / 2}, set(), ""),
-    "what is old enough": Case(
-        leave, {"after_seconds": HOUR / 2, "older_than_seconds": 60}, USELESS, ""
+    "what the dead left": Case(leave, {}, USELESS),
+    "what is young": Case(leave, HALF),
+    "what is old enough": Case(leave, HALF | {"older_than_seconds": 60}, USELESS),
+    "a probe under way": Case(leave, ANY_AGE, USELESS - {PROBE}),
+    "what a live worker has in hand": Case(leave_of_the_living, ANY_AGE),
+    "what a worker left that fell silent long ago": Case(leave_of_the_living, {}, USELESS),
+    "outputs of unfinished chunks after a month": Case(
+        leave, {"after_seconds": 999 * HOUR}, USELESS
     ),
-    "a probe under way": Case(leave, ANY_AGE, USELESS - {PROBE}, ""),
-    "what a live worker has in hand": Case(leave_of_the_living, ANY_AGE, set(), "w0"),
-    "what a worker left that fell silent long ago": Case(leave_of_the_living, {}, USELESS, ""),
-    "an orphan of an unfinished chunk after a month": Case(
-        leave, {"after_seconds": 1000 * HOUR}, USELESS, ""
-    ),
-    "damaged records": Case(damage, {}, {UNDONE_CLAIM, RECORD}),
-    "young damaged records": Case(damage, NOW, set()),
-    "checkpoints of a repair": Case(begin_repair, {}, set()),
+    "damaged records": Case(damage),
+    "checkpoints of a repair": Case(begin_repair),
     "checkpoints of a repair when no worker runs": Case(
         begin_repair, {"older_than_seconds": 0.0}, {SEGMENT}
     ),
-    "an output that a later generation names": Case(add_generation, {}, set()),
-    "an output whose marker cannot be read": Case(
-        lambda store: overwrite(store, MARKER, b""), {}, set()
-    ),
+    "an output that a later generation names": Case(add_generation),
+    "an output whose marker cannot be read": Case(lambda store: overwrite(store, MARKER, b"")),
     "strangers and the stop request": Case(
-        lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")],
-        {},
-        set(),
+        lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")]
     ),
-    "a claim of another start": Case(
-        lambda store: [
-            store.create(UNDONE_CLAIM, claim_of("w0", nonce="earlier")),
-            make_alive(store),
-        ],
-        NOW,
-        set(),
-        "",
-    ),
-    "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT}, ""),
+    "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT}),
 }
 
 
@@ -205,21 +155,17 @@ def test_what_goes_and_what_stays(run: Store, name: str) -> None:
     assert before.keys() - keys(run) == case.gone
     assert not keys(run) - before.keys()
     assert (done["removed"], sum(done["removed"].values())) == (planned["removed"], len(case.gone))
-    if case.claimed_by is not None:
-        assert owner(run) == case.claimed_by
-        assert done["claims_released"] == planned["claims_released"] == (not case.claimed_by)
     if "redo" not in case.options:
-        again = clean(run, **case.options)
-        assert (again["removed"], again["claims_released"]) == ({}, 0)
+        assert clean(run, **case.options)["removed"] == {}
 
 
 def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: str) -> None:
     leave(run)
-    overwrite(run, UNDONE_SEGMENT, b"not a record\n")
     clean(run, redo=[CHUNK])
     assert run_worker_here(job, run.url)["chunks_done"] == 2
     clean(run)
-    assert not verify(run).findings
+    config = VerifyConfig(run=run.url, deep=True)
+    assert not run_verify(config, open_store=open_store, clock=SystemClock()).findings
 
 
 def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
@@ -228,7 +174,7 @@ def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
     change_marker(run, CHUNK, rows_ok=9, rows_error=1)
     for key, seconds in ((before, -HOUR), (after, HOUR)):
         MemoryStore(run.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
-    clean(run, after_seconds=1000 * HOUR)
+    clean(run, after_seconds=999 * HOUR)
     assert after in keys(run)
     assert before not in keys(run)
 
@@ -236,33 +182,8 @@ def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
 def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
     leave_of_the_living(run)
     config = CleanConfig(run=run.url, yes=True)
-    run_clean(config, store=run, clock=LaterClock(1000 * HOUR))
-    assert keys(run) >= LEFT
-    assert owner(run) == "w0"
-
-
-def test_what_changes_while_it_looks_stays(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inventory of a large run takes minutes: records are mended, and claims change hands."""
-    real, original = clean_module.take_inventory, BucketStore.get
-
-    def take(*args: Any, **values: Any) -> Any:
-        found = real(*args, **values)
-        overwrite(run, RECORD, original(run, layout.worker_key("w0")).data)
-        monkeypatch.setattr(BucketStore, "get", get)
-        return found
-
-    def get(self: MemoryStore, key: str) -> Any:
-        found = original(self, key)
-        if key == UNDONE_CLAIM:  # between the last reading and the release
-            self.replace(key, claim_of("w0"), found.etag)
-        return found
-
-    put_raw(run, RECORD, b"{")
-    put_raw(run, UNDONE_CLAIM, claim_of("gone"))
-    monkeypatch.setattr(clean_module, "take_inventory", take)
-    clean(run)
-    assert RECORD in keys(run)
-    assert owner(run) == "w0"
+    run_clean(config, store=run, clock=LaterClock(999 * HOUR))
+    assert keys(run) >= USELESS | NEEDED
 
 
 def test_what_is_no_run_or_of_a_newer_version_is_not_touched(run: Store, tmp_path: Path) -> None:
@@ -290,22 +211,3 @@ def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
     assert old.exists()
     clean(run)
     assert (old.exists(), young.exists()) == (False, True)
-
-
-def test_cleaning_again_and_again_does_not_disturb_a_worker(tmp_path: Path) -> None:
-    job = str(tmp_path / "job")
-    make_job(job, rows=1500, per_chunk=50)
-    run = open_store(f"{job}/runs/a")
-    options = ["--echo-latency-seconds", "0.3", "--checkpoint-seconds", "0.1"]
-    process = start_process(worker_arguments(job, run.url, *options))
-    while process.poll() is None and not any(run.list(layout.OUTPUTS)):
-        time.sleep(0.02)
-    num_cleanings = 0
-    while process.poll() is None:
-        clean(run, after_seconds=0, older_than_seconds=0)
-        num_cleanings += 1
-    finished = finish_process(process)
-    assert finished.status == 0, finished.stderr
-    assert num_cleanings
-    assert finished.result["request_count"] == 1500
-    assert verify(run).is_sound

@@ -59,33 +59,24 @@ def run(tmp_path: Path) -> str:
     return url
 
 
+ECHO = "worker --engine echo"
 COMMANDS = {
-    "status": ["status", "RUN"],
-    "status as JSON": ["status", "RUN", "--json"],
-    "log as JSON": ["status", "RUN", "--log-format", "json"],
-    "verify": ["verify", "RUN"],
-    "verify deep": ["verify", "RUN", "--deep"],
-    "verify as JSON": ["verify", "RUN", "--json"],
-    "clean": ["clean", "RUN"],
-    "report": ["report", "RUN", "-o", "PAGE"],
-    "compare": ["compare", "RUN", "RUN"],
-    "stop": ["stop", "RUN", "--reason", EVIL],
-    "collect": ["collect", "RUN", "DEST"],
-    "collect partial": ["collect", "RUN", "DEST", "--partial"],
-    "no run": ["status", PATH],
-    "usage": ["verify", "RUN", PATH],
-    "manifest": [
-        "worker",
-        "--engine",
-        "echo",
-        "--prompt-column",
-        "x",
-        "--manifest",
-        "LIST",
-        "--job",
-        "HERE",
-    ],
-    "option": ["worker", "--engine", "echo", "--prompt-column", EVIL, "--manifest", "JOB"],
+    "status": "status RUN",
+    "status as JSON": "status RUN --json",
+    "log as JSON": "status RUN --log-format json",
+    "verify": "verify RUN",
+    "verify deep": "verify RUN --deep",
+    "verify as JSON": "verify RUN --json",
+    "clean": "clean RUN",
+    "report": "report RUN -o PAGE",
+    "compare": "compare RUN RUN",
+    "stop": "stop RUN --reason EVIL",
+    "collect": "collect RUN DEST",
+    "collect partial": "collect RUN DEST --partial",
+    "no run": "status PATH",
+    "usage": "verify RUN PATH",
+    "manifest": f"{ECHO} --prompt-column x --manifest LIST --job HERE",
+    "option": f"{ECHO} --prompt-column EVIL --manifest JOB",
 }
 
 
@@ -96,13 +87,15 @@ def test_no_command_prints_a_control_character(
     (tmp_path / "list.txt").write_text(f"{EVIL}.jsonl\nchunks/part-00000.jsonl\n")
     places = {
         "RUN": run,
+        "EVIL": EVIL,
+        "PATH": PATH,
         "PAGE": str(tmp_path / "page.html"),
         "DEST": str(tmp_path / "dest"),
         "LIST": str(tmp_path / "list.txt"),
         "JOB": str(tmp_path / "job" / layout.ALL_MANIFEST),
         "HERE": str(tmp_path / "job"),
     }
-    status = main.main([places.get(word, word) for word in COMMANDS[name]])
+    status = main.main([places.get(word, word) for word in COMMANDS[name].split()])
     out, err = capfd.readouterr()
     assert status in (0, 1, 2, 3)
     assert out or err

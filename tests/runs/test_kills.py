@@ -14,7 +14,7 @@ from crashing import crash_everywhere
 from finished_run import finish_run
 from making import make_job, put_raw
 
-MODULES = [f"batchinfer.runs.{name}" for name in ("report", "clean", "samples", "overview")]
+MODULES = [f"batchinfer.runs.{name}" for name in ("report", "clean", "pairs", "overview")]
 LEFT = (
     layout.output_key(layout.output_file("part-00001", "aaaa")),
     layout.segment_key("part-00000", "gone", 1, 1),

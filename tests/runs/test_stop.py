@@ -24,20 +24,15 @@ from making import (
 )
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> str:
-    url = str(tmp_path / "job")
-    make_job(url, rows=2000, per_chunk=500)
-    return url
-
-
 def stop(run: str, *, resume: bool = False) -> dict[str, Any]:
     config = StopConfig(run=run, resume=resume, reason="too dear")
     return run_stop(config, store=open_store(run), clock=SystemClock())
 
 
-def test_a_running_worker_ends_with_3_and_keeps_its_rows(job: str) -> None:
+def test_a_running_worker_ends_with_3_and_keeps_its_rows(tmp_path: Path) -> None:
+    job = str(tmp_path / "job")
     run = f"{job}/runs/a"
+    make_job(job, rows=2000, per_chunk=500)
     options = ["--echo-latency-seconds", "2", "--lease-seconds", "1", "--checkpoint-seconds", "0.3"]
     process = start_process(worker_arguments(job, run, *options, "--grace-seconds", "0.5"))
     while process.poll() is None and not any(Path(run, layout.CHECKPOINTS).glob("*/*.jsonl")):
@@ -59,18 +54,12 @@ def test_a_running_worker_ends_with_3_and_keeps_its_rows(job: str) -> None:
     assert run_worker_here(job, run)["rows_resumed"] > 0
 
 
-def test_a_run_whose_workers_are_still_loading_can_be_stopped(job: str) -> None:
-    run = f"{job}/runs/a"
-    options = ("--echo-load-seconds", "60", "--lease-seconds", "1")
-    process = start_process(worker_arguments(job, run, *options))
-    while process.poll() is None and not any(Path(run, layout.WORKERS).glob("*.json")):
-        time.sleep(0.05)
-    assert not Path(run, layout.RUN_KEY).exists()
-    stop(run)
-    assert finish_process(process).status == 3
-
-
-def test_what_is_no_run_cannot_be_stopped(tmp_path: Path) -> None:
+def test_a_run_that_has_only_begun_can_be_stopped_and_what_is_no_run_cannot(tmp_path: Path) -> None:
+    for key in (layout.worker_key("w0"), layout.launch_key("x")):
+        run = str(tmp_path / key)
+        open_store(run).create(key, b"{}")
+        stop(run)
+        assert Path(run, layout.STOP_KEY).exists()
     with pytest.raises(InputError, match="no run there"):
         stop(str(tmp_path / "nowhere"))
     assert not (tmp_path / "nowhere").exists()

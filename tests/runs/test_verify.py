@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -60,9 +60,8 @@ def run(job: str) -> Store:
 
 @pytest.fixture
 def local_job(tmp_path: Path) -> str:
-    url = str(tmp_path / "local-job")
-    make_job(url, rows=25, per_chunk=10, workers=2)
-    return url
+    make_job(tmp_path / "local-job", rows=25, per_chunk=10, workers=2)
+    return str(tmp_path / "local-job")
 
 
 def verify(run: str | Store, **options: Any) -> Verdict:
@@ -118,81 +117,56 @@ def put(key: str, data: bytes) -> Callable[[Store], None]:
     return lambda store: put_raw(store, key, data)
 
 
-class Damage(NamedTuple):
-    """A damage: what `verify` calls it and where it is, what does it, and what finds and mends it."""
-
-    kind: str
-    subject: str
-    act: Callable[[Store], object]
-    is_deep: bool = False
-    """Whether only --deep finds it."""
-
-
-def _line(index: int, change: Callable[[bytes], bytes]) -> Callable[[Store], None]:
-    def apply(lines: list[bytes]) -> None:
-        lines[index] = change(lines[index])
-
-    return with_lines(apply)
+def add_foreign_marker(store: Store) -> None:
+    store.create(layout.marker_key(NO_CHUNK), store.get(MARKER).data)
 
 
 CLAIM = codec.encode(Claim(worker="w", nonce="n"))
+CORRUPT: dict[str, Callable[[Store], object]] = {
+    "empty marker": put(MARKER, b""),
+    "half a marker": put(MARKER, b'{"outp'),
+    "no output": lambda store: store.delete([output_of(store)]),
+    "cut output": with_output(lambda data: data[:-10]),
+    "too few rows": with_marker(rows_ok=9),
+    "uncounted errors": with_marker(rows_ok=8, rows_error=2, errors={"x": 1}),
+}
+FOREIGN: dict[str, Callable[[Store], object]] = {
+    "another run": with_marker(fingerprint="f" * 32),
+    "another chunk": with_marker(chunk_sha256="0" * 64),
+    "another name": with_marker(chunk="chunks/part-00002.jsonl"),
+    "another's output": with_marker(output="part-00000.aaaa.jsonl"),
+    "an output elsewhere": with_marker(output="../run.json"),
+}
+DEEP: dict[str, Callable[[Store], object]] = {
+    "flipped byte": with_output(lambda data: data.replace(b"hello", b"hallo", 1)),
+    "swapped lines": with_lines(lambda lines: lines.insert(2, lines.pop(3))),
+    "doubled line": with_lines(lambda lines: lines.__setitem__(2, lines[3])),
+    "dropped line": with_lines(lambda lines: lines.pop()),
+    "added line": with_lines(lambda lines: lines.append(lines[0])),
+    "changed id": with_lines(lambda it: it.__setitem__(4, it[4].replace(b'"14"', b'"41"'))),
+    "broken line": with_lines(lambda lines: lines.__setitem__(4, lines[4][:-5])),
+    "wrong counts": with_marker(rows_ok=9, rows_error=1),
+}
+LEFT = {
+    "unreadable record": (layout.worker_key("w9"), b"{"),
+    "orphan output": (f"outputs/{CHUNK}.aaaa.jsonl", b"{}\n"),
+    "output of no chunk": (f"outputs/{NO_CHUNK}.aaaa.jsonl", b"{}\n"),
+    "segment": (layout.segment_key(CHUNK, "w", 1, 1), b"{}\n"),
+    "segment of no chunk": (layout.segment_key(NO_CHUNK, "w", 1, 1), b"{}\n"),
+    "claim": (layout.claim_key(CHUNK), CLAIM),
+    "claim of no chunk": (layout.claim_key(NO_CHUNK), CLAIM),
+    "unreadable claim": (layout.claim_key(CHUNK), b"{"),
+    "probe": (f"{layout.PROBES}abc", b"x"),
+    "stop request": (layout.STOP_KEY, b"{}"),
+    "stranger": ("outputs/notes.txt", b"mine"),
+}
 DAMAGES = {
-    "no marker": Damage("missing", CHUNK, lambda store: store.delete([MARKER])),
-    "empty marker": Damage("corrupt", CHUNK, lambda store: overwrite(store, MARKER, b"")),
-    "half a marker": Damage("corrupt", CHUNK, lambda store: overwrite(store, MARKER, b'{"outp')),
-    "no output": Damage("corrupt", CHUNK, lambda store: store.delete([output_of(store)])),
-    "cut output": Damage("corrupt", CHUNK, with_output(lambda data: data[:-10])),
-    "too few rows": Damage("corrupt", CHUNK, with_marker(rows_ok=9)),
-    "uncounted errors": Damage(
-        "corrupt", CHUNK, with_marker(rows_ok=8, rows_error=2, errors={"x": 1})
-    ),
-    "another run": Damage("foreign", CHUNK, with_marker(fingerprint="f" * 32)),
-    "another chunk": Damage("foreign", CHUNK, with_marker(chunk_sha256="0" * 64)),
-    "another name": Damage("foreign", CHUNK, with_marker(chunk="chunks/part-00002.jsonl")),
-    "another's output": Damage("foreign", CHUNK, with_marker(output="part-00000.aaaa.jsonl")),
-    "an output elsewhere": Damage("foreign", CHUNK, with_marker(output="../run.json")),
-    "a marker of no chunk": Damage(
-        "foreign",
-        NO_CHUNK,
-        lambda store: store.create(layout.marker_key(NO_CHUNK), store.get(MARKER).data),
-    ),
-    "flipped byte": Damage(
-        "corrupt",
-        CHUNK,
-        with_output(lambda data: data.replace(b"hello", b"hallo", 1)),
-        is_deep=True,
-    ),
-    "swapped lines": Damage(
-        "corrupt", CHUNK, with_lines(lambda lines: lines.insert(2, lines.pop(3))), is_deep=True
-    ),
-    "doubled line": Damage(
-        "corrupt", CHUNK, with_lines(lambda lines: lines.__setitem__(2, lines[3])), is_deep=True
-    ),
-    "dropped line": Damage("corrupt", CHUNK, with_lines(lambda lines: lines.pop()), is_deep=True),
-    "added line": Damage(
-        "corrupt", CHUNK, with_lines(lambda lines: lines.append(lines[0])), is_deep=True
-    ),
-    "changed id": Damage(
-        "corrupt", CHUNK, _line(4, lambda line: line.replace(b'"14"', b'"41"')), is_deep=True
-    ),
-    "broken line": Damage("corrupt", CHUNK, _line(4, lambda line: line[:-5]), is_deep=True),
-    "wrong counts": Damage("corrupt", CHUNK, with_marker(rows_ok=9, rows_error=1), is_deep=True),
-    "unreadable record": Damage("corrupt", layout.worker_key("w9"), put("workers/w9.json", b"{")),
-    **{
-        name: Damage("leftover", key, put(key, data))
-        for name, key, data in (
-            ("orphan output", f"outputs/{CHUNK}.aaaa.jsonl", b"{}\n"),
-            ("output of no chunk", f"outputs/{NO_CHUNK}.aaaa.jsonl", b"{}\n"),
-            ("segment", layout.segment_key(CHUNK, "w", 1, 1), b"{}\n"),
-            ("segment of no chunk", layout.segment_key(NO_CHUNK, "w", 1, 1), b"{}\n"),
-            ("claim", layout.claim_key(CHUNK), CLAIM),
-            ("claim of no chunk", layout.claim_key(NO_CHUNK), CLAIM),
-            ("unreadable claim", layout.claim_key(CHUNK), b"{"),
-            ("probe", f"{layout.PROBES}abc", b"x"),
-            ("stop request", layout.STOP_KEY, b"{}"),
-            ("stranger", "outputs/notes.txt", b"mine"),
-        )
-    },
+    # what `verify` calls a damage and where it is, and what does it
+    "no marker": ("missing", CHUNK, lambda store: store.delete([MARKER])),
+    "a marker of no chunk": ("foreign", NO_CHUNK, add_foreign_marker),
+    **{name: ("corrupt", CHUNK, act) for name, act in (CORRUPT | DEEP).items()},
+    **{name: ("foreign", CHUNK, act) for name, act in FOREIGN.items()},
+    **{name: ("leftover", key, put(key, data)) for name, (key, data) in LEFT.items()},
 }
 
 
@@ -200,40 +174,24 @@ DAMAGES = {
 def test_a_damage_is_found_and_the_commands_named_mend_it(local_job: str, name: str) -> None:
     run = open_store(f"{local_job}/runs/a")
     run_worker_here(local_job, run.url)
-    damage = DAMAGES[name]
-    damage.act(run)
+    kind, subject, act = DAMAGES[name]
+    act(run)
     for path in filter(Path.is_file, Path(run.url).rglob("*")):  # `clean` leaves the young alone
         os.utime(path, (time.time() - 2 * DEFAULT_AGE_SECONDS,) * 2)
-    if damage.is_deep:
+    if name in DEEP:
         assert verify(run).is_sound
-    verdict = verify(run, is_deep=damage.is_deep)
-    assert (damage.kind, damage.subject) in kinds(verdict)
-    assert verdict.is_sound == (damage.kind == "leftover")
+    verdict = verify(run, deep=name in DEEP)
+    assert (kind, subject) in kinds(verdict)
+    assert verdict.is_sound == (kind == "leftover")
     for line in verdict.lines():
         _, marked, text = line.partition("  fix: ")
         if marked and "rm " in text:
             subprocess.run(["bash", "-c", text], check=True, capture_output=True)
     mend(verdict)
-    mended = verify(run, is_deep=True)
+    mended = verify(run, deep=True)
     assert mended.is_sound, mended.findings
     assert mended.result["rows_ok"] == 25
-    if damage.kind == "leftover":
-        assert not mended.findings
-
-
-@pytest.mark.s3
-def test_the_same_in_a_bucket(s3_url: Callable[..., str]) -> None:
-    job = s3_url("job")
-    make_job(job, rows=25, per_chunk=10)
-    run = open_store(f"{job}/runs/a")
-    run_worker_here(job, run.url)
-    for name in ("empty marker", "another run", "flipped byte"):
-        damage = DAMAGES[name]
-        damage.act(run)
-        verdict = verify(run, is_deep=damage.is_deep)
-        assert (damage.kind, CHUNK) in kinds(verdict)
-        mend(verdict)
-        assert verify(run, is_deep=True).is_sound
+    assert kind != "leftover" or not mended.findings
 
 
 # --------------------------------------------------------------------------- sound runs, and parts of them
@@ -246,29 +204,23 @@ def test_rows_that_failed_are_counted_and_sound(tmp_path: Path, compression: str
 
     job = str(tmp_path / "job")
     make_job(job, rows=25, per_chunk=10, make_row=make_row, compression=compression)
-    run_worker_here(job, f"{job}/runs/a")
-    verdict = verify(f"{job}/runs/a", is_deep=True)
+    run_worker_here(job, f"{job}/runs/a", "--limit", "23")
+    verdict = verify(f"{job}/runs/a", deep=True)
     assert not verdict.findings
-    assert (verdict.result["rows_ok"], verdict.result["rows_error"]) == (20, 5)
-    assert sum(verdict.result["errors"].values()) == 5
-
-
-def test_a_limit_asks_only_for_its_rows(job: str) -> None:
-    run_worker_here(job, f"{job}/runs/a", "--limit", "13")
-    verdict = verify(f"{job}/runs/a", is_deep=True)
-    assert not verdict.findings
-    assert (verdict.result["chunks_total"], verdict.result["rows_ok"]) == (2, 13)
+    result = verdict.result
+    assert (result["chunks_total"], result["rows_ok"], result["rows_error"]) == (3, 18, 5)
+    assert sum(result["errors"].values()) == 5
 
 
 def test_the_marker_of_the_newest_generation_counts(run: Store) -> None:
     marker = json.loads(run.get(MARKER).data) | {"generation": 1}
     run.create(layout.marker_key(CHUNK, 1), json.dumps(marker).encode())
-    assert verify(run, is_deep=True).is_sound
+    assert verify(run, deep=True).is_sound
     overwrite(run, layout.marker_key(CHUNK, 1), b"{}")
     assert ("corrupt", CHUNK) in kinds(verify(run))
 
 
-def test_missing_chunks_say_who_works_on_them(local_job: str) -> None:
+def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(local_job: str) -> None:
     run = open_store(f"{local_job}/runs/a")
     run_worker_here(local_job, run.url, "--worker-id", "w7", index=0)
     run.delete([MARKER, layout.marker_key("part-00002")])
@@ -277,16 +229,10 @@ def test_missing_chunks_say_who_works_on_them(local_job: str) -> None:
     run.replace(layout.worker_key("w7"), alive, record.etag)
     claim = Claim(worker="w7", nonce=json.loads(record.data)["nonce"])
     put_raw(run, layout.claim_key(CHUNK), codec.encode(claim))
-    verdict = verify(run)
-    found = {
-        finding.subject: finding.problem
-        for finding in verdict.findings
-        if finding.kind == "missing"
-    }
-    assert "w7" in found[CHUNK]
-    assert "w7" not in found["part-00002"]
-    findings = verdict.as_json()["findings"]
-    assert all("mend" in finding for finding in findings)
+    found = {one["subject"]: one for one in verify(run).as_json()["findings"]}
+    assert "w7" in found[CHUNK]["problem"]
+    assert "w7" not in found["part-00002"]["problem"]
+    assert found[CHUNK]["mend"].startswith("batchinfer worker --job")
     put_raw(run, layout.STOP_KEY, b"{}")
     hint = verify(run).error().hint
     assert hint == f"batchinfer stop --resume {run.url}", "workers exit at once while it is there"
@@ -303,7 +249,7 @@ def test_a_run_is_not_judged_by_another_job_or_an_edited_configuration(
     edited = json.loads(contents)
     edited["config"]["seed"] = 7
     overwrite(run, layout.RUN_KEY, json.dumps(edited).encode())
-    verdict = verify(run, is_deep=True)
+    verdict = verify(run, deep=True)
     assert kinds(verdict) == {("corrupt", layout.RUN_KEY)}
     assert not any("batchinfer" in line for line in verdict.lines())
     overwrite(run, layout.RUN_KEY, contents)
@@ -318,7 +264,7 @@ def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
     store = open_store(job)
     data = store.get("chunks/part-00001.jsonl").data
     overwrite(store, "chunks/part-00001.jsonl", data.replace(b"hello", b"hallo"))
-    verdict = verify(run, is_deep=True)
+    verdict = verify(run, deep=True)
     assert kinds(verdict) == {("corrupt", CHUNK)}
     assert "the chunk itself" in verdict.findings[0].problem
 
@@ -330,8 +276,8 @@ REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
         "nothing is done yet",
     ),
     "no run.json": (lambda run: run.delete([layout.RUN_KEY]), r"no run\.json"),
-    "half a run.json": (lambda run: overwrite(run, layout.RUN_KEY, b"{"), "not a readable run"),
-    "newer": (lambda run: overwrite(run, layout.RUN_KEY, b'{"format_version": 99}'), "version 99"),
+    "half a run.json": (put(layout.RUN_KEY, b"{"), "not a readable run"),
+    "newer": (put(layout.RUN_KEY, b'{"format_version": 99}'), "version 99"),
 }
 
 
@@ -343,23 +289,18 @@ def test_what_cannot_be_verified_is_refused(run: Store, case: str) -> None:
         verify(run)
 
 
-def test_a_job_that_was_moved_must_be_named(local_job: str, tmp_path: Path) -> None:
+def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_moved(
+    local_job: str, tmp_path: Path
+) -> None:
     run = str(tmp_path / "run")
     run_worker_here(local_job, run)
-    assert verify(run).is_sound  # run.json tells
-    Path(local_job).rename(tmp_path / "moved")
-    with pytest.raises(InputError, match="where its job lies"):
-        verify(run)
-    assert verify(run, job=str(tmp_path / "moved"), is_deep=True).is_sound
-
-
-def test_the_command_ends_with_0_or_1_and_what_to_do(local_job: str) -> None:
-    run = f"{local_job}/runs/a"
-    run_worker_here(local_job, run)
-    done = run_process(["verify", run, "--deep"])
+    moved = str(Path(local_job).rename(tmp_path / "moved"))
+    done = run_process(["verify", run])
+    assert (done.status, "where its job lies" in done.stderr) == (2, True)
+    done = run_process(["verify", run, "--job", moved, "--deep"])
     assert (done.status, done.result["status"]) == (0, "SOUND")
     Path(run, MARKER).write_bytes(b"")
-    done = run_process(["verify", run])
+    done = run_process(["verify", run, "--job", moved])
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
@@ -389,36 +330,19 @@ def test_two_thousand_chunks_are_verified_by_one_listing(
 # --------------------------------------------------------------------------- the command that goes on with a run
 
 HARD = "it's \"so\" $HOME `x` {{ prompt }}\nsecond, 'line' \N{SNOWMAN} "
-OPTIONS: dict[str, list[str]] = {
-    "limit and seed": ["--limit", "13", "--seed", "none"],
-    "model and server": ["--model", "an echo", "--max-model-len", "4096", "--trust-remote-code"],
-    "a system prompt": ["--as-chat", "--system-prompt", HARD, f"--chat-template=-{HARD}"],
-    "sampling": [
-        "--max-tokens",
-        "5",
-        "--sampling",
-        "top_k=-1",
-        "--n",
-        "2",
-        "--stop",
-        HARD,
-        "--stop",
-        "-",
-    ],
-    "more sampling": ["--seed", "7", "--temperature", "0.5", "--sampling", 'bad_words=["a,b=c"]'],
-}
+PLAIN = "--limit 13 --seed none --n 2 --as-chat --max-model-len 4096 --stop - --trust-remote-code"
+TEXTS = ["--model", "an echo", "--system-prompt", HARD, f"--chat-template=-{HARD}", "--stop", HARD]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, options: str) -> None:
+def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str) -> None:
+    """tests/cli/test_options.py proves how each option is spelled."""
     run = f"{local_job}/runs/it's a"
-    run_worker_here(local_job, run, *OPTIONS[options])
+    run_worker_here(local_job, run, *PLAIN.split(), *TEXTS)
     open_store(run).delete([layout.marker_key("part-00000")])
     _, _, *arguments = shlex.split(verify(run).worker, comments=True)
     assert "--trust-remote-code" not in arguments
-    if "--trust-remote-code" in OPTIONS[options]:
-        arguments.append("--trust-remote-code")  # as the comment after the command says
-    worker.main(arguments, standalone_mode=False)
+    # as the comment after the command says
+    worker.main([*arguments, "--trust-remote-code"], standalone_mode=False)
     assert verify(run).is_sound
 
 

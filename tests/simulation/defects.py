@@ -87,7 +87,7 @@ def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
     def settle(self: Lease) -> None:
-        self._etag = self._store.stat(self._key).etag
+        self._own.expect(self._own.read()[1])
 
     return mock.patch.object(Lease, "_settle", settle)
 
@@ -335,19 +335,15 @@ def clean_takes_every_orphan() -> Defect:
     def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
         yield from real(inventory, config)
         for _, info in inventory.orphans():
-            yield clean.Removal("orphan outputs", info, None)
+            yield clean.Removal("orphan outputs", info, clean.ANY_AGE)
 
     return mock.patch.object(clean, "find_removals", find_removals)
 
 
 def clean_goes_by_its_own_clock() -> Defect:
-    """`clean` compares the store's times with the clock of the machine that it runs on."""
-    return mock.patch.object(clean, "_time_of", lambda _store, clock: clock.now())
-
-
-def clean_releases_living_claims() -> Defect:
-    """`clean` gives claims back without a look at their owners."""
-    return mock.patch.object(Inventory, "is_claim_alive", return_value=False)
+    """`clean` compares the store's times with a clock that is an hour ahead."""
+    real = clean._time_of
+    return mock.patch.object(clean, "_time_of", lambda store: real(store) + 3600.0)
 
 
 def first_sighting_from_asking() -> Defect:
@@ -388,15 +384,11 @@ def lease_renewed_as_of_the_end() -> Defect:
 
 def settle_without_the_nonce() -> Defect:
     """Every record of the worker counts as one's own, whichever start wrote it."""
-    real = Lease._read
 
-    def read(self: Lease) -> tuple[WorkerLease | None, str]:
-        found, etag = real(self)
-        if found is not None:
-            found = msgspec.structs.replace(found, nonce=self.nonce)
-        return found, etag
+    def confirm(self: Lease) -> str:
+        return self._own.read()[1]
 
-    return mock.patch.object(Lease, "_read", read)
+    return mock.patch.object(Lease, "confirm", confirm)
 
 
 def every_claim_of_the_id_is_ours() -> Defect:

@@ -206,7 +206,7 @@ class Scenario:
         )
         verdict = run_verify(
             VerifyConfig(
-                run=store.url, job=f"{BUCKET}job", is_deep=True, scratch_dir=str(self.folder)
+                run=store.url, job=f"{BUCKET}job", deep=True, scratch_dir=str(self.folder)
             ),
             open_store=lambda url: StillStore(url, self.server, process),
             clock=clock,

@@ -83,23 +83,6 @@ def an_output_gets_a_name_that_none_has_had() -> None:
     assert names[0] != names[1]
 
 
-def clean_goes_by_the_time_of_the_store() -> None:
-    """Its machine's clock is three hours ahead, and the worker's heart beats."""
-    with Stage([[f"say {index}" for index in range(50)]]) as stage:
-        stage.engine.max_in_flight = 1
-        owners: list[str] = []
-
-        def clean() -> None:
-            stage.clean(ahead_seconds=3 * 3600.0)
-            key = layout.claim_key(CHUNK)
-            owners.append(decode_claim(stage.objects()[key], key).worker)
-
-        stage.scheduler.after(10.0, clean)
-        assert stage.run().is_success
-        assert owners == ["w0"]
-        assert not stage.objects(layout.PROBES)
-
-
 def a_ghost_leaves_its_successors_claim_alone() -> None:
     """It had given the chunk up, and releases what its own late write may have left there."""
     store, clock = MemoryStore("memory://scene-ghost"), FakeClock()
@@ -202,7 +185,6 @@ SCENES: dict[str, Callable[[], None]] = {
     "no_fence_of_starts": a_renewal_leaves_the_record_of_another_start_alone,
     "lease_renewed_as_of_the_end": a_heartbeat_counts_from_when_it_was_sent,
     "output_name_given_again": an_output_gets_a_name_that_none_has_had,
-    "clean_goes_by_its_own_clock": clean_goes_by_the_time_of_the_store,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,

@@ -13,7 +13,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
+from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.start import Environment, WorkerConfig
 from making import put_job
@@ -154,21 +154,12 @@ class Stage:
         """Put an object into the run by hand."""
         self.server.put(RUN + key, data)
 
-    def clean(
-        self,
-        store_type: type[StillStore] = StillStore,
-        *,
-        ahead_seconds: float = 0.0,
-        older_than_seconds: float = DEFAULT_AGE_SECONDS,
-    ) -> None:
-        """Run `batchinfer clean --yes` at this instant, on a machine whose clock is so far ahead."""
+    def clean(self) -> None:
+        """Run `batchinfer clean --yes` at this instant."""
         process = Process(self.scheduler, CLEANER)
-        store = store_type(f"{BUCKET}run", self.server, process)
-        run_clean(
-            CleanConfig(run=store.url, yes=True, older_than_seconds=older_than_seconds),
-            store=store,
-            clock=SimClock(process, ahead_seconds),
-        )
+        store = StillStore(f"{BUCKET}run", self.server, process)
+        config = CleanConfig(run=store.url, yes=True)
+        run_clean(config, store=store, clock=SimClock(process, 0.0))
 
     def stop(self, error: BatchinferError) -> None:
         """Ask the worker that runs to stop."""

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from batchinfer.cli.main import main
-from batchinfer.ledger.metrics import WorkerSample, families_of
+from batchinfer.ledger.metrics import families_of
 from fakes import worker_record
 from making import make_job, run_worker_here, start_process, worker_arguments
 from metrics_reader import KINDS, NAMES, parse, port_of, scrape
@@ -117,8 +117,7 @@ def test_hostile_texts_stay_within_their_labels() -> None:
 
     class Collector:
         def collect(self):
-            sample = WorkerSample(record, "running", None, None, 0.0)
-            return families_of("s3://key:secret@bucket/run", [sample])
+            return families_of("s3://key:secret@bucket/run", [record])
 
     registry = CollectorRegistry()
     registry.register(Collector())
