@@ -1,4 +1,4 @@
-"""One start of a worker, from its set-up through its main loop to its end: it runs a model over chunks of rows.
+"""One start of a worker, from its set-up through its main loop (main_loop.py) to its end.
 
 A worker is done when every chunk of its manifests has a marker and it finds no other chunk to take. With
 --retry-errors, the error rows of these chunks must also have been tried again. A worker may end at any instant, also by
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from batchinfer.core import units
-from batchinfer.core.errors import BatchinferError, EngineError, StorageError
+from batchinfer.core.errors import BatchinferError, StorageError
 from batchinfer.core.events import tell
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
-from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
+from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.runs import refuse_foreign
@@ -32,12 +32,12 @@ from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
 from batchinfer.worker.joining import (
     Membership,
-    check_error_rate,
     make_result,
     read_work,
     refuse_only_errors,
 )
 from batchinfer.worker.limits import watch_limits
+from batchinfer.worker.main_loop import MainLoop
 from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.own_markers import OwnMarkers, to_repair
@@ -51,7 +51,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-_SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 
 
@@ -91,8 +90,6 @@ class _Start:
         self.markers = OwnMarkers(self.store, environment.background, self._await)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
-        self._rows_saved = 0
-        self._snapshot_at = float("-inf")
         self._turn: Callable[[], None] = lambda: None
         """Tells the heartbeat that the main loop has turned."""
 
@@ -202,7 +199,7 @@ class _Start:
         stream = RowStream(
             environment, open_chunks, builder, self.telemetry, config.limits, info=info
         )
-        self._answer(engine, stream, open_chunks)
+        MainLoop(engine, stream, open_chunks, config, environment, self.telemetry, self._turn).run()
         if open_chunks.failures:
             raise _undone(open_chunks.failures)
         self._confirm(membership, done, own - open_chunks.published)
@@ -343,80 +340,6 @@ class _Start:
             done_before=work.chunks_done,
             rows_checkpointed=rows,
         )
-
-    # -- the main loop
-
-    def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the rows through the engine until every chunk is published. After an error, save finished rows."""
-        stopper = self.environment.stopper
-        try:
-            self._generate(engine, stream, open_chunks)
-            while not open_chunks.is_drained:
-                stopper.raise_if_requested()
-                self._keep_books(engine, stream, open_chunks)
-                if not open_chunks.is_drained:
-                    self.environment.background.wait(_POLL_SECONDS)
-            check_error_rate(self.config, self.telemetry, is_end=True)
-        except EngineError as error:
-            open_chunks.note_death(error.in_flight)
-            # Nobody waits for a worker whose engine died.
-            open_chunks.end(LEASES_WITHOUT_STORAGE * self.config.lease_seconds, self._turn)
-            raise
-        except Exception:
-            # Finished rows are saved after any other error too, even a bug of batchinfer.
-            open_chunks.end(stopper.seconds_left, self._turn)
-            raise
-
-    def _generate(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the main loop: the engine takes rows from `stream` when it has free slots, and yields finished rows."""
-        stopper = self.environment.stopper
-        batches = engine.generate(stream, stopper)
-        self._keep_books(engine, stream, open_chunks)
-        try:
-            for replies in batches:
-                self.telemetry.rows_in_engine(stream.num_in_flight)
-                stream.handle(replies)
-                self._keep_books(engine, stream, open_chunks)
-                if stopper.is_requested:
-                    if not open_chunks.is_closing:
-                        text = "{reason}; ending"
-                        tell(logger, "stop_requested", text, reason=str(stopper.error))
-                        open_chunks.close()
-                        # Checkpoint now, because the machine may be gone before the engine finishes its last rows.
-                        open_chunks.checkpoint()
-                    if not stream.num_in_flight or stopper.is_set():
-                        break
-                elif stream.is_complete:
-                    break
-        finally:
-            getattr(batches, "close", list)()  # runs a generator's clean-up code now
-        self.telemetry.note_engine_stats(engine.stats())
-        stopper.raise_if_requested()
-
-    def _keep_books(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Take in finished background work, and begin what is due next.
-
-        Background work builds calls, opens chunks, and writes checkpoints and outputs. From time to time the worker's
-        record is updated, the error rate is checked, and progress is shown.
-        """
-        config, telemetry = self.config, self.telemetry
-        self._turn()
-        stream.collect()
-        open_chunks.tick(stream.num_built, stream.max_in_flight)
-        stream.prepare()
-        # After so many seconds each chunk writes a checkpoint by itself.
-        rows_done = telemetry.counts.rows_done
-        if config.checkpoint_rows and rows_done - self._rows_saved >= config.checkpoint_rows:
-            open_chunks.checkpoint()
-            self._rows_saved = rows_done
-        telemetry.note_checkpoints(open_chunks.unsaved_seconds)
-        now = self.clock.monotonic()
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
-            self._snapshot_at = now
-            telemetry.note_engine_stats(engine.stats())
-            telemetry.snapshot()
-            check_error_rate(config, telemetry, num_pending=stream.num_pending)
-        self.environment.show_progress(telemetry)
 
 
 def _undone(failures: dict[str, BatchinferError]) -> StorageError:

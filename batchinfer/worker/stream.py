@@ -11,7 +11,7 @@ Rows of many chunks are in the engine at once. A finished row goes back to its c
 called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
-* the worker's loop (start.py) gives replies back with `handle` and keeps the books, in this order:
+* the worker's loop (main_loop.py) gives replies back with `handle` and keeps the books, in this order:
   `collect`, `num_built`, `prepare`.
 """
 
@@ -29,9 +29,10 @@ from batchinfer.core import units
 from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
-from batchinfer.formats import encode_row
+from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
-from batchinfer.prompts import Prepared, PromptBuilder, RawRow, finish_call
+from batchinfer.prompts.builder import PromptBuilder, finish_call
+from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import OpenChunks

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["job", "job of chosen columns", "list"])
-def test_deep_rows_are_answered_and_read_by_every_call(
+def test_deep_rows_are_answered_and_read_by_every_command(
     place: str, source: Path, tmp_path: Path, call: Call
 ) -> None:
     job, run = tmp_path / "job", tmp_path / "run"
@@ -83,7 +83,7 @@ def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
         *("--engine", "echo", "--prompt-column", "prompt"),
     )
     store = open_store(str(run))
-    deep = b'"x": ' + nested(940).encode() + b","
+    deep = b'"x": ' + nested(500).encode() + b","
     record = store.get("workers/w0.json").data.replace(b'"host":{', b'"host":{' + deep)
     overwrite(store, "workers/w0.json", record)
     assert call("status", run).status == 0

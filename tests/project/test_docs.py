@@ -10,6 +10,8 @@ from urllib.parse import unquote
 import pytest
 from markdown.extensions.toc import slugify, unique
 
+from simulation.defects import DEFECTS
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = sorted((ROOT / "batchinfer").rglob("*.py"))
@@ -60,3 +62,14 @@ def test_documents_that_the_code_names_are_there() -> None:
         ]
         problems += [f"{path.name}: {problem}" for _, problem in names if problem]
     assert not problems
+
+
+def test_every_promise_names_proofs_that_exist() -> None:
+    rows = re.findall(
+        r"^\| (P\d) \|.*\| ([^|]+) \|$", (ROOT / "docs/promises.md").read_text(), re.MULTILINE
+    )
+    assert [name for name, _ in rows] == [f"P{number}" for number in range(1, 10)]
+    for _, proofs in rows:
+        names = re.findall(r"`([^`]+)`", proofs)
+        assert len(names) >= 2
+        assert all(name in DEFECTS or (ROOT / name).is_file() for name in names), names

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, Superseded
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
+from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
 from fakes import FakeClock, MemoryStore, worker_record
@@ -22,7 +25,7 @@ LEASE_SECONDS = 6.0
 
 
 class _Slow(MemoryStore):
-    """A store whose answers take long, and are as young as their end."""
+    """A store in which everything takes long, and happens at its end or, if it is a write, at its beginning."""
 
     clock: FakeClock
     seconds = 0.0
@@ -30,6 +33,11 @@ class _Slow(MemoryStore):
     def get(self, key: str) -> Object:
         self.clock.sleep(self.seconds)
         return super().get(key)
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        written = super().replace(key, data, etag)
+        self.clock.sleep(self.seconds)
+        return written
 
 
 def _start(store: MemoryStore, clock: FakeClock, nonce: str) -> tuple[Lease, Claims]:
@@ -50,6 +58,29 @@ def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:
     assert claims.look(held) is not None
     store.seconds = 0.0
     assert claims.look(held) is not None
+
+
+def a_heartbeat_counts_from_when_it_was_sent() -> None:
+    """Its answer took two leases, and others have seen it all that time ago."""
+    store, clock = _Slow("memory://scene-heartbeat"), FakeClock()
+    store.clock = clock
+    lease, _ = _start(store, clock, "slow")
+    store.seconds = 2 * LEASE_SECONDS
+    lease.renew(worker_record())
+    assert not lease.is_held()
+
+
+def an_output_gets_a_name_that_none_has_had() -> None:
+    """The first one is gone again when the second one comes."""
+    store = MemoryStore("memory://scene-names")
+    names = []
+    for nonce in (16 * "a", 16 * "b"):
+        publisher = Publisher(store, nonce=nonce, require_lease=lambda: None)
+        with tempfile.TemporaryDirectory() as folder:
+            built = build_output(Path(folder) / "output", [nonce.encode()])
+            names.append(publisher._put_output(built, CHUNK))
+        store.delete([layout.output_key(names[-1])])
+    assert names[0] != names[1]
 
 
 def a_ghost_leaves_its_successors_claim_alone() -> None:
@@ -151,6 +182,9 @@ SCENES: dict[str, Callable[[], None]] = {
     "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
     "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
+    "no_fence_of_starts": a_renewal_leaves_the_record_of_another_start_alone,
+    "lease_renewed_as_of_the_end": a_heartbeat_counts_from_when_it_was_sent,
+    "output_name_given_again": an_output_gets_a_name_that_none_has_had,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,

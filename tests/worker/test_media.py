@@ -15,7 +15,7 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.ledger.runs import read_run
-from batchinfer.prompts import MediaRef
+from batchinfer.prompts.types import MediaRef
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
@@ -89,9 +89,8 @@ def test_what_is_at_a_place_arrives_as_it_was(server: WebServer, tmp_path: Path)
     assert fetched("a.png", media_root="memory://pictures/deep") == RED
 
 
-@pytest.mark.s3
-def test_an_image_in_a_bucket(s3_url: Any) -> None:
-    bucket = s3_url("pictures")
+def test_an_image_in_a_bucket() -> None:
+    bucket = "memory://images"
     open_store(bucket).create("a.png", RED)
     assert fetched(f"{bucket}/a.png") == RED
     assert code_of(f"{bucket}/b.png") == "media_unavailable"
