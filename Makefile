@@ -17,7 +17,7 @@ SEEDS ?= 3000
 KILLS ?= 60
 FREEZES ?= 10
 
-.PHONY: help setup setup-light demo test test-light check bench simulate simulate-scale chaos docs
+.PHONY: help setup setup-light demo test test-light fix check bench simulate simulate-scale chaos docs
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -40,6 +40,11 @@ test: setup ## the test suite (all but the tests marked slow), in JOBS processes
 	@$(PY) -m batchinfer convert hf-to-onnx --setup --environment .venv-onnx --log-level warning >/dev/null
 	@# Hundreds of processes import the package: none of them needs to compile it again.
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+fix: setup-light ## format, mend what ruff can, record the goldens anew
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	cd tests && PYTHONPATH=. ../$(PY) -m goldens
 
 check: setup-light ## lint, format, types, import layers, links of the docs
 	$(PY) -m ruff check .

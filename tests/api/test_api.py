@@ -87,6 +87,7 @@ def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> Non
     assert texts(run(data, quiet=True)) == expected
 
 
+@pytest.mark.full
 def test_answers_come_as_table_frame_data_set_and_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
