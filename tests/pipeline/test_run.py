@@ -235,7 +235,7 @@ def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(
     assert run(folder, "-o", dest, "--limit", "2") == 0
     write_lines(folder / "1.jsonl", ROWS[3:5])
     assert run(folder, "-o", dest) == 0
-    assert "2 rows of new files: appended to the 3 that are there" in run.err
+    assert "2 rows of new files: to be appended to the 3 that are there" in run.err
     assert run.result["worker"]["request_count"] == 3
     assert answers(dest) == TEXTS[:5]
     assert run(folder, "-o", dest) == 0
