@@ -143,6 +143,7 @@ DEEP: dict[str, Callable[[Store], object]] = {
     "doubled line": with_lines(lambda lines: lines.__setitem__(2, lines[3])),
     "dropped line": with_lines(lambda lines: lines.pop()),
     "added line": with_lines(lambda lines: lines.append(lines[0])),
+    "changed row": with_lines(lambda it: it.__setitem__(4, it[4].replace(b":14,", b":41,", 1))),
     "changed id": with_lines(lambda it: it.__setitem__(4, it[4].replace(b'"14"', b'"41"'))),
     "broken line": with_lines(lambda lines: lines.__setitem__(4, lines[4][:-5])),
     "wrong counts": with_marker(rows_ok=9, rows_error=1),
