@@ -330,7 +330,7 @@ def _read_sources(config: CheckConfig) -> Data:
         config.sources, limit=config.options["limit"], delimiter=config.delimiter
     )
     sample = []
-    places = _spread(len(counted.parts))
+    places = _spread(len(counted.files))
     for index in places:
         # Rows are identified by chunk and line, so each file has a chunk of its own.
         first, lines = counted.head(index, -(-config.sample_rows // len(places)))

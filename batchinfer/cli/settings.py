@@ -39,7 +39,7 @@ COMMANDS = {
     "report": ("runs.report", "Write a run as one HTML page, finished or not."),
     "compare": ("collect.compare", "Compare the answers of two runs over one job, row by row."),
     "collect": (
-        "collect.collect_command",
+        "collect.collecting",
         "Collect verified answers: parquet, JSON Lines, CSV, the Hub.",
     ),
     "check": ("check.checking", "Find out before paying: access, prompts, memory, time and cost."),

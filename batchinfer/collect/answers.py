@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
-import mmap
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from batchinfer.collect.selection import Outputs
+from batchinfer.collect.selection import Selection, fetch_output
 from batchinfer.core.errors import InputError, ScratchFull
+from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Marker
-from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.audit import Finding
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.inventory import in_parallel
+from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
 _MAX_THREADS = 8
-_LEAST_LINE_BYTES = 16 << 20
+_FETCHERS = 4
+_BLOCK_BYTES = 8 << 20
 _SEVERAL = {
     "text": "texts",
     "reasoning": "reasonings",
@@ -34,10 +43,6 @@ _SEVERAL = {
 """Columns of which a row may have several values, each with the column's name where one has."""
 _COUNTS = ("prompt_tokens", "completion_tokens")
 _OPTIONAL = ("results", "model", *_COUNTS, "reasoning_tokens")
-_MISPLACED = """
-SELECT wanted FROM {0} POSITIONAL JOIN (SELECT unnest(range(first_row, first_row + num_rows)) AS wanted FROM chunks)
-WHERE _row IS DISTINCT FROM wanted LIMIT 1
-"""
 
 
 class Answers:
@@ -45,9 +50,12 @@ class Answers:
 
     Args:
         sql: Connection of `connect`.
-        outputs: The output files, some at a time.
+        selection: The chunks of a run.
+        store: Store of the run.
+        scratch: Place for copies.
         name: Name of the table.
-        with_lines: Whether the lines themselves are kept.
+        open_sources: Opens the stores of the chunks, if the lines of these are wanted, too, as the column `source`.
+        with_lines: Whether the output lines themselves are kept, as the column `line`.
 
     Raises:
         InputError: a line is not JSON, or is not the one of its row.
@@ -56,55 +64,102 @@ class Answers:
     def __init__(
         self,
         sql: Any,
-        outputs: Iterable[Outputs],
+        selection: Selection,
+        store: Store,
+        scratch: Scratch,
         name: str = "answers",
         *,
+        open_sources: OpenStore | None = None,
         with_lines: bool = False,
     ) -> None:
-        import pyarrow as pa
-
-        self.sql, self._name = sql, name
+        self._sql, self._name = sql, name
         self.found: list[tuple[ChunkRef, Marker]] = []
         """What was read: the chunks, with their markers."""
-        text = (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
-        macro, query = text.split(";\n", 1)
-        query = query.replace("KEEPS_LINES", str(with_lines))
+        self.damaged: list[Finding] = []
+        """Chunks whose output cannot be used."""
+        open_sources = functools.cache(open_sources) if open_sources else None
+
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path | Finding, Path]:
+            ref = pair[0]
+            output, source = fetch_output(store, *pair, scratch), Path(os.devnull)
+            if open_sources and isinstance(output, Path):
+                source = fetch(open_sources(ref.root), ref, scratch).path
+            return output, source
+
+        columns = f"FROM columns_of('some_lines', {with_lines})"
+        self._insert = f"INSERT INTO {name} {columns}"
         with sql_errors("an output"):
-            sql.execute(macro)
-            nothing = "(SELECT NULL::JSON AS json WHERE false)"
-            sql.execute(f"CREATE TABLE {name} AS {query.replace('FILES', nothing)}")
-            for some in outputs:
-                self.found += some.values()
-                sql.execute(f"INSERT INTO {name} {query.replace('FILES', _files(list(some)))}")
-            first_rows = [ref.first_row for ref, _ in self.found]
-            num_rows = [marker.rows_ok + marker.rows_error for _, marker in self.found]
-            self.num_rows = sum(num_rows)
-            sql.register("chunks", pa.table({"first_row": first_rows, "num_rows": num_rows}))
-            if misplaced := rows_of(sql, _MISPLACED.format(name)):
-                what = f"row {misplaced[0][0]} is not in its place in the outputs"
-                raise InputError(f"{self.found[0][0].root}: {what}", hint=ASK_VERIFY)
+            sql.execute(
+                (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
+            )
+            self._register(0, b"\n", io.BytesIO())
+            sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
+            brought = in_parallel(bring, selection.sound, _FETCHERS)
+            for (output, source), (ref, marker) in zip(brought, selection.sound, strict=True):
+                if isinstance(output, Finding):
+                    self.damaged.append(output)
+                    continue
+                with scratch_errors(output.parent):
+                    self._read(ref, marker, output, source)
+                self.found.append((ref, marker))
+                remove_quietly(output)
+                if open_sources:
+                    remove_quietly(source)
+        self.num_rows = sum(marker.rows_ok + marker.rows_error for _, marker in self.found)
+
+    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path) -> None:
+        """Add the rows of a chunk to the table."""
+        row, end = ref.first_row, ref.first_row + marker.rows_ok + marker.rows_error
+        with output.open("rb") as lines, source.open("rb") as sources:
+            while data := lines.read(_BLOCK_BYTES) + lines.readline():
+                row += self._register(row, data, sources)
+                self._sql.execute(self._insert)
+        if row != end:
+            what = f"its output has {row - ref.first_row} lines, expected {end - ref.first_row}"
+            raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
+
+    def _register(self, row: int, data: bytes, sources: BinaryIO) -> int:
+        """Make output lines, the first of them of the row `row`, the table `some_lines`. Returns their number."""
+        import numpy as np
+        import pyarrow as pa
+
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+        if not data.endswith(b"\n"):
+            ends = np.append(ends, len(data))
+        places = [pa.py_buffer(np.append(0, ends).astype(np.int64)), pa.py_buffer(data)]
+        lines = pa.Array.from_buffers(pa.large_string(), len(ends), [None, *places])
+        beside = map(flatten_deep, islice(sources, len(ends)))
+        texts = pa.array(
+            (line.decode(errors="replace").removesuffix("\n") for line in beside), pa.string()
+        )
+        columns = {
+            "wanted": pa.array(np.arange(row, row + len(ends))),
+            "line": lines,
+            "source": texts if len(texts) else pa.nulls(len(ends), pa.string()),
+        }
+        self._sql.register("some_lines", pa.table(columns))
+        return len(ends)
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
-        return rows_of(self.sql, f"SELECT {', '.join(expressions)} FROM {self._name}")[0]
+        return rows_of(self._sql, f"SELECT {', '.join(expressions)} FROM {self._name}")[0]
 
     def columns(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
 
         Columns without any value are left out, but for those that every table has and for `wanted`.
         """
-        several = (
-            f"coalesce(max(len({name}_list)) FILTER (list_any_value({name}_list) IS NOT NULL), 0)"
-            for name in _SEVERAL
-        )
-        counts = self.one(*several, *(f"count({name})" for name in _OPTIONAL))
-        count = dict(zip((*_SEVERAL, *_OPTIONAL), counts, strict=True))
+        lists = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
+        several = (f"bool_or(list_any_value({each}) IS NOT NULL)" for each in lists.values())
+        is_many = dict(zip(lists, self.one(*several), strict=True))
+        names = (*_SEVERAL, *_OPTIONAL)
+        count = dict(zip(names, self.one(*(f"count({name})" for name in names)), strict=True))
         found = {name: name for name in ("_row", "_id", "status")}
         for name, many in _SEVERAL.items():
-            if count[name] > 1:
-                found[many] = f"{name}_list"
+            if is_many[name]:
+                found[many] = f"coalesce({lists[name]}, if({name} IS NULL, NULL, [{name}]))"
             elif count[name] or name in wanted:
-                found[name] = f"{name}_list[1]"
+                found[name] = name
         found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
 
@@ -143,27 +198,6 @@ def sql_errors(what: str) -> Iterator[None]:
         raise ScratchFull(f"{what}: {error}", hint=hint) from error
     except duckdb.Error as error:
         raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=ASK_VERIFY) from error
-
-
-def _files(paths: Sequence[Path]) -> str:
-    """Return the SQL that reads JSON Lines files in order, each line as `json`. Blank lines are passed over."""
-    listed = ", ".join(quoted(str(path), "'") for path in paths)
-    longest = max(map(_longest_line, paths))
-    return f"read_ndjson_objects([{listed}], maximum_object_size = {longest})"
-
-
-def _longest_line(path: Path) -> int:
-    """Return a number of bytes that is not less than the longest line's."""
-    longest, start, size = _LEAST_LINE_BYTES, 0, path.stat().st_size
-    if size > longest:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            while size - start > longest:  # the lines that end within these bytes are not longer
-                end = data.rfind(b"\n", start, start + longest)
-                if end < 0:
-                    end = data.find(b"\n", start)
-                    longest = (size if end < 0 else end + 1) - start
-                start += longest if end < 0 else end + 1 - start
-    return longest
 
 
 def quoted(name: str, mark: str = '"') -> str:

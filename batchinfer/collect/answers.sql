@@ -4,10 +4,11 @@ CREATE OR REPLACE MACRO text_of(items, kind) AS array_to_string(list_transform(
     lambda i: array_to_string(list_transform(i.content, lambda p: p.text), '')
 ), '');
 
--- The columns of the output lines, which the file functions put in the place of FILES. Columns that end with _list hold
--- one item for each answer or input of a row. What a body has in another type than here counts as missing.
+-- The columns of output lines, each with the number of its row and the line of its chunk: of the first answer or input, and
+-- in `items` of all, where there are several. What a body has in another type than here counts as missing.
+CREATE OR REPLACE MACRO columns_of(some_lines, keeps_lines) AS TABLE
 WITH lines AS (
-    SELECT json AS line, json_transform(json, '{
+    SELECT *, json_transform(line, '{
         "_row": "BIGINT", "_id": "VARCHAR", "status": "INTEGER",
         "error": {"code": "VARCHAR", "message": "VARCHAR"},
         "body": {
@@ -33,40 +34,40 @@ WITH lines AS (
             "results": [{"index": "BIGINT", "relevance_score": "DOUBLE"}]
         }
     }') AS l
-    FROM FILES
+    FROM query_table(some_lines)
 ), bodies AS (
-    SELECT line, l, l.body AS b, l.body.usage AS u FROM lines
+    SELECT *, l.body AS b, l.body.usage AS u, l.body.choices[1] AS c, l.body.data[1] AS d FROM lines
 )
 SELECT
-    l._row AS _row,
+    if(l._row IS NOT DISTINCT FROM wanted, wanted, error('row ' || wanted || ' is not in its place')) AS _row,
     l._id AS _id,
     l.status AS status,
+    coalesce(c.message.content, c.text, text_of(b.output, 'message'), b.text) AS text,
+    coalesce(c.message.reasoning, c.message.reasoning_content, nullif(text_of(b.output, 'reasoning'), '')) AS reasoning,
+    CASE WHEN b.output IS NULL THEN c.message.tool_calls::VARCHAR ELSE to_json(nullif(list_filter(
+        json_extract(line, '$.body.output[*]'), lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR
+    END AS tool_calls,
+    CASE WHEN b.output IS NULL THEN c.finish_reason ELSE coalesce(
+        if(b.incomplete_details.reason = 'max_output_tokens', 'length', b.incomplete_details.reason), 'stop')
+    END AS finish_reason,
+    c.logprobs::VARCHAR AS logprobs,
+    coalesce(d.embedding, d.data)::VARCHAR AS embedding,
+    d.label AS label,
+    d.probs AS probs,
+    d.score AS score,
     CASE
-        WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: coalesce(c.message.content, c.text))
-        WHEN b.output IS NOT NULL THEN [text_of(b.output, 'message')]
-        WHEN b.text IS NOT NULL THEN [b.text]
-    END AS text_list,
-    CASE
-        WHEN b.choices IS NOT NULL
-            THEN list_transform(b.choices, lambda c: coalesce(c.message.reasoning, c.message.reasoning_content))
-        WHEN b.output IS NOT NULL THEN [nullif(text_of(b.output, 'reasoning'), '')]
-    END AS reasoning_list,
-    CASE
-        WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: c.message.tool_calls::VARCHAR)
-        WHEN b.output IS NOT NULL
-            THEN [to_json(nullif(list_filter(
-                json_extract(line, '$.body.output[*]'), lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR]
-    END AS tool_calls_list,
-    CASE
-        WHEN b.choices IS NOT NULL THEN list_transform(b.choices, lambda c: c.finish_reason)
-        WHEN b.output IS NOT NULL
-            THEN [coalesce(if(b.incomplete_details.reason = 'max_output_tokens', 'length', b.incomplete_details.reason), 'stop')]
-    END AS finish_reason_list,
-    list_transform(b.choices, lambda c: c.logprobs::VARCHAR) AS logprobs_list,
-    list_transform(b.data, lambda d: coalesce(d.embedding, d.data)::VARCHAR) AS embedding_list,
-    list_transform(b.data, lambda d: d.label) AS label_list,
-    list_transform(b.data, lambda d: d.probs) AS probs_list,
-    list_transform(b.data, lambda d: d.score) AS score_list,
+        WHEN len(b.choices) > 1 THEN list_transform(b.choices, lambda i: {
+            'text': coalesce(i.message.content, i.text),
+            'reasoning': coalesce(i.message.reasoning, i.message.reasoning_content),
+            'tool_calls': i.message.tool_calls::VARCHAR, 'finish_reason': i.finish_reason, 'logprobs': i.logprobs::VARCHAR,
+            'embedding': NULL::VARCHAR, 'label': NULL::VARCHAR, 'probs': NULL::DOUBLE[], 'score': NULL::DOUBLE
+        })
+        WHEN len(b.data) > 1 THEN list_transform(b.data, lambda i: {
+            'text': NULL::VARCHAR, 'reasoning': NULL::VARCHAR, 'tool_calls': NULL::VARCHAR, 'finish_reason': NULL::VARCHAR,
+            'logprobs': NULL::VARCHAR,
+            'embedding': coalesce(i.embedding, i.data)::VARCHAR, 'label': i.label, 'probs': i.probs, 'score': i.score
+        })
+    END AS items,
     list_transform(b.results, lambda r: {'index': r."index", 'score': r.relevance_score}) AS results,
     b.model AS model,
     coalesce(u.prompt_tokens, u.input_tokens) AS prompt_tokens,
@@ -74,5 +75,6 @@ SELECT
     coalesce(u.completion_tokens_details.reasoning_tokens, u.output_tokens_details.reasoning_tokens) AS reasoning_tokens,
     l.error.code AS error_code,
     l.error.message AS error_message,
-    if(KEEPS_LINES, line::VARCHAR, NULL) AS line
-FROM bodies
+    if(keeps_lines, rtrim(line, chr(10)), NULL) AS line,
+    source
+FROM bodies;

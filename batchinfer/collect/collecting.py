@@ -1,13 +1,18 @@
-"""Collect a run: its verified answers in input order, at one place and in one form."""
+"""`batchinfer collect`: writes a run's verified answers in input order, as a table or in a form that programs know."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+import click
 import msgspec
 
 from batchinfer import __version__
+from batchinfer.cli.help import SectionCommand
+from batchinfer.cli.options import options as options_from
+from batchinfer.cli.options import values_of
+from batchinfer.cli.settings import common_options
 from batchinfer.collect.card import make_card
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
@@ -15,8 +20,8 @@ from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.selection import Selection, select
 from batchinfer.collect.table import Collection
 from batchinfer.collect.table_files import write_files
-from batchinfer.core import codec
-from batchinfer.core.clock import Clock
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import MISSING
@@ -28,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _LISTED = 1000
+_ALL = 2**62
 _DECIDING = (
     "kind",
     "where",
@@ -132,9 +138,9 @@ def _write(
     scratch: Scratch,
 ) -> Collected:
     """Write the rows that are taken to DEST."""
-    shard_rows = None if suffix_of(config.dest) else config.shard_rows
+    most = _ALL if suffix_of(config.dest) else config.shard_rows
     files = []
-    for index, file in enumerate(write_files(rows, config.kind, shard_rows, scratch)):
+    for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
         name = dest.put(file, index)
         files.append(CollectedFile(name=name, rows=file.rows, bytes=file.bytes, sha256=file.sha256))
     prompts, answers, failed = rows.answers.one(
@@ -147,7 +153,7 @@ def _write(
         rows=rows.answers.num_rows,
         rows_error=failed,
         chunks=len(rows.answers.found),
-        missing=[gap.subject for gap in (*selection.gaps, *rows.damaged)],
+        missing=[gap.subject for gap in (*selection.gaps, *rows.answers.damaged)],
         files=files,
         broken_answers=rows.num_broken,
     )
@@ -166,3 +172,21 @@ def _write(
     path = f"data/part-*{FORMATS[config.kind]}"
     dest.finish(record, lambda: make_card(selection.run, selection.job, config.dest, path, facts))
     return record
+
+
+@click.command("collect", cls=SectionCommand)
+@click.argument("run")
+@click.argument("dest")
+@options_from(CollectConfig)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Collect the verified answers of the run at RUN into DEST, in input order: as a table, or in another form.
+
+    DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
+    a marker vouches for are read, and their checksums are compared. An unfinished run is refused without --partial.
+    """
+    from batchinfer.storage.opening import open_store
+
+    places = {name: layout.without_slash(options[name]) for name in ("run", "dest")}
+    config = CollectConfig(**values_of(CollectConfig, options) | places)
+    return run_collect(config, open_store=open_store, clock=SystemClock())

@@ -13,7 +13,7 @@ from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
 from batchinfer.collect.answers import Answers, connect
-from batchinfer.collect.selection import select, sound_outputs
+from batchinfer.collect.selection import select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
@@ -58,7 +58,7 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
     try:
         sql = connect(scratch.folder)
         for name, store, selection in zip("ab", stores, found, strict=True):
-            Answers(sql, sound_outputs(selection, store, scratch, []), name)
+            Answers(sql, selection, store, scratch, name)
         sql.execute((importlib.resources.files("batchinfer.collect") / "compare.sql").read_text())
         sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
         a, b = (selection.run.config for selection in found)

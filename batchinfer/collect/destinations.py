@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.table_files import TableFile
@@ -66,6 +66,15 @@ def read_record(data: bytes, key: str) -> Collected | None:
     return record if record.key == key else None
 
 
+def check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
+    """Raise InputError if a place is taken, or has data files (of these names) that no `collect` wrote."""
+    foreign = [name for name in sorted(names) if suffix_of(name) and not OWN_NAME.match(name)]
+    if foreign or is_taken:
+        what = f"data of something else ({foreign[0]})" if foreign else "other data"
+        more = "" if foreign else ", or add --overwrite to replace what an earlier collect left"
+        raise InputError(f"{url}: holds {what} already", hint=f"name another DEST{more}")
+
+
 class StoreDestination:
     """A folder in a store, or one file there. Each file is whole or absent.
 
@@ -94,19 +103,11 @@ class StoreDestination:
         if self._name:
             return None
         there = {info.key for info in self._store.list("")}
-        if RECORD_KEY in there:
-            record = read_record(self._store.get(RECORD_KEY).data, key)
-            if record is not None:
-                return record
-            if not self._overwrite:
-                raise self._taken(f"{self._store.url}: holds another collection")
-            self._store.delete([RECORD_KEY])
-        foreign = [name for name in sorted(there) if suffix_of(name) and not OWN_NAME.match(name)]
-        if foreign:
-            raise InputError(
-                f"{self._store.url}: holds data of something else ({foreign[0]}), expected an empty folder",
-                hint="name another DEST",
-            )
+        is_taken = RECORD_KEY in there
+        if is_taken and (record := read_record(self._store.get(RECORD_KEY).data, key)):
+            return record
+        check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
+        self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))
         return None
 
@@ -121,8 +122,9 @@ class StoreDestination:
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
             with there.open("rb") as opened:
-                if codec.sha256_file(opened) != file.sha256:  # else a killed `collect` left it
-                    raise self._taken(f"{self._store.url}/{name}: is there already")
+                # With the same bytes, a killed `collect` left it.
+                is_other = codec.sha256_file(opened) != file.sha256
+            check_free(f"{self._store.url}/{name}", (), is_taken=is_other)
         self._store.put_file(name, file.path)
         self._old.discard(name)
         file.path.unlink()
@@ -137,7 +139,3 @@ class StoreDestination:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
             raise raced(self._store.url) from error
-
-    @staticmethod
-    def _taken(what: str) -> InputError:
-        return InputError(what, hint="name another DEST, or add --overwrite to replace it")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from batchinfer.collect.collect_config import suffix_of
-from batchinfer.collect.destinations import OWN_NAME, Collected, raced, read_record
+from batchinfer.collect.destinations import Collected, check_free, raced, read_record
 from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
@@ -114,37 +114,24 @@ class HubDestination:
             AccessDenied: the token is missing, or may not write there.
         """
         self.make()
-        commit, files = self._ask(self._look)
-        self._before = _data_of(files)
-        record = self._collected(commit, files, key)
-        if record is not None:
-            self.commit = commit
+        self.commit, files = self._ask(self._look)
+        if record := self._collected(self.commit, files, key):
             return record
-        foreign = [name for name in sorted(self._before) if not OWN_NAME.match(name)]
-        if foreign or (self._before and not self._overwrite):
-            more = "" if foreign else ", or add --overwrite to replace what was collected before"
-            raise InputError(
-                f"{self.url}: holds data already ({min(foreign or self._before)})",
-                hint=f"name another data set{more}",
-            )
+        self._before = _data_of(files)
+        check_free(self.url, self._before, is_taken=bool(self._before) and not self._overwrite)
         return None
 
     def put(self, file: TableFile, index: int) -> str:
         """Upload a file and return its name. A large file is gone from the disk afterwards."""
         from huggingface_hub import CommitOperationAdd
 
-        name = f"data/part-{index:05d}{self._suffix}"
-        logger.info("%s: uploading %s", self.url, name)
-
-        def upload(api: Any) -> Any:
-            addition = CommitOperationAdd(name, file.path)
-            self._preupload(api, addition)
-            return addition
-
-        self._uploaded.append(self._ask(upload))
-        if self._uploaded[-1]._upload_mode == "lfs":  # noqa: SLF001 - huggingface_hub tells it nowhere else
+        addition = CommitOperationAdd(f"data/part-{index:05d}{self._suffix}", file.path)
+        logger.info("%s: uploading %s", self.url, addition.path_in_repo)
+        self._ask(lambda api: self._preupload(api, addition))
+        self._uploaded.append(addition)
+        if addition._upload_mode == "lfs":  # noqa: SLF001 - huggingface_hub tells it nowhere else
             file.path.unlink()  # the others travel with the commit
-        return name
+        return str(addition.path_in_repo)
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
         """Publish the files that were uploaded in one commit, with a card if there is none."""

@@ -1,9 +1,8 @@
-"""Select the chunks of a run that can be collected, and bring their outputs to the scratch folder. Read-only."""
+"""Select the chunks of a run that can be collected, and fetch their outputs. Read-only."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,20 +10,13 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, Audit, Finding, find_target
-from batchinfer.ledger.inventory import in_parallel, take_inventory
+from batchinfer.ledger.inventory import take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.ledger.runs import refuse_edited
 from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch, scratch_errors
+from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
-
-_FETCHERS = 4
-_GROUP_BYTES = 64 << 20
-_GROUP_FILES = 64
-
-Outputs = dict[Path, tuple[ChunkRef, Marker]]
-"""Local copies of outputs."""
 
 
 class Selection(NamedTuple):
@@ -72,40 +64,19 @@ def select(
     return Selection(target.run, target.job, target.job_url, sound, list(gaps.values()))
 
 
-def sound_outputs(
-    selection: Selection, store: Store, scratch: Scratch, damaged: list[Finding]
-) -> Iterator[Outputs]:
-    """Yield the sound outputs of a run in input order, some at a time. Copies go when the next ones are asked for.
-
-    An output whose bytes have not its marker's checksum is added to `damaged` in its place.
-    """
-
-    def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, str]:
-        ref, marker = pair
-        path = scratch.new_path(f"{ref.name}.jsonl")
-        try:
-            store.download(layout.output_key(marker.output), path)
-        except ObjectNotFound:
-            return path, f"its output {marker.output} is gone"
+def fetch_output(store: Store, ref: ChunkRef, marker: Marker, scratch: Scratch) -> Path | Finding:
+    """Copy a chunk's output to the scratch folder. Returns why not, if it is not what its marker vouches for."""
+    path = scratch.new_path(f"{ref.name}.jsonl")
+    problem = ""
+    try:
+        store.download(layout.output_key(marker.output), path)
         with scratch_errors(path.parent), path.open("rb") as file:
-            is_sound = codec.sha256_file(file) == marker.output_sha256
-        return path, "" if is_sound else f"the sha256 of {marker.output} is not its marker's"
-
-    found: Outputs = {}
-    brought = in_parallel(bring, selection.sound, _FETCHERS)
-    for index, ((path, problem), (ref, marker)) in enumerate(
-        zip(brought, selection.sound, strict=True), 1
-    ):
-        if problem:
-            path.unlink(missing_ok=True)
-            damaged.append(Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo"))
-            logger.warning("%s: %s: %s", store.url, ref.name, problem)
-        else:
-            found[path] = ref, marker
-        size = sum(marker.output_bytes for _, marker in found.values())
-        is_last = index == len(selection.sound)
-        if found and (is_last or size >= _GROUP_BYTES or len(found) >= _GROUP_FILES):
-            yield found
-            for copy in found:
-                copy.unlink()
-            found = {}
+            if codec.sha256_file(file) != marker.output_sha256:
+                problem = f"the sha256 of {marker.output} is not its marker's"
+    except ObjectNotFound:
+        problem = f"its output {marker.output} is gone"
+    if not problem:
+        return path
+    remove_quietly(path)
+    logger.warning("%s: %s: %s", store.url, ref.name, problem)
+    return Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")

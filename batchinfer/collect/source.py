@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from batchinfer.core.errors import ConfigError, InputError, near
-from batchinfer.core.json_text import flatten_deep, is_deep
 from batchinfer.core.records import Job, SourceFile
-from batchinfer.ledger.chunk_files import fetch
-from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.split.files import opened
-from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 8 << 20
 _BATCH_ROWS = 4096
-
-
-def read_chunks(
-    sql: Any, refs: Sequence[ChunkRef], open_store: OpenStore, scratch: Scratch
-) -> None:
-    """Write the lines of chunks to a table `lines` with the only column `source`. No UTF-8 becomes U+FFFD."""
-    import pyarrow as pa
-
-    open_store = functools.cache(open_store)
-    sql.execute("CREATE TABLE lines (source VARCHAR)")
-    for ref in refs:
-        local = fetch(open_store(ref.root), ref, scratch)
-        with scratch_errors(local.path.parent), local.path.open("rb") as file:
-            while data := file.read(_BLOCK_BYTES) + file.readline():
-                if is_deep(data):
-                    data = b"\n".join(map(flatten_deep, data.split(b"\n")))
-                lines = data.decode(errors="replace").removesuffix("\n").split("\n")
-                sql.register("some_lines", pa.table({"source": lines}))
-                sql.execute("INSERT INTO lines FROM some_lines")
-        remove_quietly(local.path)
 
 
 def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -55,9 +30,6 @@ def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
                 hint="check the spelling",
             )
     return list(columns or known)
-
-
-# --------------------------------------------------------------------------- parquet
 
 
 class ParquetSource:
@@ -104,31 +76,27 @@ class ParquetSource:
 
 
 class RowTaker:
-    """Takes rows by their numbers, which rise from call to call, from tables that follow each other."""
+    """Takes rows of a source by their numbers, which rise from call to call."""
 
-    def __init__(self, tables: Iterator[Any]) -> None:
-        self._tables, self._first = tables, 0
-        self._held: list[Any] = []
+    def __init__(self, source: ParquetSource) -> None:
+        self._tables, self._held, self._first = source.batches(), source.schema.empty_table(), 0
 
     def take(self, rows: Any) -> Any:
         """Return the rows of some numbers (an array that rises) as an Arrow table.
 
         Raises:
-            InputError: the tables end before.
+            InputError: the source ends before.
         """
         import pyarrow as pa
 
-        while self._held and self._first + len(self._held[0]) <= rows[0]:
-            self._first += len(self._held.pop(0))
-        while self._first + sum(map(len, self._held)) <= rows[-1]:
+        while len(rows) and self._first + len(self._held) <= rows[-1]:
             table = next(self._tables, None)
             if table is None:
                 raise InputError("the source has not all rows any more", hint="collect again")
-            if not self._held and self._first + len(table) <= rows[0]:
-                self._first += len(table)
-            else:
-                self._held.append(table)
-        return pa.concat_tables(self._held).take(pa.array(rows - self._first))
+            passed = min(max(0, rows[0] - self._first), len(self._held))
+            self._held = pa.concat_tables([self._held.slice(passed), table])
+            self._first += passed
+        return self._held.take(pa.array(rows - self._first))
 
 
 def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
@@ -154,7 +122,7 @@ def _footer_of(file: SourceFile) -> Any:
     Raises:
         InputError: its footer is not the one that it had when the job was made.
     """
-    from batchinfer.split.tables import read_footer
+    from batchinfer.split.parquet_rows import read_footer
 
     with opened(file.url) as there:
         metadata, digest = read_footer(there)

@@ -18,12 +18,11 @@ from batchinfer.collect.json_columns import (
     types_of,
 )
 from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
-from batchinfer.collect.selection import Selection, sound_outputs
-from batchinfer.collect.source import RowTaker, chosen, open_parquet, read_chunks
+from batchinfer.collect.selection import Selection
+from batchinfer.collect.source import RowTaker, chosen, open_parquet
 from batchinfer.collect.vectors import VectorColumn
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.tasks import GENERATE, is_pooling
-from batchinfer.ledger.audit import Finding
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
@@ -31,8 +30,8 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_MOST_ROWS = 4096
-_BLOCK_BYTES = 8 << 20
+_MOST_ROWS = 20_000
+_WINDOW_BYTES = 16 << 20
 
 
 class Collection:
@@ -60,19 +59,26 @@ class Collection:
         scratch: Scratch,
     ) -> None:
         self._config = config
-        self.damaged: list[Finding] = []
-        """Chunks whose output cannot be used."""
         self._is_table = config.kind in TABLES
         self._sql = connect(scratch.folder)
-        outputs = sound_outputs(selection, store, scratch, self.damaged)
-        self.answers = answers = Answers(self._sql, outputs, with_lines=not self._is_table)
-        if self.damaged and not config.partial:
+        self._parquet = open_parquet(selection.job, config.columns) if config.with_source else None
+        needs_chunks = (config.with_source and not self._parquet) or config.kind in NEEDS_SOURCE
+        self.answers = answers = Answers(
+            self._sql,
+            selection,
+            store,
+            scratch,
+            open_sources=open_store if needs_chunks else None,
+            with_lines=not self._is_table,
+        )
+        if answers.damaged and not config.partial:
             raise RunUnsound(
-                f"{self.damaged[0].subject}: {self.damaged[0].problem}",
+                f"{answers.damaged[0].subject}: {answers.damaged[0].problem}",
                 hint=f"{ASK_VERIFY}; --partial leaves it out",
             )
         self._json_texts = {"tool_calls", "logprobs"}
-        self._changes: list[tuple[str, Callable[[Any], Any]]] = []
+        self._made: dict[str, Callable[[Any], Any]] = {}
+        """Columns of the answers that SQL does not make, each of the table of the others."""
         self._relation = "answers"
         self._valid = ""
         """Name of the column that says whether answers keep the run's schema; empty if there is none."""
@@ -83,37 +89,32 @@ class Collection:
         wanted = () if is_pooling(task) else ("text", "finish_reason")
         self._own = answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
         for name in self._own.keys() & {"embedding", "embeddings"}:
-            self._add_vectors(VectorColumn(answers, task, name))
+            vectors = VectorColumn(answers, task, name)
+            self._own = {
+                vectors.name if each == name else each: value for each, value in self._own.items()
+            }
+            self._made[vectors.name] = vectors.array
         is_json, schema = schema_of(prompt.get("body") or {})
         if wanted and (is_json if config.answer_json is None else config.answer_json):
             self._add_json(schema)
-        self._parquet = open_parquet(selection.job, config.columns) if config.with_source else None
         self._source: dict[str, str] = {}
-        if self._parquet is None and (config.with_source or config.kind in NEEDS_SOURCE):
-            read_chunks(self._sql, [ref for ref, _ in answers.found], open_store, scratch)
+        if config.with_source and self._parquet is None:
             self._source = self._columns_of_chunks()
+        elif needs_chunks:
+            self._source = {"source": "source"}
         self._source_names = self._parquet.schema.names if self._parquet else list(self._source)
-        size = sum(marker.output_bytes for _, marker in answers.found)
-        self._at_once = max(1, min(_MOST_ROWS, _BLOCK_BYTES * answers.num_rows // max(1, size)))
         # A wrong condition is refused before anything is written.
-        nothing = self._parquet and self._parquet.schema.empty_table()
-        self.schema = self._fitting(self._made(self._read(" LIMIT 0").read_all(), nothing)).schema
+        self.schema = self._fitting(self._window(0, 0, self._taker())).schema
         """Names and types of the columns."""
 
     # -- columns
 
-    def _add_vectors(self, vectors: VectorColumn) -> None:
-        self._own = {
-            vectors.name if name == vectors.column else name: value
-            for name, value in self._own.items()
-        }
-        self._changes.append((vectors.name, lambda table: vectors.array(table[vectors.name])))
-
     def _add_json(self, schema: Any) -> None:
         """Add columns of answers that are JSON."""
         is_one, found = "text" in self._own, dict[str, str]()
+        texts = self._own["text" if is_one else "texts"]
         if is_one:
-            relation, value = "answers", "TRY_CAST(text_list[1] AS JSON)"
+            relation, value = "answers", "TRY_CAST(text AS JSON)"
             members = JsonColumns(self._sql, relation, value, types_of(schema))
             if members.is_flat:
                 self._relation = f"(SELECT *, {members.struct} AS members FROM answers)"
@@ -122,40 +123,37 @@ class Collection:
                 self._json_texts.update(f"answer_{name}" for name in members.json_texts)
                 value = f"CASE WHEN json_type({value}) <> 'OBJECT' THEN {value} END"
         else:
-            relation, value = "(SELECT unnest(text_list) AS t FROM answers)", "TRY_CAST(t AS JSON)"
+            relation, value = f"(SELECT unnest({texts}) AS t FROM answers)", "TRY_CAST(t AS JSON)"
         shape = shape_of(self._sql, relation, value)
         if shape != "NULL":
             other = transform(value, shape)
-            found["answer"] = other if is_one else f"list_transform(text_list, lambda t: {other})"
+            found["answer"] = other if is_one else f"list_transform({texts}, lambda t: {other})"
             self._json_texts.update({"answer"} if shape == "JSON" else ())
         validated = AnswerSchema(schema)
         if validated.is_usable:
-            texts = "text" if is_one else "texts"
+            answers = "text" if is_one else "texts"
             reasons = "finish_reason" if "finish_reason" in self._own else "finish_reasons"
             self._valid = "answer_valid" if "answer_valid" not in found else "_answer_valid"
-            found[self._valid] = "NULL::BOOLEAN" if is_one else "NULL::BOOLEAN[]"
-            valid = lambda table: validated.array(table[texts], table[reasons])  # noqa: E731
-            self._changes.append((self._valid, valid))
+            found[self._valid] = "NULL"
+            self._made[self._valid] = lambda table: validated.array(table[answers], table[reasons])
         self._own |= found
 
     def _columns_of_chunks(self) -> dict[str, str]:
-        """Return the source's columns, whose types are found from all values, or the lines if none are asked for."""
-        if not self._config.with_source:
-            self._relation += " POSITIONAL JOIN lines"
-            return {"source": "source"}
+        """Return the source's columns in the chunks, whose types are found from all values."""
         value = "TRY_CAST(source AS JSON)"
-        broken = f"count(*) FILTER (json_type({value}) IS DISTINCT FROM 'OBJECT')"
-        [(num_broken,)] = rows_of(self._sql, f"SELECT {broken} FROM lines")
+        [num_broken] = self.answers.one(
+            f"count(*) FILTER (json_type({value}) IS DISTINCT FROM 'OBJECT')"
+        )
         if num_broken:
             logger.warning("%d lines of the source are no JSON objects", num_broken)
-        found = JsonColumns(self._sql, "lines", value)
+        found = JsonColumns(self._sql, "answers", value)
         columns = found.columns("fields")
         known = [name for name in columns if name not in ("_row", "_id")]
         names = chosen(self._config.columns, known)
         if texts := [name for name in names if name in found.json_texts]:
             text = "columns of the source whose values share no type are JSON text: %s"
             logger.warning(text, ", ".join(texts))
-        self._relation += f" POSITIONAL JOIN (SELECT source, {found.struct} AS fields FROM lines)"
+        self._relation = f"(SELECT *, {found.struct} AS fields FROM {self._relation})"
         return {name: columns[name] for name in names}
 
     def _apart(self, name: str) -> str:
@@ -172,7 +170,7 @@ class Collection:
     # -- rows
 
     def tables(self) -> Iterator[Any]:
-        """Yield the rows that are taken, in input order, as Arrow tables.
+        """Yield the rows that are taken, in input order, as Arrow tables. The same run is always cut in the same way.
 
         They have the columns of `schema`; where the form is no table, they have the only column `line`.
         """
@@ -180,66 +178,61 @@ class Collection:
         from pyarrow import compute
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
-        for table in map(self._fitting, self._all()):
+        for table in self._windows():
             taken = table
             if drawn is not None:
-                taken = table.filter(compute.is_in(table[self._apart("_row")], pa.array(drawn)))
+                taken = table.filter(compute.is_in(table[self._apart("_row")], drawn))
             if self._valid:
                 self.num_broken += num_broken(taken[self._apart(self._valid)])
-            yield taken if self._is_table else self._encoded(taken)
+            yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
 
     def _drawn(self, size: int) -> Any:
         """Return the numbers of the rows that --sample draws of those that fulfil the condition.
 
         A row's number decides, so that the same rows of several runs over one job are drawn.
         """
-        sql = self._sql
-        sql.execute("CREATE TABLE fitting (row BIGINT)")
-        for table in map(self._fitting, self._all()):
-            sql.register("numbers", table.select([self._apart("_row")]))
-            sql.execute("INSERT INTO fitting FROM numbers")
-        order = f"md5(concat({self._config.seed}, ' ', row))"
-        return [
-            row for [row] in rows_of(sql, f"SELECT row FROM fitting ORDER BY {order} LIMIT {size}")
-        ]
+        import pyarrow as pa
 
-    def _all(self) -> Iterator[Any]:
-        """Yield all rows with the source's columns, in input order.
+        rows = [table.select([self._apart("_row")]) for table in self._windows()]
+        self._sql.register("fitting", pa.concat_tables(rows).rename_columns(["row"]))
+        order = f"md5(concat({self._config.seed}, ' ', row))"
+        found = rows_of(self._sql, f"SELECT row FROM fitting ORDER BY {order} LIMIT {size}")
+        return pa.array([row for [row] in found], pa.int64())
+
+    def _windows(self) -> Iterator[Any]:
+        """Yield all rows that fulfil the condition, in input order.
 
         Raises:
             InputError: the source has not all rows any more.
         """
-        import pyarrow as pa
-
-        taker = RowTaker(self._parquet.batches()) if self._parquet else None
-        done, next_log = 0, time.monotonic() + _LOG_SECONDS
-        for batch in self._read():
-            table = pa.table(batch)
-            yield self._made(table, taker and taker.take(table[0].to_numpy()))
-            done += len(table)
+        size = sum(marker.output_bytes for _, marker in self.answers.found)
+        step = max(1, min(_MOST_ROWS, _WINDOW_BYTES * self.answers.num_rows // max(1, size)))
+        last, _ = self.answers.found[-1]
+        taker, next_log = self._taker(), time.monotonic() + _LOG_SECONDS
+        for row in range(0, last.first_row + (last.rows or 0), step):
+            yield self._fitting(self._window(row, row + step, taker))
             if time.monotonic() > next_log:
-                logger.info("%d of %d rows read", done, self.answers.num_rows)
+                logger.info("row %d is read", row)
                 next_log += _LOG_SECONDS
 
-    def _read(self, limit: str = "") -> Any:
-        """Return a reader of the columns of the answers, `_row` first, and of the source in the chunks."""
-        columns = (
-            f"{value} AS c{index}"
-            for index, value in enumerate([*self._own.values(), *self._source.values()])
-        )
-        query = f"SELECT {', '.join(columns)} FROM {self._relation}{limit}"
-        return self._sql.cursor().sql(query).to_arrow_reader(self._at_once)
+    def _taker(self) -> RowTaker | None:
+        return RowTaker(self._parquet) if self._parquet else None
 
-    def _made(self, read: Any, source: Any) -> Any:
-        """Return rows with their columns as they are in the table."""
+    def _window(self, start: int, stop: int, taker: RowTaker | None) -> Any:
+        """Return the rows from one number to another (exclusive), with their columns as they are in the table."""
+        columns = [*self._own.values(), *self._source.values()]
+        named = ", ".join(f"{value} AS c{index}" for index, value in enumerate(columns))
+        rows = f"FROM {self._relation} WHERE _row >= {start} AND _row < {stop}"
+        read = self._sql.sql(f"SELECT {named} {rows}").to_arrow_table()
         own = len(self._own)
-        table = read.select(list(range(own))).rename_columns(list(self._own))
-        for name, array in self._changes:
-            table = table.set_column(table.column_names.index(name), name, array(table))
+        table = read.select(range(own)).rename_columns(list(self._own))
+        for name, make in self._made.items():
+            table = table.set_column(table.column_names.index(name), name, make(table))
         table = table.rename_columns(list(map(self._apart, self._own)))
-        if source is None:
-            source = read.select(list(range(own, read.num_columns)))
-            source = source.rename_columns(self._source_names)
+        if taker is None:
+            source = read.select(range(own, len(columns))).rename_columns(self._source_names)
+        else:
+            source = taker.take(table[0].to_numpy())
         for field, column in zip(source.schema, source.columns, strict=True):
             table = table.append_column(field, column)
         return table
@@ -268,10 +261,9 @@ class Collection:
             ) from error
 
     def _encoded(self, table: Any) -> Any:
-        """Return the lines of a form that is no table, as the only column."""
+        """Return the lines of a form that is no table."""
         import pyarrow as pa
 
         lines = table["line"].to_pylist()
         sources = table["source"].to_pylist() if self._source else [""] * len(lines)
-        found = map(ENCODERS[self._config.kind], lines, sources)
-        return pa.table({"line": pa.array(found, pa.binary())})
+        return pa.array(map(ENCODERS[self._config.kind], lines, sources), pa.binary())

@@ -1,8 +1,11 @@
-"""Write rows to files: parquet, JSON Lines or CSV of a table, or ready lines. The same rows give the same bytes."""
+"""Write rows to files: parquet, JSON Lines or CSV of a table, or ready lines. The same tables give the same bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +17,6 @@ from batchinfer.storage.scratch import Scratch, scratch_errors
 if TYPE_CHECKING:
     from batchinfer.collect.table import Collection as Rows
 
-_BLOCK_ROWS = 1000
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
 """Rows and bytes of which one suffices to end a row group of parquet."""
@@ -31,76 +33,62 @@ class TableFile(NamedTuple):
     sha256: str
 
 
-def write_files(rows: Rows, kind: str, most: int | None, scratch: Scratch) -> Iterator[TableFile]:
+def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[TableFile]:
     """Write rows to files of at most so many rows each, and yield each file when it is finished.
 
     Without any row there is one file, which has the columns only.
     """
-
-    def opened() -> tuple[Path, Any]:
-        path = scratch.new_path("table")
-        if kind == "parquet":
-            from pyarrow import parquet
-
-            few = [name for name in _FEW_VALUES if name in rows.schema.names]
-            return path, parquet.ParquetWriter(
-                path, rows.schema, compression="zstd", compression_level=1, use_dictionary=few
-            )
-        return path, CsvWriter(path, rows.schema) if kind == "csv" else LinesWriter(
-            path, rows.json_texts
-        )
-
-    def finished() -> TableFile:
-        writer.close()
-        with path.open("rb") as file:
-            return TableFile(path, count, path.stat().st_size, codec.sha256_file(file))
-
     with scratch_errors(scratch.folder):
-        (path, writer), count = opened(), 0
-        for table in _grouped(rows.tables()):
-            start = 0
-            while start < len(table):
-                if count == most:
-                    yield finished()
-                    (path, writer), count = opened(), 0
-                part = table.slice(start, most and most - count)
-                writer.write_table(part)
-                start, count = start + len(part), count + len(part)
-        yield finished()
+        for _, pieces in groupby(_pieces(rows, most), itemgetter(0)):
+            path, count = scratch.new_path("table"), 0
+            with closing(_open_writer(path, kind, rows)) as writer:
+                for _, table in pieces:
+                    if len(table):
+                        writer.write_table(table)
+                        count += len(table)
+            with path.open("rb") as file:
+                sha256 = codec.sha256_file(file)
+            yield TableFile(path, count, path.stat().st_size, sha256)
 
 
-def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield the same rows in tables of the size of row groups.
+def _pieces(rows: Rows, most: int) -> Iterator[tuple[int, Any]]:
+    """Yield the rows in tables of the size of row groups, each with the index of its file, after one without a row."""
+    yield 0, rows.schema.empty_table()
+    done = 0
+    for table in _groups(rows.tables()):
+        start = 0
+        while start < len(table):
+            index, used = divmod(done, most)
+            part = table.slice(start, most - used)
+            yield index, part
+            start, done = start + len(part), done + len(part)
 
-    Only the rows decide where a group ends, and how Arrow holds it: DuckDB's threads cut tables anywhere.
-    """
+
+def _groups(tables: Iterable[Any]) -> Iterator[Any]:
     import pyarrow as pa
 
     held: list[Any] = []
-    for block in _blocks(tables):
-        held.append(block)
-        size = sum(each.nbytes for each in held)
-        if len(held) * _BLOCK_ROWS >= _GROUP_ROWS or size >= _GROUP_BYTES:
+    for table in tables:
+        held.append(table)
+        size, count = sum(each.nbytes for each in held), sum(map(len, held))
+        if count >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield pa.concat_tables(held)
             held = []
     if held:
         yield pa.concat_tables(held)
 
 
-def _blocks(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield the same rows in blocks of one size, each without chunks of its own."""
-    import pyarrow as pa
+def _open_writer(path: Path, kind: str, rows: Rows) -> Any:
+    if kind == "csv":
+        return CsvWriter(path, rows.schema)
+    if kind != "parquet":
+        return LinesWriter(path, rows.json_texts)
+    from pyarrow import parquet
 
-    rest: Any = None
-    for table in tables:
-        rest = pa.concat_tables([rest, table]) if rest else table
-        start = 0
-        while len(rest) - start >= _BLOCK_ROWS:
-            yield rest.slice(start, _BLOCK_ROWS).combine_chunks()
-            start += _BLOCK_ROWS
-        rest = rest.slice(start)
-    if rest:
-        yield rest.combine_chunks()
+    few = [name for name in _FEW_VALUES if name in rows.schema.names]
+    return parquet.ParquetWriter(
+        path, rows.schema, compression="zstd", compression_level=1, use_dictionary=few
+    )
 
 
 class LinesWriter:
@@ -114,7 +102,7 @@ class LinesWriter:
     def __init__(self, path: Path, json_texts: Collection[str]) -> None:
         self._json_texts = json_texts
         self._file = path.open("wb")
-        self.close: Callable[[], None] = self._file.close
+        self.close = self._file.close
 
     def write_table(self, table: Any) -> None:
         """Append the rows of an Arrow table."""
@@ -138,13 +126,12 @@ class CsvWriter:
         from pyarrow import csv, types
 
         tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
-        fields = [
+        self._schema = pa.schema(
             (field.name, field.type if any(test(field.type) for test in tests) else pa.string())
             for field in schema
-        ]
-        self._file = csv.CSVWriter(str(path), pa.schema(fields))
-        self._types = [kind for _, kind in fields]
-        self.close: Callable[[], None] = self._file.close
+        )
+        self._file = csv.CSVWriter(str(path), self._schema)
+        self.close = self._file.close
 
     def write_table(self, table: Any) -> None:
         """Append the rows of an Arrow table."""
@@ -152,9 +139,9 @@ class CsvWriter:
 
         columns = [
             column if column.type == kind else pa.array(map(_cell, _values(column)), kind)
-            for column, kind in zip(table.columns, self._types, strict=True)
+            for column, kind in zip(table.columns, self._schema.types, strict=True)
         ]
-        self._file.write_table(pa.table(columns, table.column_names))
+        self._file.write_table(pa.Table.from_arrays(columns, schema=self._schema))
 
 
 def _cell(value: Any) -> str | None:

@@ -11,7 +11,8 @@ from batchinfer.collect.answers import Answers
 
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
-_LENGTHS = f"list_transform(embedding_list, lambda v: {_LENGTH})"
+_ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
+_LENGTHS = f"list_transform({_ALL}, lambda v: {_LENGTH})"
 
 
 class VectorColumn:
@@ -42,11 +43,11 @@ class VectorColumn:
         for is_so in (self._is_nested, is_list):
             self.type = pa.list_(self.type) if is_so else self.type
 
-    def array(self, texts: Any) -> Any:
-        """Return this column as an Arrow array, of that of the JSON texts."""
+    def array(self, table: Any) -> Any:
+        """Return this column of a table as an Arrow array, of that of the JSON texts."""
         import pyarrow as pa
 
-        return pa.array(map(self._value, texts.to_pylist()), self.type)
+        return pa.array(map(self._value, table[self.name].to_pylist()), self.type)
 
     def _value(self, text: Any) -> Any:
         import numpy as np

@@ -132,19 +132,11 @@ def fingerprint(config: dict[str, Any]) -> str:
     return hashlib.sha256(_sorted_encoder.encode(config)).hexdigest()[:32]
 
 
-def row_seed(run_seed: int, chunk: str, line: int) -> int:
-    """Compute a row's seed, a number of 63 bits, from the run's seed, the chunk's name and the line (promise P9).
-
-    >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
-    True
-    """
-    return row_seeds(run_seed, chunk)(line)
-
-
 def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
-    """Return a function that computes `row_seed` from a line of this chunk.
+    """Return a function that computes a row's seed, a number of 63 bits, from its line in this chunk (promise P9).
 
-    The run's seed and the chunk's name are hashed only once, for all lines.
+    >>> row_seeds(0, "part-00000")(1) == row_seeds(0, "part-00000")(1)
+    True
     """
     shared = hashlib.blake2b(f"{run_seed}\0{chunk}\0".encode(), digest_size=8)
 

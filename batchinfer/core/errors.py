@@ -37,35 +37,6 @@ from typing import Any
 
 from batchinfer.core.redaction import redact
 
-__all__ = [
-    "AccessDenied",
-    "AlreadyExists",
-    "BatchinferError",
-    "ConfigError",
-    "EngineDied",
-    "EngineError",
-    "EngineLoadError",
-    "ErrorRateExceeded",
-    "InputError",
-    "Interrupted",
-    "LeaseLapsed",
-    "LimitReached",
-    "NewerVersion",
-    "NoProgress",
-    "ObjectNotFound",
-    "PolicyStop",
-    "PreconditionFailed",
-    "RowError",
-    "RunMismatch",
-    "RunUnsound",
-    "ScratchFull",
-    "StopRequested",
-    "StorageError",
-    "Superseded",
-    "UsageError",
-    "near",
-]
-
 
 class BatchinferError(Exception):
     """Base class of batchinfer's own errors.

@@ -23,28 +23,6 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def start_of_process(pid: int) -> str:
-    """Return a text that tells a process of this machine from an earlier one of the same id; "" if it does not run.
-
-    On Linux it is the process's start time in ticks since the machine's start. Elsewhere all processes have the same
-    text.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except PermissionError:
-            pass
-        return "running"
-    is_zombie = fields[0] == "Z"
-    return "" if is_zombie else fields[19]
-
-
 def describe_exit(status: int | None) -> str:
     """Say in words how a process ended, by its exit status. None: it still runs, but has closed its connection.
 

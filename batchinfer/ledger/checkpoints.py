@@ -33,7 +33,7 @@ _BATCH_BYTES = 2 << 20
 """Bytes of output after which a batch ends; the memory that a batch takes is about four times that."""
 
 
-class FinishedRow(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class FinishedRow(Usage, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One line of a segment: a finished row, or a note that an engine died while it was generating the row.
 
     `output` must stay the last field, because `encode_rows` computes its place from the end of the encoded record.
@@ -44,11 +44,6 @@ class FinishedRow(Record, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     """None in a note."""
     code: str = ""
     finish_reason: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
-    """Number of those tokens of `completion_tokens` that are reasoning."""
     engine_deaths: int = 0
     """Number of deaths that a note tells of; 0 in a finished row."""
     rows_in_flight: int = 0
@@ -72,12 +67,12 @@ class FinishedRow(Record, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
             ok=ok,
             code=code,
             finish_reason=finish_reason,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            reasoning_tokens=usage.reasoning_tokens or 0,
             output=codec.raw(output),
+            **msgspec.structs.asdict(usage),
         )
+
+
+_TOKENS = Usage.__struct_fields__
 
 
 def count_rows(rows: Sequence[FinishedRow]) -> Counts:
@@ -87,10 +82,7 @@ def count_rows(rows: Sequence[FinishedRow]) -> Counts:
     return Counts(
         rows_ok=len(ok),
         rows_error=len(failed),
-        prompt_tokens=sum([row.prompt_tokens for row in rows]),
-        cached_tokens=sum([row.cached_tokens for row in rows]),
-        completion_tokens=sum([row.completion_tokens for row in rows]),
-        reasoning_tokens=sum([row.reasoning_tokens for row in rows]),
+        **{name: sum([getattr(row, name) or 0 for row in rows]) for name in _TOKENS},
         errors=dict(Counter([row.code for row in failed])),
         finish_reasons=dict(Counter([row.finish_reason for row in ok if row.finish_reason])),
     )
@@ -196,8 +188,7 @@ class Segments:
     ) -> None:
         self._store = store
         self._name = name
-        self._chunk_sha256 = chunk_sha256
-        self._fingerprint = fingerprint
+        self._wanted = chunk_sha256, fingerprint
         self._first_row = first_row
         self._num_lines = num_lines
         self.deaths: dict[int, Deaths] = {}
@@ -235,18 +226,21 @@ class Segments:
             self.has_vanished = True
             return
         self.keys.append(key)
-        lines = codec.lines(io.BytesIO(data))
-        header = _read_header(next(lines, b""))
-        if header is None or not self._is_current(header):
+        file = io.BytesIO(data)
+        try:
+            header = _header_decoder.decode(file.readline())
+        except _UNREADABLE:
+            header = None
+        if header is None or (header.chunk_sha256, header.fingerprint) != self._wanted:
             self.num_outdated += 1
             return
-        if not _is_whole(header, data):
+        if not _is_whole(header, memoryview(data)[file.tell() :]):
             logger.warning(
                 "%s: was changed after it was written (its sha256 is another one); its rows are generated again",
                 key,
             )
             return
-        for text in lines:
+        for text in codec.lines(file):
             found = self._read_line(text, key)
             if found is None:
                 continue
@@ -256,9 +250,6 @@ class Segments:
                 self.deaths[found.line] = deaths if before is None else before.plus(deaths)
             elif self._is_of_its_row(found, key):
                 yield found
-
-    def _is_current(self, header: _Header) -> bool:
-        return header.chunk_sha256 == self._chunk_sha256 and header.fingerprint == self._fingerprint
 
     def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
         try:
@@ -289,18 +280,8 @@ class Segments:
         return False
 
 
-def _read_header(line: bytes) -> _Header | None:
-    try:
-        return _header_decoder.decode(line)
-    except _UNREADABLE:
-        return None
-
-
-def _is_whole(header: _Header, data: bytes) -> bool:
-    """Whether a segment's bytes after its first line are those that were written. `data` is the whole segment."""
-    start = data.find(b"\n") + 1 or len(data)
-    with memoryview(data) as view, view[start:] as body:
-        return codec.sha256(body) == header.sha256
+def _is_whole(header: _Header, records: memoryview) -> bool:
+    return codec.sha256(records) == header.sha256
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:

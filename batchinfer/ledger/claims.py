@@ -34,6 +34,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
+from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -103,11 +104,9 @@ class Lease:
         lease_seconds: float,
         nonce: str,
     ) -> None:
-        self._store = store
+        self._own = OwnRecord(store, layout.worker_key(worker_id), WorkerLease)
         self._clock = clock
         self._is_closed = False
-        self._key = layout.worker_key(worker_id)
-        self._etag = ""
         self._beat = 0
         self._renewed = float("-inf")
         self._superseded = False
@@ -128,7 +127,8 @@ class Lease:
         another start's record at its next renewal, and stops.
         """
         while True:
-            before, self._etag = self._read()
+            before, etag = self._own.read()
+            self._own.expect(etag)
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
@@ -145,14 +145,8 @@ class Lease:
         """
         started = self._clock.monotonic()
         try:
-            for _ in range(_WRITES):
-                if self._is_closed:
-                    return  # the record is left as `close` writes it, so this renews nothing
-                if self._write(record):
-                    break
-                self._settle()
-            else:
-                raise StorageError(f"{self._key}: the store keeps refusing its own etag")
+            if not self._persist(record, is_last=False):
+                return  # the record is left as `close` writes it, so this renews nothing
         except StorageError as error:
             self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
@@ -169,10 +163,7 @@ class Lease:
             Superseded: As in `renew`.
         """
         self._is_closed = True
-        for _ in range(_WRITES):
-            if self._write(record):
-                return
-            self._settle()
+        self._persist(record, is_last=True)
 
     @property
     def silent_seconds(self) -> float:
@@ -207,12 +198,10 @@ class Lease:
                 without a marker for orphans. The caller may try again after the next renewal. Or the lease is closed.
         """
         self._refuse_superseded()
-        if self._is_closed:
-            raise LeaseLapsed(f"worker {self.worker_id}: its lease has ended")
         if not self.is_held():
-            raise LeaseLapsed(
-                f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
-            )
+            late = f"its heartbeat was not renewed in {self.lease_seconds:g} s"
+            what = "its lease has ended" if self._is_closed else late
+            raise LeaseLapsed(f"worker {self.worker_id}: {what}")
 
     def confirm(self) -> str:
         """Check that no other start of this worker has replaced this worker's record. Sends one request.
@@ -225,7 +214,7 @@ class Lease:
         Raises:
             Superseded: The record is of another start of this worker.
         """
-        found, etag = self._read()
+        found, etag = self._own.read()
         if found is not None and found.nonce != self.nonce:
             self._superseded = True
             self._refuse_superseded()
@@ -238,17 +227,23 @@ class Lease:
                 hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
             )
 
-    def _read(self) -> tuple[WorkerLease | None, str]:
-        """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
-        try:
-            data, etag = self._store.get(self._key)
-        except ObjectNotFound:
-            return None, ""
-        try:
-            return codec.decode(data, WorkerLease, name=self._key), etag
-        except InputError as error:
-            logger.warning("%s; it is written anew", error)
-            return None, etag
+    def _persist(self, record: Worker, *, is_last: bool) -> bool:
+        """Write the record, again if it was changed meanwhile. Return False if the lease was closed instead."""
+        for _ in range(_WRITES):
+            if self._is_closed and not is_last:
+                return False
+            if self._write(record):
+                return True
+            self._settle()
+        raise StorageError(f"{self._own.key}: the store keeps refusing its own etag")
+
+    def _settle(self) -> None:
+        """Read the record after a refused write, and keep its etag for the next try.
+
+        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
+        or from outside (removed or damaged).
+        """
+        self._own.expect(self.confirm())
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
@@ -258,29 +253,8 @@ class Lease:
                 damaged or gone now. If this start wrote it anew, the newer one would take itself for superseded.
         """
         self._refuse_superseded()
-        try:
-            if self._etag:
-                self._etag = self._store.replace(self._key, self._body(record), self._etag)
-            else:
-                self._etag = self._store.create(self._key, self._body(record))
-        except (PreconditionFailed, AlreadyExists):
-            return False
-        return True
-
-    def _settle(self) -> None:
-        """Read the record after a refused write, and keep its etag for the next try.
-
-        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
-        or from outside (removed or damaged).
-
-        Raises:
-            Superseded: The record is of another start of this worker.
-        """
-        self._etag = self.confirm()
-
-    def _body(self, record: Worker) -> bytes:
         self._beat += 1
-        return codec.encode(
+        return self._own.write(
             WorkerLease(
                 id=self.worker_id,
                 nonce=self.nonce,
@@ -319,6 +293,16 @@ class Held(NamedTuple):
     etag: str
 
 
+def read_claim(store: Store, name: str) -> Held | None:
+    """Read a chunk's claim. Return None if the chunk has no claim."""
+    key = layout.claim_key(name)
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return None
+    return Held(decode_claim(data, key), etag)
+
+
 class _Sighting(NamedTuple):
     etag: str
     since: float
@@ -353,11 +337,9 @@ class Claims:
             with contextlib.suppress(AlreadyExists):
                 etag = self._store.create(key, self._body(self._lease.worker_id))
                 return Taken(etag, is_new=True)
-            try:
-                data, etag = self._store.get(key)
-            except ObjectNotFound:
+            held = read_claim(self._store, name)
+            if held is None:
                 continue  # The claim was removed between the two requests.
-            held = Held(decode_claim(data, key), etag)
             owner = held.claim.worker
             if owner == self._lease.worker_id:
                 # It is of an earlier start, or of a newer one, which writes its record before its first claim.
@@ -382,9 +364,8 @@ class Claims:
 
         Returns False for a claim that was taken over meanwhile, or that is gone. It is left as it is.
         """
-        body = self._body("")
         try:
-            self._store.replace(layout.claim_key(name), body, etag)
+            self._store.replace(layout.claim_key(name), self._body(""), etag)
         except PreconditionFailed:
             logger.info("%s: its claim is somebody else's by now", name)
             return False

@@ -10,6 +10,7 @@ so that only one of two workers can do so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -61,23 +62,11 @@ def build_output(path: Path, lines: Iterable[bytes]) -> Built:
     """Write output lines to a local file, with a newline after each line. Return the file with its size and sha256."""
     digest = hashlib.sha256()
     size = 0
-    block: list[bytes] = []
-    held = 0
-    with scratch_errors(path.parent), path.open("wb") as file:
+    with scratch_errors(path.parent), path.open("wb", buffering=_BLOCK_BYTES) as file:
         for line in lines:
-            block.append(line)
-            held += len(line) + 1
-            if held >= _BLOCK_BYTES:
-                data = b"\n".join(block) + b"\n"
-                digest.update(data)
-                file.write(data)
-                size += len(data)
-                block, held = [], 0
-        if block:
-            data = b"\n".join(block) + b"\n"
+            data = line + b"\n"
             digest.update(data)
-            file.write(data)
-            size += len(data)
+            size += file.write(data)
     return Built(path, size, digest.hexdigest())
 
 
@@ -188,22 +177,14 @@ class Publisher:
         data = codec.encode(marker)
         while True:
             self._require_lease()
-            try:
+            with contextlib.suppress(AlreadyExists):
                 self._store.create(key, data)
                 return marker
-            except AlreadyExists:
-                pass
             current, etag = read_marker(self._store, chunk, marker.generation)
             if current is not None:
                 return current
-            if etag and self._has_replaced(key, data, etag):
-                return marker
-
-    def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace a damaged marker with ours. Return False if it has changed since it was read."""
-        self._require_lease()
-        try:
-            self._store.replace(key, data, etag)
-        except PreconditionFailed:
-            return False
-        return True
+            if etag:
+                self._require_lease()
+                with contextlib.suppress(PreconditionFailed):  # it has changed since it was read
+                    self._store.replace(key, data, etag)
+                    return marker

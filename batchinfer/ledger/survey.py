@@ -5,15 +5,13 @@ Read-only, except for `release_given_up`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
-from batchinfer.core.errors import ObjectNotFound
 from batchinfer.core.records import WorkerLease
-from batchinfer.ledger.claims import Claims, Held, decode_claim
+from batchinfer.ledger.claims import Claims, read_claim
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.storage import Store
@@ -114,7 +112,7 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
     for name in generations:
         if name in done or (name in may_be_claimed and num_read >= MOST_SAMPLED):
             continue
-        held = _read_claim(store, name) if name in may_be_claimed else None
+        held = read_claim(store, name) if name in may_be_claimed else None
         if held is None:
             survey.unclaimed.append(name)
             continue
@@ -134,17 +132,6 @@ def release_given_up(store: Store, claims: Claims, names: Collection[str]) -> No
     given up different chunks could wait for each other for ever.
     """
     for name in names:
-        with contextlib.suppress(ObjectNotFound):
-            held = _read_claim(store, name)
-            if held is not None and claims.is_ours(held.claim):
-                claims.release(name, held.etag)
-
-
-def _read_claim(store: Store, name: str) -> Held | None:
-    """Read a chunk's claim. Return None if the chunk has no claim."""
-    key = layout.claim_key(name)
-    try:
-        data, etag = store.get(key)
-    except ObjectNotFound:
-        return None
-    return Held(decode_claim(data, key), etag)
+        held = read_claim(store, name)
+        if held is not None and claims.is_ours(held.claim):
+            claims.release(name, held.etag)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 
 import msgspec
 
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import InputError, PreconditionFailed
-from batchinfer.core.records import Chunk, Job
+from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import decode_job, identity, is_absolute
 from batchinfer.split.sources import Sources
 from batchinfer.split.writer import even_bounds, write_chunks, write_manifests
@@ -27,16 +26,13 @@ logger = logging.getLogger(__name__)
 
 def is_part_of(job: Job, sources: Sources) -> bool:
     """Whether sources have all files of a job, and so all of its rows, and others."""
-    num_new = len(sources.without(job).parts)
+    num_new = len(sources.without(job).files)
     num_files = sum(file.rows > 0 for file in job.files)
-    return job.limit is None and num_new > 0 and len(sources.parts) - num_new >= num_files
+    return job.limit is None and num_new > 0 and len(sources.files) - num_new >= num_files
 
 
-def append(store: Store, sources: Sources, *, num_chunks: int | None) -> tuple[Job, int, int]:
-    """Append those files of the sources to the job that it does not have.
-
-    Returns:
-        The job, and the numbers of rows and of chunks that are new.
+def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
+    """Append those files of the sources to the job that it does not have, and return the job.
 
     Raises:
         InputError: The files do not fit the job, have changed, or another command has changed the job meanwhile.
@@ -45,39 +41,30 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> tuple[J
     job = decode_job(data, store.url)
     new = sources.without(job)
     _check_fits(store.url, job, new)
-    if left_out := len(sources.parts) - len(new.parts):
+    if left_out := len(sources.files) - len(new.files):
         logger.info("left out %s that the job has", units.many(left_out, "file"))
-    if not new.rows:
-        complete_manifests(store)
-        return job, 0, 0
-    if num_chunks is None:
-        largest = max(chunk.rows for chunk in job.chunks)
-        num_chunks = max(-(-new.rows // largest), min(new.rows, job.num_workers))
-
-    def publish(chunk: Chunk, path: Path) -> Chunk:
-        file = layout.chunk_file(chunk.name, job.compression, chunk.sha256[:12])
-        store.put_file(file, path)
-        path.unlink()
-        return msgspec.structs.replace(chunk, file=file)
-
-    longer = msgspec.structs.replace(
-        write_chunks(job, new, even_bounds(new.rows, num_chunks), publish),
-        sources=[*job.sources, *new.sources],
-        rows=job.rows + new.rows,
-        generation=job.generation + 1,
-        first_sha256=identity(job, data),
-    )
-    text = "%s of new files: appended to the %d that are there"
-    logger.info(text, units.many(new.rows, "row"), job.rows)
-    try:
-        store.replace(layout.JOB_KEY, codec.encode_pretty(longer), etag)
-    except PreconditionFailed as error:
-        raise InputError(
-            f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
-            hint="run the same command again",
-        ) from error
+    if new.rows:
+        text = "%s of new files: to be appended to the %d that are there"
+        logger.info(text, units.many(new.rows, "row"), job.rows)
+        if num_chunks is None:
+            largest = max(chunk.rows for chunk in job.chunks)
+            num_chunks = max(-(-new.rows // largest), min(new.rows, job.num_workers))
+        job = msgspec.structs.replace(
+            write_chunks(store, job, new, even_bounds(new.rows, num_chunks)),
+            sources=[*job.sources, *new.sources],
+            rows=job.rows + new.rows,
+            generation=job.generation + 1,
+            first_sha256=identity(job, data),
+        )
+        try:
+            store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
+        except PreconditionFailed as error:
+            raise InputError(
+                f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
+                hint="run the same command again",
+            ) from error
     complete_manifests(store)
-    return longer, new.rows, num_chunks
+    return job
 
 
 def complete_manifests(store: Store) -> None:
@@ -97,17 +84,17 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
             hint="make another job of the new sources",
         )
     known = {_address(file.url) for file in job.files}
-    for part in new.parts:
-        if _address(part.found.url) in known:
+    for file in new.files:
+        if _address(file.url) in known:
             raise InputError(
-                f"{part.found.url}: has changed since its rows became a part of the job, expected only new files",
+                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
                 hint="put the new rows into a file of their own; if all its rows are new, rename it",
             )
     new.require("the job", job.columns)
     more = set(new.columns).difference(job.columns)
     if more and all(each.format != "jsonl" for each in [*job.sources, *new.sources]):
         raise InputError(
-            f"{new.parts[0].found.url}: has a column {min(more)!r}, which the job lacks",
+            f"{new.files[0].url}: has a column {min(more)!r}, which the job lacks",
             hint=f"take the job's columns: --columns '{','.join(job.columns)}', or make another job",
         )
 

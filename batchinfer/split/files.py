@@ -9,7 +9,6 @@ import logging
 import os
 import posixpath
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.core.records import Record
+from batchinfer.core.records import Record, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import (
@@ -50,17 +49,33 @@ _NOTES = (".json", ".txt")
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
 _STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 """Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
-_GLOB = re.compile(r"[*?\[]")
 _BUFFER_BYTES = 1 << 20
 
 
-class FoundFile(Record, frozen=True, kw_only=True):
-    """A file, and a stamp by which a change is noticed: its size with an etag, a blob id or a time."""
+class DataFile(Record, frozen=True, kw_only=True):
+    """A file of a source. A change is noticed by its size and its stamp: an etag, a blob id or a time."""
 
     url: str
     format: str
     bytes: int
     stamp: str
+    rows: int = 0
+    """Number of rows, which the first look counts, as the fields below. Of JSON Lines, `columns` are those of the first
+    rows."""
+    columns: list[str] = []
+    digest: str = ""
+    """sha256 of the decompressed content, of parquet of the footer."""
+
+    @property
+    def state(self) -> tuple[str, int, str]:
+        """What is the same as long as nobody changes the file."""
+        return self.url, self.bytes, self.stamp
+
+    @property
+    def described(self) -> SourceFile:
+        """The file as job.json describes it."""
+        url = redact(self.url)
+        return SourceFile(url=url, bytes=self.bytes, rows=self.rows, digest=self.digest)
 
 
 def ending(url: str) -> str:
@@ -74,8 +89,10 @@ def ending(url: str) -> str:
     return posixpath.splitext(url.lower().removesuffix(".gz").removesuffix(".zst"))[1]
 
 
-def locate(argument: str) -> tuple[list[FoundFile], str]:
+def locate(argument: str) -> tuple[list[DataFile], str]:
     """Find the files of one SOURCE argument: a file, a folder, a glob or a URL. They are sorted by their addresses.
+
+    In folders, what is below a name with "." or "_" at its start is left out.
 
     Returns:
         The files, and the commit if the argument is a data set of the Hub, else "".
@@ -88,39 +105,46 @@ def locate(argument: str) -> tuple[list[FoundFile], str]:
     check_url(argument)
     with reading(argument):
         url, revision = _pinned(argument) if argument.startswith("hf://") else (argument, "")
-        url = str(local_path(url)) if _is_local(url) else url.rstrip("/")
-        system, path = _filesystem(url)
-        info = _info(system, path, url)
-        if info is None and _GLOB.search(path):
-            found = _listed(system.glob(path, detail=True), *_before_glob(url, path))
-        elif info is None:
+        system, path = _filesystem(url.rstrip("/"))
+        info = _info(system, path)
+        if info is None and not re.search(r"[*?\[]", path):
             raise FileNotFoundError(path)
+        if info is None:
+            listed = system.glob(path, detail=True)
         elif info["type"] == "directory":
-            found = _listed(system.find(path, detail=True), url, path)
+            listed = system.find(path, detail=True)
         else:
-            found = [_found_file(url, info)]
+            return _of_one_format(argument, [_data_file(path, info, argument)]), revision
+        found = []
+        for name, described in sorted(listed.items()):
+            start = os.path.commonpath([name, path])
+            # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
+            info = _info(system, name) if is_local(argument) else described
+            if info and info["type"] == "file" and not re.search(r"/[._]", name[len(start) :]):
+                found.append(_data_file(name, info, argument))
     return _of_one_format(argument, found), revision
 
 
-def _info(system: Any, path: str, url: str) -> dict[str, Any] | None:
-    """Return fsspec's description of a file or folder, of a local link its target's; None if there is none."""
+def _info(system: Any, path: str) -> dict[str, Any] | None:
+    """Return fsspec's description of a file or folder; None if there is none."""
     try:
-        if not _is_local(url):
-            return cast("dict[str, Any]", system.info(path))
-        state = os.stat(path)  # noqa: PTH116 - a path from fsspec
+        return cast("dict[str, Any]", system.info(path))
     except FileNotFoundError as error:
         # fsspec raises it for a web server that cannot be reached or refuses, too. Its cause is the real error.
         if isinstance(error.__cause__, FileNotFoundError | None):
             return None
         raise
-    kind = "directory" if stat.S_ISDIR(state.st_mode) else "file"
-    return {"type": kind, "size": state.st_size, "mtime": f"{state.st_mtime_ns} {state.st_ino}"}
 
 
-def _found_file(url: str, info: dict[str, Any]) -> FoundFile:
+def _data_file(name: str, info: dict[str, Any], argument: str) -> DataFile:
+    """Return a file, whose address is spelled as the argument that leads to it. `name` is fsspec's."""
+    if not is_local(argument):
+        name = name if "://" in name else f"{split_url(argument)[0]}://{name}"
+    elif not local_path(argument).is_absolute():
+        name = os.path.relpath(name)
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
-    kind = FORMATS.get(ending(url), "")
-    return FoundFile(url=url, format=kind, bytes=int(info.get("size") or 0), stamp=stamp)
+    kind = FORMATS.get(ending(name), "")
+    return DataFile(url=name, format=kind, bytes=int(info.get("size") or 0), stamp=stamp)
 
 
 def _pinned(url: str) -> tuple[str, str]:
@@ -138,31 +162,7 @@ def _pinned(url: str) -> tuple[str, str]:
     return f"hf://datasets/{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/"), commit
 
 
-def _before_glob(url: str, path: str) -> tuple[str, str]:
-    """Return the folders of a pattern before the first one with a glob character."""
-    return cast(
-        "tuple[str, str]", tuple(_GLOB.split(each)[0].rpartition("/")[0] for each in (url, path))
-    )
-
-
-def _listed(infos: dict[str, dict[str, Any]], url: str, path: str) -> list[FoundFile]:
-    """Return the files of a listing. What is below a name with "." or "_" at its start is left out.
-
-    `url` is the address, as the user spells it, of the folder that is `path` in the filesystem.
-    """
-    found = []
-    for name, listed in sorted(infos.items()):
-        below = name.removeprefix(path).strip("/")
-        if re.search(r"(^|/)[._]", below):
-            continue
-        # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
-        info = _info(None, name, url) if _is_local(url) else listed
-        if info is not None and info["type"] == "file":
-            found.append(_found_file(f"{url.rstrip('/')}/{below}" if url else below, info))
-    return found
-
-
-def _of_one_format(argument: str, found: list[FoundFile]) -> list[FoundFile]:
+def _of_one_format(argument: str, found: list[DataFile]) -> list[DataFile]:
     """Return the files that hold the data."""
     known = [file for file in found if file.format]
     chosen = [file for file in known if ending(file.url) not in _NOTES] or known
@@ -180,7 +180,8 @@ def _of_one_format(argument: str, found: list[FoundFile]) -> list[FoundFile]:
             f"{argument}: holds files of several formats, {shown}, expected one",
             hint="name the files of one, as in 'FOLDER/**/*.parquet', or a source for each format",
         )
-    if left_out := [redact(file.url) for file in found if file not in set(chosen)]:
+    places = {file.url for file in chosen}
+    if left_out := [redact(file.url) for file in found if file.url not in places]:
         what = units.many(len(left_out), "other file")
         logger.info("%s: left out %s, %s first", redact(argument), what, left_out[0])
     return chosen
@@ -205,25 +206,24 @@ def damaged(url: str, what: str) -> InputError:
 @contextlib.contextmanager
 def opened(url: str) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed if its name ends in .gz or .zst."""
-    with reading(url):
+    with reading(url), contextlib.ExitStack() as stack:
         system, path = _filesystem(url)
-        with contextlib.ExitStack() as stack:
-            raw = stack.enter_context(
-                Path(path).open("rb") if _is_local(url) else system.open(path, "rb")  # noqa: SIM115
-            )
-            if url.lower().endswith(".gz"):
-                yield cast("BinaryIO", stack.enter_context(gzip.open(raw, "rb")))
-            elif url.lower().endswith(".zst"):
-                yield cast("BinaryIO", io.BufferedReader(ZstdFile(raw), _BUFFER_BYTES))
-            else:  # fsspec's files lack some methods of Python's own
-                is_local = _is_local(url)
-                yield raw if is_local else cast("BinaryIO", io.BufferedReader(raw, _BUFFER_BYTES))
+        if is_local(url):
+            file: Any = stack.enter_context(Path(path).open("rb"))
+        else:  # fsspec's files lack some methods of Python's own
+            file = io.BufferedReader(stack.enter_context(system.open(path, "rb")), _BUFFER_BYTES)
+        if url.lower().endswith(".gz"):
+            file = stack.enter_context(gzip.open(file, "rb"))
+        elif url.lower().endswith(".zst"):
+            file = io.BufferedReader(ZstdFile(file), _BUFFER_BYTES)
+        yield file
 
 
 # --------------------------------------------------------------------------- filesystems and their errors
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """Whether a URL or path is one of this machine."""
     return split_url(url)[0] == "file"
 
 
@@ -260,8 +260,6 @@ def reading(url: str) -> Iterator[None]:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error
     except BatchinferError:
         raise
-    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise damaged(url, str(error)) from error
     except Exception as error:
         translated = _translated(url, error)
         if translated is None:
@@ -272,16 +270,16 @@ def reading(url: str) -> Iterator[None]:
 def _translated(url: str, error: Exception) -> BatchinferError | None:
     """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
-    if isinstance(error, PermissionError):
-        hint = "check the file's permissions"
-        return AccessDenied(f"{url}: access refused ({error})", hint=hint)
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        hint = "check the spelling"
-        return InputError(f"{url}: no such file, folder or bucket", hint=hint)
     # pyarrow reports damaged pages as an OSError without errno; errors of the system always have one.
-    is_damage = type(error) is OSError and error.errno is None and _is_local(url)
-    if package in ("pyarrow", "zstandard", "_csv") or is_damage:
+    is_damage = type(error) is OSError and error.errno is None and is_local(url)
+    if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
+        is_damage = True  # UnicodeDecodeError is of names of columns
+    if is_damage or package in ("pyarrow", "zstandard"):
         return damaged(url, str(error))
+    if isinstance(error, PermissionError):
+        return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return InputError(f"{url}: no such file, folder or bucket", hint="check the spelling")
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

@@ -7,7 +7,6 @@ that was killed can simply be run again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -91,12 +90,20 @@ def run_split(
     started = time.monotonic()
     _check_options(config)
     existing = _existing(config, store)
-    more: dict[str, Any] = {}
     if config.append:
-        job, more = _append(config, existing, store)
-        is_new = more["rows_appended"] > 0
-    else:
-        job, is_new = _make(config, existing, store, counted)
+        counted = _count(config, _appended_id(config, existing))
+    elif not config.by_reference:
+        counted = counted or _count(config, config.id_column)
+    if counted is not None:
+        counted.check_apart(config.output)
+    job = _make(config, existing, store, counted)
+    rows = existing.rows if existing else 0
+    more: dict[str, Any] = {}
+    if existing is not None and config.append:
+        chunks = len(job.chunks) - len(existing.chunks)
+        more = {"rows_appended": job.rows - rows, "chunks_appended": chunks}
+        more["generation"] = job.generation
+    is_new = job.rows > rows
     if not is_new:
         logger.info("%s: holds these rows already, nothing changed", config.output)
     if is_new and job.duplicate_ids:
@@ -150,6 +157,24 @@ def _check_options(config: SplitConfig) -> None:
                 raise ConfigError(f"{_spelled(name)}: not together with {_spelled(option)}")
 
 
+def _appended_id(config: SplitConfig, job: Job | None) -> str:
+    """Return the --id-column of the job to append to, which is there with these options."""
+    if job is None:
+        raise InputError(
+            f"{config.output}: no job.json there, expected a job to append to",
+            hint="make the job first, without --append",
+        )
+    plain = SplitConfig(sources=[], output="")
+    for name in ("num_workers", "id_column", "compression"):
+        there, here = getattr(job, name), getattr(config, name)
+        if here not in (there, getattr(plain, name)):
+            raise ConfigError(
+                f"{_spelled(name)} {here}: the job has {there!r}, which cannot change",
+                hint="leave it out: the job's own is taken",
+            )
+    return job.id_column or "_row"
+
+
 def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -166,51 +191,18 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
     )
 
 
-def _append(config: SplitConfig, job: Job | None, store: Store) -> tuple[Job, dict[str, Any]]:
-    from batchinfer.split.append import append
-
-    if job is None:
-        raise InputError(
-            f"{config.output}: no job.json there, expected a job to append to",
-            hint="make the job first, without --append",
-        )
-    plain = SplitConfig(sources=[], output="")
-    for name in ("num_workers", "id_column", "compression"):
-        there, here = getattr(job, name), getattr(config, name)
-        if here not in (there, getattr(plain, name)):
-            raise ConfigError(
-                f"{_spelled(name)} {here}: the job has {there!r}, which cannot change",
-                hint="leave it out: the job's own is taken",
-            )
-    counted = _count(config, job.id_column or "_row")
-    counted.check_apart(config.output)
-    longer, rows, chunks = append(store, counted, num_chunks=config.num_chunks)
-    return longer, {
-        "generation": longer.generation,
-        "rows_appended": rows,
-        "chunks_appended": chunks,
-    }
-
-
-def _make(
-    config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None
-) -> tuple[Job, bool]:
-    """Make the job unless it is there. Returns it, and whether it was made."""
+def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
+    """Make the job, or append to it, unless it is there already."""
     from batchinfer.split import writer
-    from batchinfer.split.append import complete_manifests
+    from batchinfer.split.append import append, complete_manifests
     from batchinfer.split.references import reference_job
     from batchinfer.storage.opening import open_store
 
-    bounds: list[int] = []
-    if config.by_reference:
+    if counted is None:
         job = reference_job(config.by_reference, open_store)
+    elif config.append:
+        return append(store, counted, num_chunks=config.num_chunks)
     else:
-        counted = counted or _count(config, config.id_column)
-        counted.check_apart(config.output)
-        num_chunks = config.num_chunks or writer.usual_num_chunks(
-            counted.rows, counted.num_bytes, config.num_workers
-        )
-        bounds = sorted({*writer.even_bounds(counted.rows, num_chunks), config.border})
         job = counted.as_job()
     job = msgspec.structs.replace(
         job, num_workers=config.num_workers, limit=config.limit, compression=config.compression
@@ -219,7 +211,12 @@ def _make(
         _check_same(config, existing, job)
         if existing.generation:
             complete_manifests(store)
-        return existing, False
+        return existing
+    bounds: list[int] = []
+    if counted is not None:
+        usual = writer.usual_num_chunks(counted.rows, counted.num_bytes, config.num_workers)
+        bounds = writer.even_bounds(counted.rows, config.num_chunks or usual)
+        bounds = sorted({*bounds, config.border})
     num_chunks = len(job.chunks) or len(bounds) - 1
     if config.num_workers > num_chunks:
         raise ConfigError(
@@ -230,10 +227,9 @@ def _make(
     if config.overwrite:
         store.delete([layout.JOB_KEY])
     if counted is not None:
-        publish = functools.partial(writer.publish_chunk, store, config.compression)
-        job = writer.write_chunks(job, counted, bounds, publish)
+        job = writer.write_chunks(store, job, counted, bounds)
     writer.complete_job(store, job)
-    return job, True
+    return job
 
 
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:

@@ -1,4 +1,4 @@
-r"""Reads JSON Lines and text. Lines end with the byte \n only, and a final \n makes no row.
+r"""Reads JSON Lines, CSV and text. Lines end with the byte \n only, and a final \n makes no row.
 
 A JSON line is copied byte for byte, with `_row` and `_id` before its closing brace. What is no JSON object is copied as
 it is, a blank line too: the worker makes an error row of it.
@@ -6,35 +6,42 @@ it is, a blank line too: the worker makes an error row of it.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 
 import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
-from batchinfer.split.files import FoundFile, damaged, opened
-from batchinfer.split.own_fields import Block, Counted, Part, lines_block, refuse_own_fields
+from batchinfer.split.blocks import Block, Wanted, refuse_columns
+from batchinfer.split.files import DataFile, damaged, ending, opened
 
 TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""
-_BLOCK_BYTES = 4 << 20
 SAMPLE_LINES = 1000
+_BLOCK_BYTES = 4 << 20
+_BLOCK_ROWS = 1024
+_VALUE_BYTES = 64 << 20
+"""Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
 _BOM = b"\xef\xbb\xbf"
-_SPACE = b" \t\r\n"
+_SPACE = " \t\r\n"
 
 
-def count_lines(found: FoundFile, _delimiter: str) -> Counted:
+# --------------------------------------------------------------------------- JSON Lines
+
+
+def count_lines(file: DataFile, _wanted: Wanted) -> DataFile:
     """Read a whole file, to find the number of its lines, its sha256, and the columns of the first rows."""
-    digest, rows, columns = hashlib.sha256(), 0, [TEXT_COLUMN]
-    with opened(found.url) as file:
-        while lines := file.readlines(_BLOCK_BYTES):
-            if not rows and found.format == "jsonl":
-                columns = sample_columns(lines, found.url)
-            rows += len(_rows_of(lines, found))
+    digest, rows, columns = hashlib.sha256(), 0, list[str]()
+    with opened(file.url) as there:
+        while lines := there.readlines(_BLOCK_BYTES):
+            columns = columns or sample_columns(lines, file.url)
+            rows += len(lines)
             for line in lines:
                 digest.update(line)
-    return Counted(rows=rows, columns=columns, digest=digest.hexdigest())
+    return msgspec.structs.replace(file, rows=rows, columns=columns, digest=digest.hexdigest())
 
 
 def sample_columns(lines: list[bytes], url: str) -> list[str]:
@@ -48,7 +55,7 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
     for members in objects:
         names.update(dict.fromkeys(members or ()))
     if all(members is None for members in objects):
-        is_array = lines[0].removeprefix(_BOM).lstrip(_SPACE).startswith(b"[")
+        is_array = lines[0].removeprefix(_BOM).lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
@@ -59,61 +66,42 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
 
 def has_column(url: str, name: str) -> bool:
     """Whether a row of JSON Lines has a column. Reads up to the first one."""
-    with opened(url) as file:
-        return any(name in (raw_members(line) or ()) for line in file)
+    with opened(url) as there:
+        return any(name in (raw_members(line) or ()) for line in there)
 
 
-def read_lines(part: Part) -> Iterator[Block]:
-    """Yield the rows of JSON Lines or text."""
-    convert = _text_block if part.found.format == "text" else _json_block
-    row = part.first_row
-    with opened(part.found.url) as file:
-        while lines := file.readlines(_BLOCK_BYTES):
-            if row == part.first_row:
-                lines[0] = lines[0].removeprefix(_BOM)
-            lines = _rows_of(lines, part.found)
-            yield convert(part, lines, row)
-            row += len(lines)
+def read_lines(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+    """Yield the rows of JSON Lines."""
+    first_row = row
+    with opened(file.url) as there:
+        while lines := there.readlines(_BLOCK_BYTES):
+            done, ids, num_broken = [], [], 0
+            for copied in lines:
+                line = copied.removeprefix(_BOM) if row == first_row else copied
+                members = raw_members(line)
+                if members is None:
+                    num_broken += 1
+                    done.append(line.removesuffix(b"\n") + b"\n")
+                else:
+                    body = _body(members, line, wanted, f"{file.url}, line {row - first_row + 1}")
+                    own = _id_of(members.get(wanted.id_column) if wanted.id_column else None)
+                    if own is not None:
+                        ids.append(own.strip(b'"'))
+                    tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
+                    done.append(body + tail)
+                row += 1
+            yield Block(len(lines), b"".join(done), ids, num_broken)
 
 
-def _rows_of(lines: list[bytes], found: FoundFile) -> list[bytes]:
-    """Return the lines that are rows. A blank line of text is none; in JSON Lines it is a broken row."""
-    return [line for line in lines if line.strip()] if found.format == "text" else lines
-
-
-def _text_block(part: Part, lines: list[bytes], first_row: int) -> Block:
-    done = []
-    for row, line in enumerate(lines, first_row):
-        try:
-            text = line.decode().removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            place = f"row {row - part.first_row} is not UTF-8: {error.reason}"
-            raise damaged(part.found.url, place) from error
-        done.append(msgspec.json.encode({TEXT_COLUMN: text, "_row": row, "_id": str(row)}) + b"\n")
-    return lines_block(done)
-
-
-def _json_block(part: Part, lines: list[bytes], first_row: int) -> Block:
-    done, ids, num_broken = [], [], 0
-    for row, line in enumerate(lines, first_row):
-        members = raw_members(line)
-        if members is None:
-            num_broken += 1
-            done.append(line.removesuffix(b"\n") + b"\n")
-            continue
-        if part.columns is None:
-            refuse_own_fields(members, f"{part.found.url}, line {row - part.first_row + 1}")
-            body = line.rstrip(_SPACE)[:-1]
-        else:
-            kept = {name: members[name] for name in part.columns if name in members}
-            body = msgspec.json.encode(kept)[:-1]
-        own = _id_of(members.get(part.id_column))
-        if own is not None:
-            ids.append(own.strip(b'"'))
-        comma = b"" if body.strip(_SPACE) == b"{" else b","
-        tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
-        done.append(body + comma + tail)
-    return lines_block(done, ids, num_broken)
+def _body(members: dict[str, msgspec.Raw], line: bytes, wanted: Wanted, where: str) -> bytes:
+    """Return a JSON object as far as its end, with a comma after the last member."""
+    if wanted.columns is None:
+        refuse_columns(members, where)
+        body = line.rstrip()[:-1]
+    else:
+        kept = {name: members[name] for name in wanted.columns if name in members}
+        body = msgspec.json.encode(kept)[:-1]
+    return body if body.strip() == b"{" else body + b","
 
 
 def _id_of(value: msgspec.Raw | None) -> bytes | None:
@@ -122,3 +110,72 @@ def _id_of(value: msgspec.Raw | None) -> bytes | None:
     if text == b"null":
         return None
     return text if text.startswith(b'"') else msgspec.json.encode(text.decode())
+
+
+# --------------------------------------------------------------------------- CSV and text
+
+
+def count_texts(file: DataFile, wanted: Wanted) -> DataFile:
+    """Read a whole file of CSV or text, to find the number of rows, the columns and the sha256."""
+    digest, rows, columns = hashlib.sha256(), 0, list[str]()
+    for record in _records(file, wanted, digest):
+        columns = columns or list(record)
+        rows += 1
+    return msgspec.structs.replace(file, rows=rows, columns=columns, digest=digest.hexdigest())
+
+
+def read_texts(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+    """Yield the rows of CSV or text. Every value is text."""
+    records = _records(file, wanted, hashlib.sha256())
+    while some := list(islice(records, _BLOCK_ROWS)):
+        lines, ids = [], []
+        for number, record in enumerate(some, row):
+            own = record[wanted.id_column] if wanted.id_column else str(number)
+            names = record if wanted.columns is None else wanted.columns
+            kept = {name: record[name] for name in names}
+            lines.append(msgspec.json.encode(kept | {"_row": number, "_id": own}) + b"\n")
+            ids.append(own.encode())
+        yield Block(len(some), b"".join(lines), ids if wanted.id_column else ())
+        row += len(some)
+
+
+def _records(file: DataFile, wanted: Wanted, digest: hashlib._Hash) -> Iterator[dict[str, str]]:
+    """Yield the rows by the names of their columns. Blank lines are no rows."""
+    texts = _texts(file, digest)
+    if file.format == "text":
+        for text in texts:
+            if text.strip(_SPACE):
+                yield {TEXT_COLUMN: text.removesuffix("\n").removesuffix("\r")}
+        return
+    csv.field_size_limit(_VALUE_BYTES)
+    delimiter = wanted.delimiter or ("\t" if ending(file.url) == ".tsv" else ",")
+    reader = csv.reader(texts, delimiter=delimiter, strict=True)
+    try:
+        records = filter(None, reader)
+        header = next(records, [])
+        names = [name for name in header if wanted.columns is None or name in wanted.columns]
+        refuse_columns(names, file.url)
+        for record in records:
+            if len(record) != len(header):
+                what = f"{len(record)} values, expected the header's {len(header)}"
+                raise InputError(
+                    f"{file.url}, line {reader.line_num}: {what}",
+                    hint="quote values with a delimiter or a newline in them, or see --delimiter",
+                )
+            yield dict(zip(header, record, strict=True))
+    except csv.Error as error:
+        raise InputError(
+            f"{file.url}: is no CSV at line {reader.line_num} ({error}), perhaps a quote is not closed",
+            hint='close it, and write quotes within quoted values twice: ""',
+        ) from error
+
+
+def _texts(file: DataFile, digest: hashlib._Hash) -> Iterator[str]:
+    with opened(file.url) as there:
+        for number, line in enumerate(there, 1):
+            digest.update(line)
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                what = f"line {number} is not UTF-8: {error.reason}"
+                raise damaged(file.url, what) from error

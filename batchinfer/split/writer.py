@@ -6,25 +6,20 @@ What an earlier command left that was killed, or had other options, is replaced 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import polars as pl
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import (
-    AlreadyExists,
-    ConfigError,
-    InputError,
-    ObjectNotFound,
-)
+from batchinfer.core.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Chunk, Job
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
-from batchinfer.split.own_fields import Block, lines_block
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
@@ -81,26 +76,27 @@ class _Rows:
 
     def __init__(self, sources: Sources) -> None:
         self._blocks = sources.blocks()
-        self._block, self._used = lines_block([]), 0
-        self._ids: list[Any] = []
+        self._lines, self._start, self._num_left = b"", 0, 0
+        self._ids: list[pl.Series] = []
         self._num_ids = 0
         self.num_broken = 0
 
     def take(self, count: int) -> Iterator[bytes]:
         """Yield the lines of the next rows, some at a time."""
         while count:
-            if self._used == self._block.num_rows:
-                self._block, self._used = next(self._blocks), 0
-                self._note(self._block)
-            stop = min(self._used + count, self._block.num_rows)
-            yield self._block.encode(self._used, stop)
-            count, self._used = count - (stop - self._used), stop
+            if not self._num_left:
+                self._next_block()
+            taken, end = min(count, self._num_left), len(self._lines)
+            if taken < self._num_left:
+                end = self._start
+                for _ in range(taken):
+                    end = self._lines.index(b"\n", end) + 1
+            yield self._lines[self._start : end]
+            self._start, self._num_left, count = end, self._num_left - taken, count - taken
 
-    def finish(self) -> None:
-        """Read what is left, which is an error of the last source if it has more rows than were counted."""
-        next(self._blocks, None)
-
-    def _note(self, block: Block) -> None:
+    def _next_block(self) -> None:
+        block = next(self._blocks)
+        self._lines, self._start, self._num_left = block.lines, 0, block.num_rows
         self.num_broken += block.num_broken
         if len(block.ids) and self._num_ids < _MOST_IDS:
             self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
@@ -111,25 +107,22 @@ class _Rows:
         return self._num_ids - pl.concat(self._ids).n_unique() if self._ids else 0
 
 
-def write_chunks(
-    job: Job,
-    sources: Sources,
-    bounds: Sequence[int],
-    publish: Callable[[Chunk, Path], Chunk],
-) -> Job:
+def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]) -> Job:
     """Build chunks one after the other in a scratch folder, publish several at a time, and add them to a job.
 
+    Chunks that are appended to others have names by their content.
+
     Args:
+        store: The job's place.
         job: The job, whose chunks and sources come before.
         sources: The rows.
         bounds: The first row of each chunk, counted from the first of the sources, then the number of all rows.
-        publish: Publishes the file of a chunk; returns the chunk as job.json is to have it.
 
     Returns:
         The job with the new chunks, and with what is odd about their rows.
 
     Raises:
-        InputError: See `Sources.blocks`, `Sources.check_unchanged`.
+        InputError: See `Sources.blocks`, `Sources.check_unchanged`. Or another split has completed a job meanwhile.
         ScratchFull: The scratch folder is full.
     """
     from tqdm import tqdm
@@ -140,23 +133,32 @@ def write_chunks(
         for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
             name = layout.chunk_name(index, before + len(bounds) - 1)
             path = scratch.new_path(name)
-            size, sha256 = _write_file(path, rows.take(stop - first), job.compression)
-            row = sources.first_row + first
-            yield (
-                Chunk(name=name, first_row=row, rows=stop - first, bytes=size, sha256=sha256),
-                path,
-            )
+            sha256 = _write_file(path, rows.take(stop - first), job.compression)
+            row, size = sources.first_row + first, path.stat().st_size
+            chunk = Chunk(name=name, first_row=row, rows=stop - first, bytes=size, sha256=sha256)
+            if before:
+                file = layout.chunk_file(name, job.compression, sha256[:12])
+                chunk = msgspec.structs.replace(chunk, file=file)
+            yield chunk, path
+
+    def publish(pair: tuple[Chunk, Path]) -> Chunk:
+        chunk, path = pair
+        if not before:  # it may replace what a command left that did not come to its end
+            with contextlib.suppress(ObjectNotFound):
+                store.stat(layout.JOB_KEY)
+                raise _another(store)
+        store.put_file(chunk_key(job, chunk), path)
+        path.unlink()
+        return chunk
 
     with (
         contextlib.closing(Scratch()) as scratch,
         scratch_errors(scratch.folder),
         tqdm(total=sources.rows, unit=" rows", desc="split", disable=None) as bar,  # on a terminal
     ):
-        for chunk in in_parallel(lambda pair: publish(*pair), built(scratch), _THREADS):
+        for chunk in in_parallel(publish, built(scratch), _THREADS):
             chunks.append(chunk)
             bar.update(chunk.rows)
-    if sources.rows == sum(part.counted.rows for part in sources.parts):  # no limit leaves out rows
-        rows.finish()
     sources.check_unchanged()
     return msgspec.structs.replace(
         job,
@@ -166,32 +168,22 @@ def write_chunks(
     )
 
 
-def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> tuple[int, str]:
-    """Write a chunk's file. Returns its size and sha256."""
-    with contextlib.ExitStack() as stack:
-        file: Any = stack.enter_context(path.open("wb"))
-        if compression == "zstd":
-            import zstandard
-
-            file = stack.enter_context(zstandard.ZstdCompressor(_ZSTD_LEVEL).stream_writer(file))
-        for piece in pieces:
+def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> str:
+    """Write a chunk's file, and return its sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in _packed(pieces) if compression == "zstd" else pieces:
+            digest.update(piece)
             file.write(piece)
-    with path.open("rb") as written:
-        return path.stat().st_size, codec.sha256_file(written)
+    return digest.hexdigest()
 
 
-def publish_chunk(store: Store, compression: str, chunk: Chunk, path: Path) -> Chunk:
-    """Put a chunk from its scratch file, over what a command left that did not come to its end.
+def _packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    import zstandard
 
-    Raises:
-        InputError: Another split has completed a job meanwhile.
-    """
-    with contextlib.suppress(ObjectNotFound):
-        store.stat(layout.JOB_KEY)
-        raise _another(store)
-    store.put_file(layout.chunk_file(chunk.name, compression), path)
-    path.unlink()
-    return chunk
+    packer = zstandard.ZstdCompressor(_ZSTD_LEVEL).compressobj()
+    yield from map(packer.compress, pieces)
+    yield packer.flush()
 
 
 def _another(store: Store) -> InputError:

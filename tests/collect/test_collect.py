@@ -5,21 +5,18 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jsonschema
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.scratch import Scratch
 from collecting import collect, table_of
 from crashing import crash_everywhere
 from finished_run import chat, finish_run
@@ -28,7 +25,7 @@ from samples import SCHEMAS
 
 ROWS = 25
 MODULES = [
-    "batchinfer.collect.collect_command",
+    "batchinfer.collect.collecting",
     "batchinfer.collect.table",
     "duckdb",
     "pyarrow.parquet",
@@ -528,7 +525,7 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
     before = contents(tmp_path / "out")
     assert collect(run, tmp_path / "out")["status"] == "UNCHANGED"
-    with pytest.raises(InputError, match="another collection"):
+    with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "out", where="status = 200")
     assert contents(tmp_path / "out") == before
     collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
@@ -541,7 +538,7 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
 
 def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("mine")
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == "mine"
     collect(run, tmp_path / "a.jsonl", overwrite=True)
@@ -587,21 +584,3 @@ def test_the_command_prints_its_result(run: Path, tmp_path: Path) -> None:
     done = run_process(["collect", str(run), str(tmp_path / "out.csv"), "--where", "status=200"])
     assert done.status == 0
     assert (done.result["status"], done.result["file_rows"]) == ("SUCCESS", ROWS - 1)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
-def test_how_rows_are_cut_on_their_way_changes_no_byte_of_a_file(kind: str, tmp_path: Path) -> None:
-    """DuckDB's threads cut them anywhere, and a `collect` that is run again compares its file with what is there."""
-    whole = pa.table({"_row": range(45_000), "text": [f"{n % 7} {n}" for n in range(45_000)]})
-
-    class Rows(SimpleNamespace):
-        def tables(self) -> list[Any]:
-            return [whole.slice(start, self.step) for start in range(0, 45_000, self.step)]
-
-    found, scratch = set(), Scratch(tmp_path)
-    for step in (2048, 45_000, 1777):
-        rows = Rows(schema=whole.schema, json_texts=(), step=step)
-        [file] = write_files(cast("Any", rows), kind, None, scratch)
-        found.add((file.rows, file.sha256))
-    scratch.close()
-    assert len(found) == 1

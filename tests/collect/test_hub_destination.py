@@ -89,7 +89,7 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(
         first["commit"],
         count,
     )
-    with pytest.raises(InputError, match="holds data already"):
+    with pytest.raises(InputError, match="other data"):
         collect(run, shard_rows=5)
     assert len(hub.commits) == count
 

@@ -20,7 +20,6 @@ import pytest
 
 import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
-from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine, dispatch
 from batchinfer.engines.engine_config import EchoOptions, EngineConfig
 from engine_contract import (
@@ -33,6 +32,7 @@ from engine_contract import (
     drive,
     drive_again,
 )
+from process_state import is_running
 from tiny_model import write_model_stub
 
 
@@ -104,7 +104,7 @@ def pids(engine) -> list[int]:
 
 def are_gone(found, seconds=5.0) -> bool:
     end = time.monotonic() + seconds
-    while any(start_of_process(pid) for pid in found):
+    while any(is_running(pid) for pid in found):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
@@ -344,7 +344,7 @@ def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
         [sys.executable, "-c", textwrap.dedent(WORKER), given], stdout=subprocess.PIPE
     ) as worker:
         [guard, *family] = json.loads(worker.stdout.readline())
-        assert all(start_of_process(pid) for pid in family)
+        assert all(is_running(pid) for pid in family)
         time.sleep(0.2)
         os.kill(worker.pid if victim == "worker" else family[0], signal.SIGKILL)
         assert are_gone(family[1:], seconds=12.0)

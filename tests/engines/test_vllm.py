@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.processes import start_of_process
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import write_vllm_command
@@ -28,6 +27,7 @@ from engine_contract import (
 )
 from fixtures_vllm import SMALL
 from peft_adapter import write_adapter
+from process_state import is_running
 from tiny_model import DEMO_MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -62,9 +62,9 @@ def descendants(pid: int) -> list[int]:
 
 def are_gone(pids, seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while any(start_of_process(pid) for pid in pids) and time.monotonic() < end:
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
-    return not any(start_of_process(pid) for pid in pids)
+    return not any(is_running(pid) for pid in pids)
 
 
 def named(pids, name: str) -> int:

@@ -11,6 +11,7 @@ from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from fakes import FakeClock, MemoryStore, worker_record
+from making import put_raw
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def _fail(*_: object) -> str:
 
 
 class TestClaims:
-    @pytest.mark.parametrize("how", ["released", "ended", "restarted", "silent"])
+    @pytest.mark.parametrize("how", ["released", "ended", "restarted", "silent", "damaged", "lost"])
     def test_a_claim_is_held_until_its_owner_is_gone(
         self, store: MemoryStore, clock: FakeClock, how: str
     ) -> None:
@@ -150,6 +151,8 @@ class TestClaims:
             lease.close(worker_record(state="stopped"))
         elif how == "restarted":
             take_lease(store, "a", skewed)
+        elif how != "silent":
+            lose_record(store, b"{" if how == "damaged" else None)
         else:
             clock.sleep(119)
             held(observer.take("part-00000"))
@@ -174,3 +177,12 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
     monkeypatch.setattr(store, "replace", overtaken)
     lease.renew(worker_record(state="done"))
     assert codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").state == "done"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"worker":"../x","nonce":""}'])
+def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(
+    store: MemoryStore, clock: FakeClock, data: bytes
+) -> None:
+    put_raw(store, layout.claim_key("part-00000"), data)
+    taken(claims_of(store, "a", clock)[0].take("part-00000"))
+    assert claim_of(store).worker == "a"

@@ -1,15 +1,12 @@
-"""Records that careless hands have damaged. The worker does a chunk again whose marker is empty, cut off or without
-its output, and passes over claims and neighbours that it cannot read.
+"""Markers that careless hands have damaged: the worker does a chunk again whose marker is empty, cut off or without its
+output. Claims are in test_claims.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.records import Claim
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
@@ -18,7 +15,6 @@ from making import (
     make_job,
     output_key,
     overwrite,
-    put_raw,
     read_marker,
     run_worker_here,
 )
@@ -27,14 +23,9 @@ CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)
 
 
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        url = str(tmp_path / "job")
-    elif request.param == "memory":
-        url = f"memory://{request.node.name}"
-    else:
-        url = request.getfixturevalue("s3_url")("job")
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> str:
+    url = f"memory://{request.node.name}"
     make_job(url, rows=30, per_chunk=10)
     return url
 
@@ -72,18 +63,3 @@ def test_a_marker_whose_output_is_gone_is_replaced(job: str) -> None:
     assert result["chunks_done"] == 1
     assert is_sound(run, CHUNK)
     assert read_marker(run, CHUNK).nonce != before.nonce
-
-
-def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> None:
-    run = open_store(f"{job}/runs/a")
-    put_raw(run, layout.claim_key(CHUNK), b"")
-    put_raw(run, layout.claim_key("part-00002"), b"{")
-    assert run_worker_here(job, run.url)["chunks_done"] == 3
-    assert not list(run.list(layout.CLAIMS))
-
-
-def test_a_claim_whose_owner_cannot_be_read_has_lapsed(job: str) -> None:
-    run = open_store(f"{job}/runs/a")
-    run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", nonce="n")))
-    put_raw(run, layout.worker_key("w9"), b"{")
-    assert run_worker_here(job, run.url, "--lease-seconds", "1")["chunks_done"] == 3

@@ -45,16 +45,6 @@ def test_a_large_output_is_hashed_in_blocks_without_a_seam(tmp_path: Path) -> No
     assert output.sha256 == codec.sha256(output.path.read_bytes())
 
 
-def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -> None:
-    output = built(tmp_path)
-    published = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
-    assert published.is_ours
-    marker = current_marker(store)
-    data = store.get(layout.output_key(marker.output)).data
-    assert layout.chunk_of_output(layout.output_key(marker.output)) == CHUNK
-    assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
-
-
 @pytest.mark.parametrize("marker", [b"", b"damaged"])
 def test_the_lease_is_asked_for_right_before_every_write(
     store: MemoryStore,

@@ -98,13 +98,6 @@ def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
     assert codec.fingerprint(edited) in edit_of(found)
 
 
-def test_key_order_and_white_space_are_no_edit(store: MemoryStore) -> None:
-    config = {**CONFIG, "float": 1.0, "huge": 1e300, "list": [0.1, None, "\N{SNOWMAN}"]}
-    run = join_run(store, config, {}, nonce="a")
-    edit(store, lambda contents: contents.update(config=dict(reversed(config.items()))))
-    assert read_run(store) == run
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -84,7 +84,7 @@ def test_a_marker_that_names_an_output_elsewhere_is_not_followed(
     marker_path = tmp_path / "run/outputs/part-00000.succeed"
     marker = json.loads(marker_path.read_bytes())
     marker_path.write_text(json.dumps({**marker, "output": output}))
-    from batchinfer.collect.collect_command import command as collect
+    from batchinfer.collect.collecting import command as collect
     from batchinfer.runs.verify import command as verify
 
     for command, arguments in ((verify, []), (collect, [str(tmp_path / "answers")])):

@@ -176,7 +176,7 @@ def test_the_seed_depends_on_the_run_and_the_rows_key_alone(temperature: float |
     rows = [RawRow(index, b'{"p":"a"}') for index in range(4)]
     together = [sent(item)["seed"] for item in own.build("c", 0, rows)]
     alone = [sent(own.build("c", 900, [row])[0])["seed"] for row in reversed(rows)]
-    assert together == alone[::-1] == [codec.row_seed(7, "c", index) for index in range(4)]
+    assert together == alone[::-1] == [*map(codec.row_seeds(7, "c"), range(4))]
     assert len(set(together)) == 4
 
 
@@ -184,7 +184,7 @@ def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays() -> None:
     def seed(body: dict[str, Any], url: str = CHAT, rules: EngineRules = PLAIN_RULES) -> Any:
         return sent(request({"messages": MESSAGES, **body}, url, rules, seed=7)).get("seed")
 
-    drawn = codec.row_seed(7, "part-00000", 0)
+    drawn = codec.row_seeds(7, "part-00000")(0)
     assert seed({"seed": 3}) == 3
     assert seed({"seed": None}) == drawn
     assert seed({"temperature": 0}) is None

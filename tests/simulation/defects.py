@@ -87,7 +87,7 @@ def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
     def settle(self: Lease) -> None:
-        self._etag = self._store.stat(self._key).etag
+        self._own.expect(self._own.read()[1])
 
     return mock.patch.object(Lease, "_settle", settle)
 
@@ -384,15 +384,11 @@ def lease_renewed_as_of_the_end() -> Defect:
 
 def settle_without_the_nonce() -> Defect:
     """Every record of the worker counts as one's own, whichever start wrote it."""
-    real = Lease._read
 
-    def read(self: Lease) -> tuple[WorkerLease | None, str]:
-        found, etag = real(self)
-        if found is not None:
-            found = msgspec.structs.replace(found, nonce=self.nonce)
-        return found, etag
+    def confirm(self: Lease) -> str:
+        return self._own.read()[1]
 
-    return mock.patch.object(Lease, "_read", read)
+    return mock.patch.object(Lease, "confirm", confirm)
 
 
 def every_claim_of_the_id_is_ours() -> Defect:

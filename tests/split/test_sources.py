@@ -30,8 +30,8 @@ def write_parquet(path: Path, **columns: list[Any]) -> Path:
 
 
 def rows_of(counted: Sources) -> list[dict[str, Any]]:
-    blocks = [block.encode(0, block.num_rows) for block in counted.blocks()]
-    return [json.loads(line) for line in b"".join(blocks).split(b"\n")[:-1]]
+    data = b"".join(block.lines for block in counted.blocks())
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
 def numbers(*sources: str | Path, **options: Any) -> list[int]:
@@ -115,7 +115,7 @@ BAD: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ),
     ("a.csv", {"a.csv": "n,n\n1,2\n"}, "column 'n' is there twice", "rename"),
     ("a.csv", {"a.csv": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
-    ("a.txt", {"a.txt": b"n\n\xe9\n"}, "row 1 is not UTF-8", "write the file again"),
+    ("a.txt", {"a.txt": b"n\n\xe9\n"}, "line 2 is not UTF-8", "write the file again"),
     ("a.parquet", {"a.parquet": "PAR1 and no more"}, "a.parquet: corrupt or truncated", "again"),
     ("a.jsonl.gz", {"a.jsonl.gz": gzip.compress(b'{"n":1}\n' * 99)[:-9]}, "truncated", "again"),
     ("a.jsonl.gz", {"a.jsonl.gz": '{"n":1}'}, "corrupt or truncated", "again"),
@@ -272,7 +272,7 @@ from batchinfer.split.sources import count_sources
 for url in sys.argv[1:]:
     try:
         counted = count_sources([url])
-        lines = b"".join(block.encode(0, block.num_rows) for block in counted.blocks())
+        lines = b"".join(block.lines for block in counted.blocks())
         source = counted.sources[0]
         numbers = [json.loads(line)["n"] for line in lines.splitlines()]
         print(json.dumps({"n": numbers, "revision": source.revision, "url": source.files[0].url}))
