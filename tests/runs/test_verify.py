@@ -267,7 +267,8 @@ def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
     overwrite(store, "chunks/part-00001.jsonl", data.replace(b"hello", b"hallo"))
     verdict = verify(run, deep=True)
     assert kinds(verdict) == {("corrupt", CHUNK)}
-    assert "the chunk itself" in verdict.findings[0].problem
+    (finding,) = verdict.findings
+    assert (finding.fix, "the chunk itself" in finding.problem) == ("chunk", True)
 
 
 REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
