@@ -48,11 +48,10 @@ def events() -> str:
 
 def metrics() -> str:
     """Return the table of all metrics."""
-    from batchinfer.ledger.metrics import METRICS, RUN_METRICS
+    from batchinfer.ledger.metrics import LABELS, METRICS, RUN_METRICS
 
-    found = {
-        one.name: one.help + (f" Label `{one.label}`." if one.label else "") for one in METRICS
-    }
+    labels = {name: f" Label `{label}`." for name, label in LABELS.items()}
+    found = {name: text + labels.get(name, "") for name, text in METRICS.items()}
     found |= {name: f"{text} Only of `status`." for name, text in RUN_METRICS.items()}
     rows = [f"| `{name}` | {text} |" for name, text in found.items()]
     return "\n".join(["| metric | meaning |", "|---|---|", *rows])

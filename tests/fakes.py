@@ -92,7 +92,7 @@ class Done:
         except StorageError as error:
             self._error = error
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         return True
 
     def result(self) -> Any:

@@ -229,6 +229,19 @@ def output_key(store: Store, name: str) -> str:
     return layout.output_key(read_marker(store, name).output)
 
 
+def output_lines(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of the outputs that the newest markers of a run vouch for, chunk after chunk."""
+    store, found = open_store(str(run)), []
+    for name, generation in sorted(finished_chunks(store).items()):
+        marker = read_marker(store, name, generation)
+        data = store.get(layout.output_key(marker.output)).data
+        assert (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
+        lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
+        assert len(lines) == marker.rows_ok + marker.rows_error
+        found += lines
+    return found
+
+
 def change_marker(store: Store, name: str, generation: int = 0, /, **changes: Any) -> None:
     """Write other values into a chunk's marker."""
     marker = msgspec.structs.replace(read_marker(store, name, generation), **changes)

@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from batchinfer.ledger.metrics import METRICS, RUN_METRICS
 
 Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
-KINDS = {metric.name: "counter" if metric.is_counter else "gauge" for metric in METRICS}
+KINDS = {name: "counter" if name.endswith("_total") else "gauge" for name in METRICS}
 NAMES = {*KINDS, *RUN_METRICS}
 
 
 def parse(text: str) -> Values:
     """Values by name and by labels. Checks that kind and help of each metric are those of the code."""
     found: Values = {}
-    helps = {metric.name: metric.help for metric in METRICS} | RUN_METRICS
+    helps = METRICS | RUN_METRICS
     for family in text_string_to_metric_families(text):
         name = family.name + ("_total" if family.type == "counter" else "")
         assert family.type == KINDS.get(name, "gauge"), name

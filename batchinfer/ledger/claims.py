@@ -45,35 +45,26 @@ _WRITES = 5
 ENDED_STATES = ("done", "stopped", "failed")
 
 # --------------------------------------------------------------------------- when a worker is gone
-#
-# The limits that decide when a worker counts as gone or stuck are in this section, most of them in lengths of a lease.
 
 HEARTBEATS_PER_LEASE = 4
 """Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. If three heartbeats
 in a row fail, the lease lapses about when the fourth is due."""
 LEASES_WITHOUT_STORAGE = 10.0
-"""Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. The number is
-higher than LEASES_UNTIL_GONE, because loading an engine again costs more than waiting some minutes for a bucket."""
+"""Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. That is more
+than others wait for it, since loading an engine again costs more than waiting some minutes for a bucket."""
 LAPSES_WITHOUT_STORAGE = 3
 """Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
 a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
-LEASES_UNTIL_GONE = 1.0
-"""Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by
-the clock of the worker that waits."""
-_LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
+_LEASES_FOR_ONE_LOOK = 2.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
-gone. The number is higher than LEASES_UNTIL_GONE, because the command has not watched the worker's record: it compares
-storage's clock with its own, and the two clocks may differ."""
+gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
 _LEASES_OF_A_STALL = 0.6
 """Share of a lease without a heartbeat after which a worker seems stalled: two heartbeats in a row are missing."""
 
 
 def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a worker had no heartbeat for so long that others may take its chunks.
-
-    If several lengths of a lease are given, the longest counts.
-    """
-    return silent_seconds >= LEASES_UNTIL_GONE * max(lease_seconds)
+    """Whether a worker had no heartbeat for a lease, the longest of these, so that others may take its chunks."""
+    return silent_seconds >= max(lease_seconds)
 
 
 def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
@@ -136,9 +127,7 @@ class Lease:
                 return before
 
     def renew(self, record: Worker) -> None:
-        """Write the record again, as a heartbeat.
-
-        A StorageError is kept in `error`, and the next renewal tries again.
+        """Write the record again, as a heartbeat. A StorageError is kept in `error`; the next renewal tries again.
 
         Raises:
             Superseded: A newer start of this worker exists. Its record is left as it is.
@@ -146,7 +135,7 @@ class Lease:
         started = self._clock.monotonic()
         try:
             if not self._persist(record, is_last=False):
-                return  # the record is left as `close` writes it, so this renews nothing
+                return  # the record is left as `close` writes it
         except StorageError as error:
             self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
@@ -166,11 +155,6 @@ class Lease:
         self._persist(record, is_last=True)
 
     @property
-    def silent_seconds(self) -> float:
-        """Seconds since this process began to write its last successful heartbeat."""
-        return self._clock.monotonic() - self._renewed
-
-    @property
     def heartbeat_seconds(self) -> float:
         """Seconds between two heartbeats."""
         return self.lease_seconds / HEARTBEATS_PER_LEASE
@@ -184,7 +168,7 @@ class Lease:
         """Whether others must still respect this worker's claims."""
         if self._superseded or self._is_closed:
             return False
-        return not has_lapsed(self.silent_seconds, self.lease_seconds)
+        return not has_lapsed(self._clock.monotonic() - self._renewed, self.lease_seconds)
 
     def require(self) -> None:
         """Raise an error unless this worker still holds its lease and has renewed it in time.

@@ -5,115 +5,41 @@ Both make them from the same record, so the names and what they count are the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from batchinfer.core.printable import error_code, one_line
-from batchinfer.core.records import Worker
+from batchinfer.core.records import Money, Worker
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 
-class Metric(NamedTuple):
-    """One metric: its name, and what it counts.
-
-    `read` returns its value by a worker's record, or its values by the value of `label`; None if it is not known. A
-    metric whose name ends with _total only grows, over all starts of the worker.
-    """
-
-    name: str
-    help: str
-    read: Callable[[Worker], float | dict[str, int] | None]
-    label: str = ""
-
-    @property
-    def is_counter(self) -> bool:
-        """Whether it only grows."""
-        return self.name.endswith("_total")
-
-
-def _checkpoint_age(worker: Worker) -> float | None:
-    if not worker.checkpointed:
-        return None
-    return max(0.0, worker.heartbeat - worker.checkpointed)
-
-
-_TABLE: list[tuple[str, str, Callable[[Worker], float | dict[str, int] | None]]] = [
-    ("rows_total", "Rows finished, failed ones included.", lambda w: w.rows_done),
-    (
-        "rows_failed_total",
-        "Rows that became error lines, by code.",
-        lambda w: w.with_codes(error_code).errors,
-    ),
-    (
-        "rows_resumed_total",
-        "Rows taken over from checkpoints instead of being generated again.",
-        lambda w: w.rows_resumed,
-    ),
-    ("prompt_tokens_total", "Tokens of prompts.", lambda w: w.prompt_tokens),
-    (
-        "cached_prompt_tokens_total",
-        "Tokens of prompts that came from the prefix cache.",
-        lambda w: w.cached_tokens,
-    ),
-    ("completion_tokens_total", "Tokens of answers.", lambda w: w.completion_tokens),
-    (
-        "reasoning_tokens_total",
-        "Those tokens of answers that are reasoning.",
-        lambda w: w.reasoning_tokens,
-    ),
-    ("rows_in_engine", "Rows in the engine.", lambda w: w.rows_in_engine),
-    ("chunks_done_total", "Chunks published.", lambda w: w.chunks_done),
-    ("chunks_open", "Chunks under way.", lambda w: len(w.open_chunks)),
-    (
-        "checkpoint_age_seconds",
-        "Seconds from when all finished rows were safe on storage to the last heartbeat.",
-        _checkpoint_age,
-    ),
-    (
-        "engine_restarts_total",
-        "Engine processes (replicas) that were started again within the worker.",
-        lambda w: w.engine_restarts,
-    ),
-    (
-        "replicas_lost",
-        "Replicas that have failed for good since the worker's last start.",
-        lambda w: w.replicas_lost,
-    ),
-    (
-        "model_load_seconds",
-        "Seconds that the last load of the engine took.",
-        lambda w: w.engine_load_seconds,
-    ),
-    ("starts_total", "Starts of the worker.", lambda w: len(w.starts)),
-    (
-        "up_seconds_total",
-        "Seconds that the worker's processes have run.",
-        lambda w: w.up_seconds,
-    ),
-    (
-        "cost_dollars_total",
-        "Dollars for the worker's machine. Missing where no price is known.",
-        lambda w: w.money.cost if w.money else None,
-    ),
-    (
-        "price_dollars_per_hour",
-        "Dollars an hour for the worker's machine. Missing where no price is known.",
-        lambda w: w.money.price_per_hour if w.money else None,
-    ),
-    (
-        "max_cost_dollars",
-        "The limit --max-cost of the worker. Missing without one.",
-        lambda w: w.money.max_cost if w.money else None,
-    ),
-    ("worker_state", "1 for the state that the worker is in.", lambda w: {w.state: 1}),
-]
-_LABELS = {"rows_failed_total": "code", "worker_state": "state"}
-METRICS = [
-    Metric(f"batchinfer_{name}", text, read, _LABELS.get(name, "")) for name, text, read in _TABLE
-]
-"""Metrics with the labels run and worker, and one more where `label` names it."""
+METRICS = {
+    "batchinfer_rows_total": "Rows finished, failed ones included.",
+    "batchinfer_rows_failed_total": "Rows that became error lines, by code.",
+    "batchinfer_rows_resumed_total": "Rows taken over from checkpoints instead of being generated again.",
+    "batchinfer_prompt_tokens_total": "Tokens of prompts.",
+    "batchinfer_cached_prompt_tokens_total": "Tokens of prompts that came from the prefix cache.",
+    "batchinfer_completion_tokens_total": "Tokens of answers.",
+    "batchinfer_reasoning_tokens_total": "Those tokens of answers that are reasoning.",
+    "batchinfer_rows_in_engine": "Rows in the engine.",
+    "batchinfer_chunks_done_total": "Chunks published.",
+    "batchinfer_chunks_open": "Chunks under way.",
+    "batchinfer_checkpoint_age_seconds": "Seconds from when all rows were safe on storage to the last heartbeat.",
+    "batchinfer_engine_restarts_total": "Engine processes (replicas) that were started again within the worker.",
+    "batchinfer_replicas_lost": "Replicas that have failed for good since the worker's last start.",
+    "batchinfer_model_load_seconds": "Seconds that the last load of the engine took.",
+    "batchinfer_starts_total": "Starts of the worker.",
+    "batchinfer_up_seconds_total": "Seconds that the worker's processes have run.",
+    "batchinfer_cost_dollars_total": "Dollars for the worker's machine. Missing where no price is known.",
+    "batchinfer_price_dollars_per_hour": "Dollars an hour for the worker's machine. Missing where no price is known.",
+    "batchinfer_max_cost_dollars": "The limit --max-cost of the worker. Missing without one.",
+    "batchinfer_worker_state": "1 for the state that the worker is in.",
+}
+"""What the metrics of workers count, by name. A metric whose name ends with _total only grows, over all starts."""
+LABELS = {"batchinfer_rows_failed_total": "code", "batchinfer_worker_state": "state"}
+"""Labels that metrics have beside run and worker, by the metric's name."""
 
 RUN_METRICS = {
     "batchinfer_run_rows": "Rows of the run.",
@@ -124,22 +50,50 @@ RUN_METRICS = {
 """Metrics of `status --prometheus` alone, with the label run."""
 
 
+def _values(worker: Worker) -> dict[str, float | dict[str, int] | None]:
+    """Return the values of the metrics of a worker, those with a label by its values; None if one is not known."""
+    money = worker.money or Money()
+    age = max(0.0, worker.heartbeat - worker.checkpointed)
+    return {
+        "batchinfer_rows_total": worker.rows_done,
+        "batchinfer_rows_failed_total": worker.with_codes(error_code).errors,
+        "batchinfer_rows_resumed_total": worker.rows_resumed,
+        "batchinfer_prompt_tokens_total": worker.prompt_tokens,
+        "batchinfer_cached_prompt_tokens_total": worker.cached_tokens,
+        "batchinfer_completion_tokens_total": worker.completion_tokens,
+        "batchinfer_reasoning_tokens_total": worker.reasoning_tokens,
+        "batchinfer_rows_in_engine": worker.rows_in_engine,
+        "batchinfer_chunks_done_total": worker.chunks_done,
+        "batchinfer_chunks_open": len(worker.open_chunks),
+        "batchinfer_checkpoint_age_seconds": age if worker.checkpointed else None,
+        "batchinfer_engine_restarts_total": worker.engine_restarts,
+        "batchinfer_replicas_lost": worker.replicas_lost,
+        "batchinfer_model_load_seconds": worker.engine_load_seconds,
+        "batchinfer_starts_total": len(worker.starts),
+        "batchinfer_up_seconds_total": worker.up_seconds,
+        "batchinfer_cost_dollars_total": money.cost,
+        "batchinfer_price_dollars_per_hour": money.price_per_hour,
+        "batchinfer_max_cost_dollars": money.max_cost,
+        "batchinfer_worker_state": {worker.state: 1},
+    }
+
+
 def families_of(
     run: str, workers: Iterable[Worker]
 ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
     """Yield all metrics of workers, as prometheus_client takes them. `run` is the run's URL."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    taken = list(workers)
-    for metric in METRICS:
-        labels = ["run", "worker", *([metric.label] if metric.label else [])]
-        kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
-        family = kind(metric.name, metric.help, labels=labels)
-        for worker in taken:
-            found = metric.read(worker)
-            values = found if isinstance(found, dict) else {} if found is None else {"": found}
-            for value, number in values.items():
-                more = [value] if metric.label else []
+    taken = [(worker, _values(worker)) for worker in workers]
+    for name, text in METRICS.items():
+        own = [LABELS[name]] if name in LABELS else []
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, text, labels=["run", "worker", *own])
+        for worker, values in taken:
+            found = values[name]
+            by_label = found if isinstance(found, dict) else {} if found is None else {"": found}
+            for value, number in by_label.items():
+                more = [value] if own else []
                 family.add_metric([one_line(run), one_line(worker.id), *more], number)
         yield family
 

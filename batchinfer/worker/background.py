@@ -13,8 +13,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted
@@ -112,55 +113,32 @@ def install_signal_handlers(stopper: Stopper) -> None:
     signal.signal(signal.SIGINT, handle)
 
 
-class Pending(Generic[T]):
-    """A piece of work that was submitted to a `Background`."""
+class Background:
+    """Runs work on at most `num_threads` daemon threads. A thread is begun when all others are busy.
 
-    __slots__ = ("_done", "_error", "_value", "_work")
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._done = False
-
-    def run(self) -> None:
-        """Do the work. Called by the thread."""
-        assert self._work is not None
-        try:
-            self._value = self._work()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it again
-            self._error = error
-        self._work = None
-        self._done = True
-
-    def is_done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._done
-
-    def result(self) -> T:
-        """Return the work's result, or raise its exception. Call only once `is_done` is true."""
-        assert self._done, "result() of work that has not finished"
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
-
-
-class _Pool:
-    """Submitted work, and the daemon threads that do it. A thread is begun when all others are busy.
-
-    At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
-    would wait for the threads of concurrent.futures.
+    At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It would
+    wait for the threads of concurrent.futures.
     """
 
-    def __init__(self, most_threads: int, finished: threading.Event) -> None:
-        self._most_threads = most_threads
-        self._finished = finished
+    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
+        self._most_threads = num_threads
+        self._finished = finished or threading.Event()
         self._changed = threading.Condition()
-        self._jobs: deque[Pending[Any]] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
         self._num_threads = self._num_idle = 0
         self._is_closed = False
+        self._others: list[Background] = []
 
-    def put(self, job: Pending[Any]) -> None:
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` as soon as a thread is free for it."""
+        pending: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                pending.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - `result` raises it again
+                pending.set_exception(error)
+
         with self._changed:
             self._jobs.append(job)
             if len(self._jobs) > self._num_idle and self._num_threads < self._most_threads:
@@ -168,46 +146,20 @@ class _Pool:
                 name = f"batchinfer-{self._num_threads}"
                 threading.Thread(target=self._loop, name=name, daemon=True).start()
             self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        return pending
 
     def _loop(self) -> None:
-        while (job := self._take()) is not None:
-            job.run()
-            self._finished.set()
-
-    def _take(self) -> Pending[Any] | None:
-        with self._changed:
-            while not self._jobs:
-                if self._is_closed:
-                    return None
+        while True:
+            with self._changed:
                 self._num_idle += 1
-                self._changed.wait()
+                self._changed.wait_for(lambda: self._jobs or self._is_closed)
                 self._num_idle -= 1
-            return self._jobs.popleft()
-
-
-class Background:
-    """Runs work on at most `num_threads` daemon threads, and urgent work on one of its own."""
-
-    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
-        self._finished = finished or threading.Event()
-        self._pool = _Pool(num_threads, self._finished)
-        self._urgent = _Pool(1, self._finished)
-        self._others: list[Background] = []
-
-    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
-        """Run `work` as soon as a thread is free for it.
-
-        One thread does nothing but urgent work: the engine's next prompts, and the last heartbeat of a worker that must
-        end. It does not wait for requests to a bucket that hangs.
-        """
-        job = Pending(work)
-        (self._urgent if is_urgent else self._pool).put(job)
-        return job
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # what it holds may be large
+            self._finished.set()
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` again and again on its own thread, with a pause of `interval_seconds` before each run.
@@ -228,7 +180,7 @@ class Background:
         return cancelled.set
 
     def beside(self, num_threads: int) -> Background:
-        """Return another background with threads of its own, for work that would keep others waiting.
+        """Return another background with threads of its own, for work that would keep others waiting, or must not wait.
 
         Its finished work, too, ends a `wait` of this one.
         """
@@ -256,39 +208,40 @@ class Background:
         """Let the threads end after the work submitted so far. Does not wait, so a thread that hangs delays no exit."""
         for other in self._others:
             other.close()
-        self._pool.close()
-        self._urgent.close()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
 
 def unless_stopped(
     background: Background,
     stopper: Stopper,
-    work: Callable[[], T],
+    pending: Future[T],
     *,
     may_finish: bool = False,
-    on_turn: Callable[[], None] = lambda: None,
+    on_turn: Callable[[], object] = lambda: None,
 ) -> T:
-    """Do work in the background and wait for its result, but stop waiting when the worker is asked to stop.
+    """Wait for the result of work in the background, but stop waiting when the worker is asked to stop.
 
     Used for requests to storage, which may never be answered. After the waiting was stopped, the work itself goes on.
     It may still take effect, but its result is lost, as if the process had been killed.
 
     Args:
         background: Where the work is done.
-        stopper: Says when to stop waiting. If a stop was requested before the call, the work is not begun.
-        work: A function that shares no state with the main thread.
+        stopper: Says when to stop waiting.
+        pending: The work. It shares no state with the main thread.
         may_finish: Whether to go on waiting during the grace period. Set for writes, so that their result is known.
         on_turn: Called again and again while this waits.
 
     Raises:
-        BatchinferError: the stopper's error, if the work was not begun or the waiting was stopped; else the error that
-            the work raised.
+        BatchinferError: the stopper's error, if the waiting was stopped; else the error that the work raised. An engine
+            that is stopped while it loads raises an error too, which does not say why.
     """
-    stopper.raise_if_requested()
-    pending = background.submit(work)
-    while not pending.is_done():
+    while not pending.done():
         on_turn()
         if stopper.is_set() or not may_finish:
             stopper.raise_if_requested()
         background.wait(_POLL_SECONDS)
+    if not may_finish:
+        stopper.raise_if_requested()
     return pending.result()

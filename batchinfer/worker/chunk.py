@@ -17,7 +17,6 @@ from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec
 from batchinfer.core.counts import Counts
-from batchinfer.core.records import Marker
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, count_rows, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
@@ -26,8 +25,6 @@ from batchinfer.storage.scratch import remove_quietly, scratch_errors
 
 _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
-_READ_ROWS = 16
-"""Most lines that `read_rows` reads from a local chunk at a time."""
 _BLOCK_BYTES = 1 << 16
 """Most bytes that are read from a spool at a time, to find the end of a record or to read several payloads at once."""
 DEATHS_BEFORE_SUSPICION = 2
@@ -86,7 +83,6 @@ class OpenChunk:
         self._segment_numbers = itertools.count(1)
         self.checkpointed_bytes = 0
         """Bytes at the beginning of the spool whose rows need no further segment, because storage has them."""
-        self.generation = ref.generation
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
         self.bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
@@ -96,50 +92,26 @@ class OpenChunk:
         """Line that `read_rows` reads next."""
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
-        """Read the next unfinished rows from the local copy and mark them taken.
+        """Read the next unfinished rows from the local copy and mark them taken, until one of the limits is reached.
 
         Suspects are left out: they run later, without other rows. Only one thread may call this method at a time, and
         no rows may be adopted meanwhile.
         """
-        with scratch_errors(self.local.path.parent):
-            return self._read_rows(max_rows, max_bytes)
-
-    def _read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         rows: list[RawRow] = []
         size = 0
-        if self._reader is None:
-            self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
-        state, todo, taken = self._state, RowState.TODO, RowState.TAKEN
-        while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
-            first = self._cursor
-            count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
-            # Fewer lines at a time if lines are long, so that they take little more memory than `max_bytes`.
-            count = max(1, min(count, (max_bytes - size) // self.bytes_per_line))
-            lines = list(itertools.islice(self._reader, count))
-            self._cursor += count
-            if not self.deaths and state.count(todo, first, first + count) == count:
-                state[first : first + count] = bytes([taken]) * count
-                self.num_unread -= count
-                rows += [RawRow(index, line) for index, line in enumerate(lines, first)]
-                size += sum(map(len, lines))
-                continue
-            found = self._take_lines(first, lines)
-            rows += found
-            size += sum([len(row.data) for row in found])
-        return rows
-
-    def _take_lines(self, first: int, lines: list[bytes]) -> list[RawRow]:
-        """Mark the unfinished rows among these lines taken, and return them. Suspects are left out.
-
-        `first` is the number of the first line.
-        """
-        state, todo = self._state, RowState.TODO
-        self.num_unread -= state.count(todo, first, first + len(lines))
-        rows = []
-        for index, line in enumerate(lines, first):
-            if state[index] == todo and not self.is_suspect(index):
-                state[index] = RowState.TAKEN
-                rows.append(RawRow(index, line))
+        with scratch_errors(self.local.path.parent):
+            if self._reader is None:
+                self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
+            while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
+                line, data = self._cursor, self._reader.readline()
+                self._cursor += 1
+                if self._state[line] != RowState.TODO:
+                    continue
+                self.num_unread -= 1
+                if not self.is_suspect(line):
+                    self._state[line] = RowState.TAKEN
+                    rows.append(RawRow(line, data))
+                    size += len(data)
         return rows
 
     def note_deaths(self, lines: Iterable[int], rows_in_flight: int) -> None:
@@ -197,14 +169,12 @@ class OpenChunk:
         If a row finishes twice, the first result stays.
         """
         fresh: list[FinishedRow] = []
-        state, todo, done = self._state, RowState.TODO, RowState.DONE
         for row in rows:
-            line = row.line
-            before = state[line]
-            if before != done:
-                state[line] = done
+            before = self._state[row.line]
+            if before != RowState.DONE:
+                self._state[row.line] = RowState.DONE
                 fresh.append(row)
-                if before == todo and line >= self._cursor:
+                if before == RowState.TODO and row.line >= self._cursor:
                     self.num_unread -= 1  # `read_rows` will skip this adopted row
         if fresh:
             self.spool.append(*encode_rows(fresh))
@@ -249,23 +219,6 @@ class OpenChunk:
     def next_segment_number(self) -> int:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
         return next(self._segment_numbers)
-
-    def marker(self, *, fingerprint: str, worker: str, start: str, end: str) -> Marker:
-        """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""
-        marker = Marker(
-            output="",
-            output_bytes=0,
-            output_sha256="",
-            chunk=self.ref.key,
-            chunk_sha256=self.local.sha256,
-            generation=self.generation,
-            fingerprint=fingerprint,
-            worker=worker,
-            start=start,
-            end=end,
-            nonce="",
-        )
-        return marker.plus(self.counts)
 
     def close(self) -> None:
         """Remove the local copy and the spool. Idempotent."""

@@ -63,21 +63,17 @@ def _open_claimed(ref: ChunkRef, claim: Taken, run: RunAccess, *, now: float) ->
     spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
     chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
     # A chunk that had no checkpoint when the worker started, and that nobody had claimed before, cannot have one.
-    if claim.is_new and ref.name not in run.checkpointed and not ref.generation:
-        return chunk
-    try:
-        marker = _resume(chunk, run)
-    except BaseException:
-        chunk.close()
-        raise
-    if marker is None:
-        return chunk
-    chunk.close()
-    return marker
+    if not claim.is_new or ref.name in run.checkpointed or ref.generation:
+        try:
+            _resume(chunk, run)
+        except BaseException:
+            chunk.close()
+            raise
+    return chunk
 
 
-def _resume(chunk: OpenChunk, run: RunAccess) -> Marker | None:
-    """Adopt what is on storage of a chunk. Return its marker if it turns out to be done."""
+def _resume(chunk: OpenChunk, run: RunAccess) -> None:
+    """Adopt what is on storage of a chunk."""
     if chunk.ref.base is not None:
         _keep_good_rows(chunk, chunk.ref.base, run)
     segments = Segments(
@@ -90,15 +86,10 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> Marker | None:
     )
     # Segments of an earlier generation may still exist. A repair (generation above 0) does not adopt error rows from
     # segments, because it does error rows again.
-    chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
-    if segments.has_vanished:
-        marker = run.publisher.current_marker(chunk.name, chunk.generation)
-        if marker is not None:
-            return marker
+    chunk.adopt(row for row in segments.rows() if row.ok or not chunk.ref.generation)
     # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if every
     # segment could be read, no new segment has to repeat the adopted rows.
     chunk.adopt_segments(segments.keys, segments.deaths, holds_every_row=not segments.has_vanished)
-    return None
 
 
 def _keep_good_rows(chunk: OpenChunk, base: int, run: RunAccess) -> None:

@@ -108,8 +108,8 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
         stack.callback(show_progress.close)
-        configure = partial(make_config, options, variables)
-        config = unless_stopped(outside.background, outside.stopper, configure)
+        configuring = outside.background.submit(partial(make_config, options, variables))
+        config = unless_stopped(outside.background, outside.stopper, configuring)
         return run_worker(config, outside)
 
 
@@ -225,23 +225,15 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
 
 def _rank_and_count(environment: dict[str, str]) -> tuple[int, int]:
     """Return this worker's rank, counted from 0, and the number of workers."""
+    names = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
     if environment.get("BATCHINFER_RANK"):
-        return (
-            _number(environment, "BATCHINFER_RANK", "0"),
-            _number(environment, "BATCHINFER_NUM_WORKERS", "1"),
-        )
-    return (
-        _number(environment, "SKYPILOT_JOB_RANK", "0"),
-        _number(environment, "SKYPILOT_NUM_JOBS", "1"),
-    )
-
-
-def _number(environment: dict[str, str], name: str, default: str) -> int:
-    text = environment.get(name) or default
+        names = "BATCHINFER_RANK", "BATCHINFER_NUM_WORKERS"
+    rank, number = (environment.get(name) or str(index) for index, name in enumerate(names))
     try:
-        return int(text)
+        return int(rank), int(number)
     except ValueError:
-        raise ConfigError(f"{name}: is {text!r}, expected a whole number") from None
+        said = f"{names[0]}, {names[1]}: are {rank!r}, {number!r}, expected whole numbers"
+        raise ConfigError(said) from None
 
 
 def _default_output(job: str | None, manifests: list[str]) -> str:
@@ -296,21 +288,18 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
     cloud lets a machine find out whether it is a spot machine, so the variable BATCHINFER_SPOT says it with 1 or 0.
     Without BATCHINFER_ACCELERATOR the worker's record shows the GPU's name as the driver gives it.
     """
-    host: dict[str, Any] = {}
     try:
         info = json.loads(environment.get("SKYPILOT_CLUSTER_INFO") or "{}")
     except ValueError:
         info = {}
-    if isinstance(info, dict):
-        host |= {
-            key: info[key] for key in ("cloud", "region", "zone") if isinstance(info.get(key), str)
-        }
-    for key, name in (
-        ("accelerator", "BATCHINFER_ACCELERATOR"),
-        ("gpus", "SKYPILOT_NUM_GPUS_PER_NODE"),
-    ):
-        if environment.get(name):
-            host[key] = environment[name]
+    found = {
+        **{key: info.get(key) for key in ("cloud", "region", "zone") if isinstance(info, dict)},
+        "accelerator": environment.get("BATCHINFER_ACCELERATOR"),
+        "gpus": environment.get("SKYPILOT_NUM_GPUS_PER_NODE"),
+    }
+    host: dict[str, Any] = {
+        key: text for key, text in found.items() if text and isinstance(text, str)
+    }
     spot = environment.get("BATCHINFER_SPOT", "").lower()
     if spot in (*_YES, *_NO):
         host["spot"] = spot in _YES

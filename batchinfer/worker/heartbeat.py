@@ -19,7 +19,7 @@ from batchinfer.core.errors import (
     StopRequested,
     StorageError,
 )
-from batchinfer.core.events import event
+from batchinfer.core.events import tell
 from batchinfer.core.records import Worker, WorkerLease
 from batchinfer.core.shell import quote
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
@@ -87,21 +87,21 @@ class Heartbeat:
             BatchinferError: the lease could not be taken, or the worker had to stop before it was taken.
         """
         telemetry = self._telemetry
-        before, earlier = unless_stopped(background, self._stopper, self._take, may_finish=True)
+        self._stopper.raise_if_requested()
+        taking = background.submit(self._take)
+        before, earlier = unless_stopped(background, self._stopper, taking, may_finish=True)
         telemetry.log_start(before)
         background.submit(partial(self._statistics.write, telemetry.latest))
         stack.callback(self._end, background)
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
             last = "" if earlier is None else earlier.reason
             reason = f" (the last one: {last})" if last else ""
-            telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
+            telemetry.set_state("stopped", f"NoProgress{reason}")
             raise NoProgress(
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="fix the cause, then start it with a higher --max-attempts",
             )
-        pause = self.lease.heartbeat_seconds
-        stack.callback(background.every(pause, self.beat))
-        telemetry.when_urgent(partial(background.submit, self.beat))
+        stack.callback(background.every(self.lease.heartbeat_seconds, self.beat))
 
     def _take(self) -> tuple[WorkerLease | None, Worker | None]:
         """Take the lease, and begin the statistics where the last start left them. Return what it left of both."""
@@ -129,7 +129,7 @@ class Heartbeat:
                 self._statistics.write(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
-            logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
+            tell(logger, "heartbeat_failed", "heartbeat: {}", error, level=logging.WARNING)
         except BatchinferError as error:
             self._stopper.request(error)
         self._check_held()
@@ -161,11 +161,11 @@ class Heartbeat:
             self.lease.close(record)
             self._statistics.write(record)
 
-        closing = background.submit(close, is_urgent=True)
+        closing = background.beside(1).submit(close)  # whatever hangs on the other threads
         deadline = self._clock.monotonic() + _END_SECONDS
-        while not closing.is_done() and self._clock.monotonic() < deadline:
+        while not closing.done() and self._clock.monotonic() < deadline:
             background.wait(_POLL_SECONDS)
-        if closing.is_done():
+        if closing.done():
             with contextlib.suppress(BatchinferError):
                 closing.result()
         self._telemetry.log_end()

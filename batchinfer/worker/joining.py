@@ -21,7 +21,6 @@ from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
-from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import failure_of
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -41,6 +40,7 @@ from batchinfer.ledger.runs import (
 )
 from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
+from batchinfer.worker.limits import limits_result
 from batchinfer.worker.media_fetching import check_media
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, WorkerConfig, rules_of
@@ -80,12 +80,22 @@ class Membership:
 
         Raises:
             RunMismatch: the run has another configuration. Values that only a loaded engine knows are not compared.
-            ConfigError: an option cannot work with this engine or with the chunks' columns.
+            ConfigError: an option cannot work with this engine or with the chunks' columns, or an adapter is not there.
+            BatchinferError: the Hub or a bucket, where an adapter lies, refuses access or cannot be reached.
         """
         self.run = read_run(self._store)
-        self._take_revision()
-        self._model_identity = self._environment.identify_model(self.config.engine)
-        self._adapters = identify_adapters(self.config.engine)
+        engine = self.config.engine
+        if engine.revision is None and self.run is not None:
+            engine = msgspec.structs.replace(
+                engine, revision=self.run.recorded.get("revision") or None
+            )
+            self.config = msgspec.structs.replace(self.config, engine=engine)
+        self._model_identity = self._environment.identify_model(engine)
+        if engine.loras:
+            from batchinfer.engines.adapters import describe_adapters
+
+            adapters = describe_adapters(engine)
+            self._adapters = [{"name": each.name, "identity": each.identity} for each in adapters]
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
         check_media(self.config.limits)
@@ -159,15 +169,6 @@ class Membership:
         """Return all chunks of the job by name, in order."""
         return job_chunks(self.assignment.job, self.assignment.job_url, self.config.limit)
 
-    def _take_revision(self) -> None:
-        """Use the model revision that run.json records, unless --revision is given."""
-        engine = self.config.engine
-        if engine.revision is None and self.run is not None:
-            revision = self.run.recorded.get("revision") or None
-            if revision:
-                engine = msgspec.structs.replace(engine, revision=revision)
-                self.config = msgspec.structs.replace(self.config, engine=engine)
-
     def _run_config(self, info: EngineInfo | None) -> dict[str, Any]:
         """Return the values from which the run's fingerprint is made.
 
@@ -210,20 +211,6 @@ class Membership:
         }
 
 
-def identify_adapters(engine: EngineConfig) -> list[dict[str, str]]:
-    """Return the name and the identity of each of the run's adapters. Those on the Hub or in a bucket are fetched.
-
-    Raises:
-        ConfigError: an adapter is not there, or is damaged; the message has its name.
-        BatchinferError: the Hub or a bucket refuses access, or cannot be reached.
-    """
-    if not engine.loras:
-        return []
-    from batchinfer.engines.adapters import describe_adapters
-
-    return [{"name": each.name, "identity": each.identity} for each in describe_adapters(engine)]
-
-
 def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:
     """Read which chunks the manifests assign to this worker. Writes nothing.
 
@@ -254,6 +241,7 @@ def make_result(
     error: BatchinferError | None,
 ) -> dict[str, Any]:
     """Make the JSON object that the worker prints as its last line."""
+    counts, work, stats = telemetry.counts, telemetry.workload, telemetry.stats
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
         "status": "SUCCESS" if error is None else "FAILED",
@@ -263,34 +251,33 @@ def make_result(
         "worker": telemetry.latest.id,
         "model": config.engine.model or config.engine.engine,
         "seed": config.run_seed,
-        "request_count": telemetry.counts.rows_done,
-        "response_count": telemetry.counts.rows_done - telemetry.counts.rows_error,
-        "error_count": telemetry.counts.rows_error,
-        "errors": telemetry.counts.errors,
-        "rows_resumed": telemetry.rows_resumed,
-        "chunks_total": telemetry.workload.chunks,
-        "chunks_done": telemetry.chunks_done,
-        "chunks_resumed": telemetry.chunks_resumed,
-        "chunks_skipped": telemetry.chunks_skipped,
+        "request_count": counts.rows_done,
+        "response_count": counts.rows_ok,
+        "error_count": counts.rows_error,
+        "errors": counts.errors,
+        "rows_resumed": counts.rows_resumed,
+        "chunks_total": work.chunks,
+        "chunks_done": work.num_published,
+        "chunks_resumed": work.num_resumed,
+        "chunks_skipped": work.chunks_skipped,
         "run_time_sec": round(telemetry.run_seconds, 3),
         "engine_load_sec": round(info.load_seconds, 3) if info else None,
         "generate_time_sec": round(telemetry.busy_seconds, 3),
-        "engine_steps": telemetry.stats.steps,
-        "preemptions": telemetry.stats.preemptions,
+        "engine_steps": stats.steps,
+        "preemptions": stats.preemptions,
         "replicas": info.num_replicas if info else None,
-        "replicas_lost": telemetry.stats.replicas_lost,
-        "total_prompt_tokens": telemetry.counts.prompt_tokens,
-        "total_cached_tokens": telemetry.counts.cached_tokens,
-        "total_tokens_generated": telemetry.counts.completion_tokens,
+        "replicas_lost": stats.replicas_lost,
+        "total_prompt_tokens": counts.prompt_tokens,
+        "total_cached_tokens": counts.cached_tokens,
+        "total_tokens_generated": counts.completion_tokens,
         "tokens_per_sec": {
-            "input": round(telemetry.counts.prompt_tokens / seconds, 3),
-            "output": round(telemetry.counts.completion_tokens / seconds, 3),
+            "input": round(counts.prompt_tokens / seconds, 3),
+            "output": round(counts.completion_tokens / seconds, 3),
         },
     }
     if error is not None:
-        result["exit_status"] = error.exit_status
-        result["reason"] = error.message
-    return result
+        result |= {"exit_status": error.exit_status, "reason": error.message}
+    return result | limits_result(telemetry.latest)
 
 
 def run_id(run: Run | None) -> str:
@@ -322,28 +309,33 @@ def check_error_rate(
     counts = telemetry.counts
     if not counts.rows_error:
         return
-    commonest = most_common(counts.errors)[:3]
+    commonest = [
+        (count, f"{code}{_example(telemetry, code)}", code)
+        for code, count in most_common(counts.errors)[:3]
+    ]
     if config.max_error_rate is not None:
         rate = counts.rows_error / counts.rows_done
         if counts.rows_error >= config.min_errors and rate > config.max_error_rate:
-            lines = [f"  {count} x {code}{_example(telemetry, code)}" for code, count in commonest]
-            allowed = f"{config.max_error_rate:.1%}"
             raise ErrorRateExceeded(
-                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {allowed}:\n"
-                + "\n".join(lines),
+                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
+                + "\n".join(f"  {count} x {said}" for count, said, _ in commonest),
                 hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
             )
         return
-    code, count = commonest[0]
-    is_nearly_all = counts.rows_done >= _ROWS_TO_JUDGE and count >= _NEARLY_ALL * (
-        counts.rows_done + num_pending
-    )
-    is_alone = not (telemetry.rows_resumed or telemetry.chunks_skipped)
+    count, said, code = commonest[0]
+    num_judged = counts.rows_done + num_pending
+    is_nearly_all = counts.rows_done >= _ROWS_TO_JUDGE and count >= _NEARLY_ALL * num_judged
+    is_alone = not (counts.rows_resumed or telemetry.workload.chunks_skipped)
     is_every = is_end and is_alone and counts.rows_error == counts.rows_done
     if (is_nearly_all or is_every) and not config.retry_errors:
+        advice = "fix the prompt options or the data"
+        if code == Code.MODEL_NOT_FOUND:
+            advice = (
+                "--served-model-name NAME gives the model the name by which the requests call it"
+            )
         raise ErrorRateExceeded(
-            f"{count} of the first {counts.rows_done} rows failed with {code}{_example(telemetry, code)}",
-            hint=f"{_advice(code)}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
+            f"{count} of the first {counts.rows_done} rows failed with {said}",
+            hint=f"{advice}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
         )
 
 
@@ -355,12 +347,6 @@ def refuse_only_errors(config: WorkerConfig) -> None:
             hint="fix the prompt options or the data; `batchinfer status` counts the errors, and --max-error-rate 1 "
             "accepts such a run",
         )
-
-
-def _advice(code: str) -> str:
-    if code == Code.MODEL_NOT_FOUND:
-        return "--served-model-name NAME gives the model the name by which the requests call it"
-    return "fix the prompt options or the data"
 
 
 def _example(telemetry: Telemetry, code: str) -> str:

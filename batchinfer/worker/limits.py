@@ -12,10 +12,9 @@ from typing import Any
 
 from batchinfer.core import units
 from batchinfer.core.errors import LimitReached
-from batchinfer.core.records import Worker
+from batchinfer.core.records import Money, Worker
 from batchinfer.worker.background import Background, Stopper
 from batchinfer.worker.telemetry import Telemetry
-from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,53 +22,51 @@ _CHECK_SECONDS = 1.0
 
 
 def watch_limits(
-    config: WorkerConfig,
-    telemetry: Telemetry,
-    stopper: Stopper,
-    background: Background,
-    stack: contextlib.ExitStack,
+    telemetry: Telemetry, stopper: Stopper, background: Background, stack: contextlib.ExitStack
 ) -> None:
     """Request a stop as soon as a limit is reached, until `stack` is left, and tell of one that was seen too late."""
-    if config.max_cost is None and config.max_hours is None:
+    money = telemetry.up_to_date().money
+    if money is None or (money.max_cost is None and money.max_hours is None):
         return
 
     def check() -> None:
-        if reached := reached_limit(config, telemetry.up_to_date()):
+        if reached := reached_limit(telemetry.up_to_date()):
             stopper.request(
                 LimitReached(
-                    f"worker {telemetry.latest.id} {reached}; finished rows are saved",
+                    f"{reached}; finished rows are saved",
                     hint="to go on where it stopped, start it again with a higher limit, or without one",
                 )
             )
 
     def tell() -> None:
-        reached = reached_limit(config, telemetry.up_to_date())
+        reached = reached_limit(telemetry.up_to_date())
         if reached and not stopper.is_requested:
-            logger.warning(
-                "worker %s %s: its work was done before that was seen", telemetry.latest.id, reached
-            )
+            logger.warning("%s: its work was done before that was seen", reached)
 
     check()
     stack.callback(tell)
     stack.callback(background.every(_CHECK_SECONDS, check))
 
 
-def reached_limit(config: WorkerConfig, record: Worker) -> str:
-    """Return which limit a worker has reached, as the rest of a sentence about it; "" if none. Pure."""
-    cost = record.money.cost if record.money is not None else None
-    if config.max_cost is not None and (cost or 0.0) >= config.max_cost:
-        return f"has cost {units.money(cost)}, --max-cost is {units.money(config.max_cost)}"
-    hours = record.up_seconds / 3600
-    if config.max_hours is not None and hours >= config.max_hours:
-        return f"has run for {hours:.2f} h, --max-hours is {config.max_hours:g}"
-    return ""
+def reached_limit(record: Worker) -> str:
+    """Say which limit a worker has reached; "" if none. Pure."""
+    money, hours = record.money or Money(), record.up_seconds / 3600
+    cost = money.cost or 0.0
+    if money.max_cost is not None and cost >= money.max_cost:
+        said = f"has cost {units.money(cost)}, --max-cost is {units.money(money.max_cost)}"
+    elif money.max_hours is not None and hours >= money.max_hours:
+        said = f"has run for {hours:.2f} h, --max-hours is {money.max_hours:g}"
+    else:
+        return ""
+    return f"worker {record.id} {said}"
 
 
-def limits_result(config: WorkerConfig, record: Worker) -> dict[str, Any]:
+def limits_result(record: Worker) -> dict[str, Any]:
     """Return what a worker's result says about its limits; empty if there are none. Pure."""
+    money = record.money or Money()
     found: dict[str, Any] = {}
-    if config.max_cost is not None and record.money is not None:
-        found |= {"cost": round(record.money.cost or 0.0, 4), "max_cost": config.max_cost}
-    if config.max_hours is not None:
-        found |= {"hours": round(record.up_seconds / 3600, 4), "max_hours": config.max_hours}
+    if money.max_cost is not None:
+        found |= {"cost": round(money.cost or 0.0, 4), "max_cost": money.max_cost}
+    if money.max_hours is not None:
+        found |= {"hours": round(record.up_seconds / 3600, 4), "max_hours": money.max_hours}
     return found

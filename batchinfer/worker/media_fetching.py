@@ -6,22 +6,20 @@ counts, and whether rows may name its place. `MediaFetcher` is used on the main 
 
 from __future__ import annotations
 
-import math
+import functools
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from batchinfer.core.errors import BatchinferError, ConfigError, RowError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.prompts import MediaRef, RowProblem, internal_failure
-from batchinfer.storage import Store, check_key, split_bucket, web
+from batchinfer.storage import check_key, split_bucket, web
 from batchinfer.storage.opening import (
     AZURE_SCHEMES,
     GCS_SCHEMES,
@@ -31,7 +29,7 @@ from batchinfer.storage.opening import (
     local_path,
     split_url,
 )
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Background
 from batchinfer.worker.worker_config import Limits
 
 NUM_THREADS = 16
@@ -39,9 +37,6 @@ NUM_THREADS = 16
 _CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
 """Bytes of memory that an entry of the cache takes beside its content and its place."""
-UNAVAILABLE_SECONDS = 60.0
-"""Seconds after a fetch has failed, repetitions included, in which no row asks for the place again. Later the fault may
-have passed."""
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
 _BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "hf", "memory")
@@ -53,44 +48,32 @@ class MediaFetcher:
     Args:
         limits: Limits of the worker.
         open_store: Function that opens the store at a URL.
-        background: The worker's background, for `fetch`. Media are fetched on threads beside its own.
+        background: The worker's background. Media are fetched on threads beside its own.
     """
 
-    def __init__(
-        self, limits: Limits, open_store: OpenStore, background: Background | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, open_store: OpenStore, background: Background) -> None:
         self._limits = limits
-        self._open_store = open_store
-        self._background = background
-        self._threads: Background | None = None
+        self._background = background.beside(NUM_THREADS)
         self._cache = MediaCache(_CACHE_BYTES)
-        self._stores: dict[str, Store] = {}
+        self._store_at = functools.lru_cache(_MOST_STORES)(open_store)
 
-    def fetch(self, refs: list[MediaRef]) -> Pending[list[bytes] | Failure]:
+    def fetch(self, refs: list[MediaRef]) -> Future[list[bytes] | Failure]:
         """Begin to fetch the media of one row. The result is a failure if one of them cannot be used."""
-        if self._threads is None:
-            assert self._background is not None, "only fetch_now needs no background"
-            self._threads = self._background.beside(NUM_THREADS)
-        return self._threads.submit(partial(self.fetch_now, refs))
+        return self._background.submit(partial(self.fetch_now, refs))
 
     def fetch_now(self, refs: list[MediaRef]) -> list[bytes] | Failure:
         """Fetch the media of one row, one after the other. Safe for threads."""
         found: list[bytes] = []
-        num_bytes, limits = 0, self._limits
+        limits = self._limits
         most = max(limits.max_row_memory << 20, limits.max_media_bytes)
         try:
             for ref in refs:
                 found.append(self._fetch_one(ref))
-                num_bytes += len(found[-1])
-                if num_bytes > most:
-                    raise RowProblem(
-                        Code.MEDIA_TOO_LARGE,
-                        f"the row's media have more than {most} bytes in all",
-                    )
+                if sum(map(len, found)) > most:
+                    message = f"the row's media have more than {most} bytes in all"
+                    raise RowProblem(Code.MEDIA_TOO_LARGE, message)
         except RowProblem as problem:
             return problem.as_failure()
-        except BatchinferError:
-            raise
         except Exception as error:  # noqa: BLE001 -- a fault of any class
             return internal_failure(error)
         return found
@@ -139,15 +122,14 @@ class MediaFetcher:
         return web.fetch(url, rules)
 
     def _in_a_store(self, root: str, key: str) -> bytes:
-        store = self._stores.get(root)
-        if store is None:
-            if len(self._stores) >= _MOST_STORES:
-                self._stores.clear()
-            store = self._stores[root] = self._open_store(root)
-        most = self._limits.max_media_bytes
-        if (size := store.stat(check_key(key)).bytes) > most:
-            raise too_large(f"{size} bytes", most)
+        store = self._store_at(root)
+        self._check_size(store.stat(check_key(key)).bytes)
         return store.get(key).data
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > (most := self._limits.max_media_bytes):
+            message = f"has {num_bytes} bytes, expected at most {most} (--max-media-bytes)"
+            raise RowProblem(Code.MEDIA_TOO_LARGE, message)
 
     def _below_root(self, place: str, root: str) -> bytes:
         """Return a file that a row names by a path, which counts from --media-root and does not leave it."""
@@ -165,18 +147,15 @@ class MediaFetcher:
         return self._in_a_store(root.rstrip("/"), key)
 
     def _in_folder(self, path: Path, folder: Path) -> bytes:
-        most = self._limits.max_media_bytes
         try:
             folder = folder.resolve()
             whole = (folder / path).resolve()
             if not whole.is_relative_to(folder):
-                raise RowProblem(
-                    Code.MEDIA_FORBIDDEN, f"{path}: is not below --media-root {folder}"
-                )
+                message = f"{path}: is not below --media-root {folder}"
+                raise RowProblem(Code.MEDIA_FORBIDDEN, message)
             if not whole.is_file():
                 raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: no such file below {folder}")
-            if (size := whole.stat().st_size) > most:
-                raise too_large(f"{size} bytes", most)
+            self._check_size(whole.stat().st_size)
             return whole.read_bytes()
         except (OSError, ValueError, RuntimeError) as error:
             raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: {error}") from error
@@ -217,89 +196,47 @@ def split_object(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", rest.partition("/")[2]
 
 
-def too_large(found: str, most: int) -> RowProblem:
-    """Return the error for a medium of too many bytes."""
-    return RowProblem(
-        Code.MEDIA_TOO_LARGE, f"has {found}, expected at most {most} (--max-media-bytes)"
-    )
-
-
 class MediaCache:
-    """Media by the place that rows name, those used last. Also why one cannot be used. Safe for threads.
-
-    What could not be fetched is asked for again after `UNAVAILABLE_SECONDS`.
+    """Media by the place that rows name, those used last. Safe for threads.
 
     Args:
         max_bytes: Bytes of memory that the cache takes at most.
-        now: Function that returns a time in seconds.
     """
 
-    def __init__(self, max_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._now = now
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, Future[bytes]] = OrderedDict()
         self._num_bytes = 0
-        self._under_way: dict[str, Future[bytes]] = {}
 
     def get(self, place: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return what is at a place. If it is not kept, it is fetched once, however many threads ask for it.
+        """Return what is at a place. If it is not kept, it is fetched once, however many threads ask for it just then.
 
         Raises:
-            RowProblem: it cannot be used.
+            RowProblem: it cannot be used. It is asked for again for the next row.
         """
         with self._lock:
-            kept = self._kept.get(place)
-            if kept is not None and kept.until < self._now():
-                self._drop(place)
-            elif kept is not None:
-                self._kept.move_to_end(place)
-                if isinstance(kept.found, RowProblem):
-                    raise RowProblem(kept.found.code, kept.found.message)
-                return kept.found
-            future = self._under_way.get(place)
-            is_first = future is None
-            if future is None:
-                future = self._under_way[place] = Future()
+            is_first = place not in self._kept
+            future = self._kept.setdefault(place, Future())
+            self._kept.move_to_end(place)
         if is_first:
-            self._fill(place, future, fetch)
+            try:
+                future.set_result(fetch())
+            except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
+                future.set_exception(error)
+            with self._lock:
+                self._settle(place, future)
         return future.result()
 
-    def _fill(self, place: str, future: Future[bytes], fetch: Callable[[], bytes]) -> None:
-        try:
-            media = fetch()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
-            with self._lock:
-                del self._under_way[place]
-                if isinstance(error, RowProblem):
-                    self._keep(place, error)
-            future.set_exception(error)
-        else:
-            with self._lock:
-                del self._under_way[place]
-                self._keep(place, media)
-            future.set_result(media)
-
-    def _keep(self, place: str, found: bytes | RowProblem) -> None:
-        size = _ENTRY_BYTES + len(place)
-        size += len(found.message) if isinstance(found, RowProblem) else len(found)
-        if size > self._max_bytes:
+    def _settle(self, place: str, future: Future[bytes]) -> None:
+        """Count what was fetched, or forget it. What was used least lately makes room, also if it is under way."""
+        if self._kept.get(place) is not future:
             return
-        is_passing = isinstance(found, RowProblem) and found.code == Code.MEDIA_UNAVAILABLE
-        until = self._now() + UNAVAILABLE_SECONDS if is_passing else math.inf
-        self._kept[place] = _Kept(found, size, until)
-        self._num_bytes += size
+        if future.exception() is not None:
+            del self._kept[place]
+            return
+        self._num_bytes += _ENTRY_BYTES + len(place) + len(future.result())
         while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
-
-    def _drop(self, place: str) -> None:
-        self._num_bytes -= self._kept.pop(place).num_bytes
-
-
-class _Kept(NamedTuple):
-    """An entry of the cache: a medium, or why it cannot be used."""
-
-    found: bytes | RowProblem
-    num_bytes: int
-    until: float
-    """Time until which the entry is valid."""
+            oldest, kept = self._kept.popitem(last=False)
+            if kept.done() and kept.exception() is None:
+                self._num_bytes -= _ENTRY_BYTES + len(oldest) + len(kept.result())

@@ -11,41 +11,28 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from concurrent.futures import Future
 
 from batchinfer.core.errors import BatchinferError
-from batchinfer.core.events import event
+from batchinfer.core.events import tell
 from batchinfer.core.records import Marker, RowKey
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published
-from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.chunk_life import Ending, Hall, Life, live
+from batchinfer.worker.chunk_life import Ending, Hall, Life
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-_MOST_LIVES = 256
-"""Most chunks at work, each on a thread, if chunks are so small that more are needed than --max-open-chunks says."""
 _FIRST_OPENING_SECONDS = 2.0
 """Seconds that opening a chunk is assumed to take, before the worker has opened its first chunk."""
 _POLL_SECONDS = 0.2
-
-
-class Demand(NamedTuple):
-    """How many rows the engine needs from the open chunks now. The worker's loop makes a new one in each round."""
-
-    rows_ahead: int = 0
-    """Rows of open chunks that are not finished and that the engine has not taken yet."""
-    rows_wanted: int = 0
-    """Number of `rows_ahead` that suffices to keep the engine busy. While there are fewer, more chunks are opened."""
-    rows_per_second: float = 0.0
-    """Rows that the engine finishes per second now."""
+_SAVE_SECONDS = 5.0
+"""Seconds that a worker has to save its rows when it ends, even if no grace period is left."""
 
 
 class OpenChunks:
@@ -64,17 +51,14 @@ class OpenChunks:
         self._ring = ring
         self._telemetry = telemetry
         self._limits = config.limits
-        self._threads = environment.background.beside(
-            max(_MOST_LIVES, config.limits.max_open_chunks)
-        )
+        self._threads = environment.background.beside(config.limits.max_open_chunks)
         self._hall = Hall(
             environment,
             run,
             config,
             lambda: any(chunk.num_left for chunk in list(self.open.values())),
         )
-        self._lives: dict[str, tuple[Life, Pending[Ending]]] = {}
-        self._rows_per_chunk = 1
+        self._lives: dict[str, tuple[Life, Future[Ending]]] = {}
         self._opening_seconds = _FIRST_OPENING_SECONDS
         self.open: dict[str, OpenChunk] = {}
         """Chunks whose rows the engine may have, by name."""
@@ -115,24 +99,28 @@ class OpenChunks:
 
     # -- what the worker calls while it runs and when it ends
 
-    def tick(self, demand: Demand) -> None:
+    def tick(self, rows_built: int, rows_wanted: int) -> None:
         """Take in what the chunks' threads have come to, and open the chunks that the engine needs.
+
+        Args:
+            rows_built: Rows on their way to the engine that were read from their chunks already.
+            rows_wanted: Rows that suffice to keep the engine busy. While there are fewer, more chunks are opened.
 
         Raises:
             BatchinferError: the worker must end: full scratch disk, refused permissions, a newer start of itself.
         """
-        num_unread = self.num_unread
         self._collect()
-        # `demand` does not know the rows of chunks that were being opened until now.
-        rows_ahead = demand.rows_ahead + self.num_unread - num_unread
-        # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the bucket
-        # becomes slower.
-        cushion = int(2 * demand.rows_per_second * self._opening_seconds)
-        rows_wanted = demand.rows_wanted + cushion
         if not self.is_closing:
-            rows_ahead += sum(self._expected_rows(life.ref) for life in self._opening())
-            self._ring.tick(is_hungry=rows_ahead < rows_wanted)
-            self._begin_lives(rows_ahead, rows_wanted)
+            counts, seconds = self._telemetry.counts, self._telemetry.busy_seconds
+            # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
+            rate = counts.rows_done / max(seconds, 1.0) or rows_wanted
+            # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the
+            # bucket becomes slower.
+            missing = rows_wanted + int(2 * rate * self._opening_seconds)
+            missing -= rows_built + self.num_unread
+            missing -= sum(self._expected_rows(life.ref) for life in self._opening())
+            self._ring.tick(is_hungry=missing > 0)
+            self._begin_lives(missing)
         self._telemetry.workload.done(*self._ring.take_found_done() - self.open.keys())
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
@@ -150,7 +138,7 @@ class OpenChunks:
         """Have those finished rows saved that no segment holds yet."""
         for life, _ in self._lives.values():
             if life.has_unsaved_rows:
-                life.ask()
+                life.wake(has_to_save=True)
 
     def close(self) -> None:
         """Open no more chunks and hand out no more rows, for good. Idempotent."""
@@ -167,56 +155,62 @@ class OpenChunks:
                 chunk.note_deaths(each, len(keys))
                 self._lives[name][0].note_death(each, len(keys))
 
-    def end(self, deadline: Callable[[], float], on_turn: Callable[[], None]) -> None:
-        """Let all chunks save their rows and give their claims back. Blocks until they have, or until `deadline`.
+    def end(self, patience_seconds: float, on_turn: Callable[[], None]) -> None:
+        """Let all chunks save their rows and give their claims back. Blocks until they have, or until time is up.
 
         Args:
-            deadline: Returns the monotonic seconds until which this waits.
+            patience_seconds: How long this waits for storage, unless somebody asks the worker to stop: then until the
+                grace period ends, or for _SAVE_SECONDS if fewer are left of it.
             on_turn: Called again and again while this waits.
         """
-        hall, environment = self._hall, self._environment
-        hall.end(deadline)
+        clock, stopper = self._environment.clock, self._environment.stopper
+        began = clock.monotonic()
+
+        def deadline() -> float:
+            until = began + patience_seconds
+            if stopper.is_requested:
+                until = clock.monotonic() + stopper.seconds_left
+            return max(began + _SAVE_SECONDS, until)
+
+        self._hall.end(deadline)
         for life, _ in self._lives.values():
             life.wake()
-        while self._lives and environment.clock.monotonic() < deadline():
+        while self._lives and clock.monotonic() < deadline():
             on_turn()
             try:
                 self._collect()
             except BatchinferError as error:
                 logger.warning("not everything could be saved (%s)", error)
             if self._lives:
-                environment.background.wait(_POLL_SECONDS)
-        hall.note_saved()
+                self._environment.background.wait(_POLL_SECONDS)
+        self._hall.note_saved()
 
     # -- inside
 
     def _opening(self) -> list[Life]:
         return [life for life, _ in self._lives.values() if life.chunk is None]
 
-    def _begin_lives(self, rows_ahead: int, rows_wanted: int) -> None:
-        # A chunk stays open until its slowest row is done. If chunks are small, many must be open to keep the engine
-        # full.
-        many = min(_MOST_LIVES, 8 * rows_wanted // self._rows_per_chunk)
-        most = max(self._limits.max_open_chunks, many)
+    def _begin_lives(self, missing: int) -> None:
+        limits, environment = self._limits, self._environment
         while (
-            rows_ahead < rows_wanted
-            and len(self._opening()) < self._limits.max_openings
-            and len(self._lives) < most
+            missing > 0
+            and len(self._opening()) < limits.max_openings
+            # A chunk stays open until its slowest row is done. If chunks are small, many must be open.
+            and len(self._lives) < limits.max_open_chunks
             and self._has_disk_left()
         ):
             ref = self._ring.next()
             if ref is None:
                 return
             self._ring.started(ref.name)
-            environment = self._environment
-            life = Life(ref, environment.background.event(), environment.clock.monotonic())
-            self._lives[ref.name] = life, self._threads.submit(partial(live, life, self._hall))
-            rows_ahead += self._expected_rows(ref)
+            life = Life(ref, self._hall, environment.background.event())
+            self._lives[ref.name] = life, self._threads.submit(life.live)
+            missing -= self._expected_rows(ref)
 
     def _expected_rows(self, ref: ChunkRef) -> int:
-        if ref.generation or ref.name in self._run.checkpointed:
-            return 1  # most rows may be done already, so only one is counted on
-        return ref.rows or self._rows_per_chunk
+        # Of a chunk that was begun before, most rows may be done already, so only one is counted on.
+        is_begun = ref.generation or ref.name in self._run.checkpointed
+        return 1 if is_begun else ref.rows or 1
 
     def _has_disk_left(self) -> bool:
         chunks = self.open.values()
@@ -226,9 +220,14 @@ class OpenChunks:
     def _collect(self) -> None:
         """Take in chunks that were opened, and those whose life has ended."""
         for name, (life, pending) in list(self._lives.items()):
-            is_over = pending.is_done()  # before its chunk is looked for
+            is_over = pending.done()  # before its chunk is looked for
             if life.chunk is not None and name not in self.open:
-                self._add(life, life.chunk)
+                took = self._environment.clock.monotonic() - life.started
+                # The estimate rises at once after a slow opening. It falls slowly after fast openings, since the next
+                # one may be slow again.
+                self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
+                self.open[name] = life.chunk
+                self._telemetry.chunk_opened(life.chunk)
             if is_over:
                 del self._lives[name]
                 self.open.pop(name, None)
@@ -238,37 +237,24 @@ class OpenChunks:
                     if life.chunk is not None:
                         life.chunk.close()
 
-    def _add(self, life: Life, chunk: OpenChunk) -> None:
-        took = self._environment.clock.monotonic() - life.started
-        # The estimate rises at once after a slow opening. It falls slowly after fast openings, since the next one may
-        # be slow again.
-        self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
-        self._rows_per_chunk = max(1, chunk.num_rows)
-        self.open[life.name] = chunk
-        self._telemetry.chunk_opened(chunk)
-
     def _ended(self, life: Life, ending: Ending) -> None:
         name, ring, telemetry = life.name, self._ring, self._telemetry
         outcome = "released"
         if isinstance(ending, Marker):
-            ring.finished(name)
+            ring.ended(name, is_done=True)
             telemetry.chunk_skipped(name)
         elif isinstance(ending, Held):
-            owner = ending.claim.worker
-            logger.info(
-                "%s: worker %s has it",
-                *(name, owner),
-                extra=event("chunk_held", chunk=name, worker=owner),
-            )
-            ring.held_by_other(name)
+            text = "{chunk}: worker {worker} has it"
+            tell(logger, "chunk_held", text, chunk=name, worker=ending.claim.worker)
+            ring.ended(name)
         elif isinstance(ending, Published):
             outcome = "lost"
             if ending.is_ours:
                 outcome = "done"
                 self.published.add(name)
-            ring.finished(name)
+            ring.ended(name, is_done=True)
         elif isinstance(ending, BatchinferError):
             self.failures[name] = ending
-            ring.gave_up(name)
+            ring.ended(name, is_given_up=True)
         if life.chunk is not None:
             telemetry.chunk_closed(life.chunk, outcome)

@@ -1,17 +1,22 @@
-"""What the markers of a run tell a worker: whose configuration made them, and whether any row has an answer."""
+"""What the markers of a run tell a worker: whose configuration made them, whether rows have answers, what to repair."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from batchinfer.core.records import Marker
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import find_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Background
+
+logger = logging.getLogger(__name__)
 
 _NUM_READERS = 4
 """Background jobs that read markers at the same time, so that many workers that start do not ask for all at once."""
@@ -29,7 +34,7 @@ class OwnMarkers:
     """
 
     def __init__(
-        self, store: Store, background: Background, wait: Callable[[Pending[Any]], Any]
+        self, store: Store, background: Background, wait: Callable[[Future[Any]], Any]
     ) -> None:
         self._store = store
         self._background = background
@@ -86,3 +91,37 @@ class OwnMarkers:
         now = {name: seen.generation for name, seen in self._wait(listing).items()}
         late = [name for name in names if name in now and before.get(name) != now[name]]
         refuse_foreign(self.fingerprints(now, late), fingerprint, url=self._store.url)
+
+
+def to_repair(
+    own: list[ChunkRef], done: dict[str, int], markers: dict[str, Marker]
+) -> list[ChunkRef]:
+    """Return those of a worker's own chunks that are to be done again, each with the generation that it gets. Pure.
+
+    A chunk with error rows gets the highest generation of the run, if a chunk with error rows is below it, else the
+    next one. Some rows fail every time, so a chunk may have error rows even after a repair. Without this goal, a
+    worker that is often stopped would repair the first chunks again after each start, and never reach the last. A
+    chunk whose marker cannot be read is done again from the start.
+
+    Args:
+        own: The worker's own chunks.
+        done: The generation of the newest marker of each chunk of the run that has one.
+        markers: Those markers of own chunks that could be read.
+    """
+    failed = {name for name, marker in markers.items() if marker.rows_error}
+    highest = max(done.values(), default=0)
+    is_begun = any(done[name] < highest for name in failed)
+    if is_begun:
+        text = "going on with the repair that was begun (generation %d); the next one tries again what has reached it"
+        logger.info(text, highest)
+    goal = highest if is_begun else highest + 1
+    left = []
+    for ref in own:
+        name = ref.name
+        if name not in done:
+            left.append(ref)
+        elif name not in markers:
+            left.append(ref._replace(generation=done[name]))
+        elif name in failed and done[name] < goal:
+            left.append(ref._replace(generation=goal, base=done[name]))
+    return left

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 from batchinfer.core import units
-from batchinfer.core.events import event
+from batchinfer.core.events import tell
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -122,14 +122,7 @@ def _shown(telemetry: Telemetry) -> tuple[int, int, str]:
 
 
 def _log(telemetry: Telemetry) -> None:
-    sums = {
-        "rows": telemetry.counts.rows_done,
-        "rows_resumed": telemetry.rows_resumed,
-        "rows_error": telemetry.counts.rows_error,
-        "prompt_tokens": telemetry.counts.prompt_tokens,
-        "completion_tokens": telemetry.counts.completion_tokens,
-    }
-    logger.info("%s", describe(telemetry), extra=event("progress", **sums))
+    tell(logger, "progress", "{}", describe(telemetry), **telemetry.sums)
 
 
 class Bar:

@@ -16,12 +16,12 @@ import random
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from batchinfer.core.errors import StorageError
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of, release_given_up
-from batchinfer.worker.background import Pending
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Ring:
         """Neighbouring chunks. The blocks are made when they are first needed: a job may have very many chunks."""
         self._num_left = 0
         """Blocks that this round has not looked at."""
-        self._looking: Pending[Survey] | None = None
+        self._looking: Future[Survey] | None = None
         self._due = self._collected = float("-inf")
         self._first_beats: dict[str, int] = {}
         self._is_undecided = False
@@ -89,20 +89,18 @@ class Ring:
         """Note that this worker opens a chunk or works on it."""
         self._busy.add(name)
 
-    def finished(self, name: str) -> None:
-        """Note that a chunk has its marker, written by this worker or another."""
-        self._busy.discard(name)
-        self._settle({name})
+    def ended(self, name: str, *, is_done: bool = False, is_given_up: bool = False) -> None:
+        """Note that this worker does not work on a chunk any more: it is done, by any worker, or another one has it.
 
-    def gave_up(self, name: str) -> None:
-        """Note that this worker has failed with a chunk for good. It neither tries the chunk again nor waits for it."""
+        A chunk with which this worker has failed for good is given up: the worker neither tries it again nor waits for
+        it.
+        """
         self._busy.discard(name)
-        self._own_left.discard(name)
-        self._given_up.add(name)
-
-    def held_by_other(self, name: str) -> None:
-        """Note that this worker did not get a chunk, because another worker holds its claim."""
-        self._busy.discard(name)
+        if is_done:
+            self._settle({name})
+        if is_given_up:
+            self._own_left.discard(name)
+            self._given_up.add(name)
 
     # -- what is next
 
@@ -134,7 +132,7 @@ class Ring:
     def tick(self, *, is_hungry: bool) -> None:
         """Take in the last look at the run. If `is_hungry` and no chunk is left to open, begin the next one if due."""
         now = self._environment.clock.monotonic()
-        if self._looking is not None and self._looking.is_done():
+        if self._looking is not None and self._looking.done():
             looking, self._looking, self._collected = self._looking, None, now
             try:
                 self._take_in(looking.result())

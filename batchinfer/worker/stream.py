@@ -12,7 +12,7 @@ called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
 * the worker's loop (start.py) gives replies back with `handle` and keeps the books, in this order:
-  `collect`, `demand`, `prepare`.
+  `collect`, `num_built`, `prepare`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 import msgspec
 
@@ -32,54 +32,28 @@ from batchinfer.engines.replies import failure_of
 from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Prepared, PromptBuilder, RawRow, finish_call
-from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
-from batchinfer.worker.open_chunks import Demand, OpenChunks
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, Limits
 
 logger = logging.getLogger(__name__)
 
-_RATE_SECONDS = 5.0
-
 
 class _Flight(msgspec.Struct, frozen=True, gc=False):
-    """A row with its call."""
+    """A row on its way to the engine, with its call once its media were fetched."""
 
     chunk: OpenChunk
     prepared: Prepared
     num_bytes: int
     """Bytes of memory that the row takes, about."""
 
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the row was in the engine at so many deaths that it may be their cause."""
-        return self.chunk.is_suspect(self.prepared.key[1])
 
-
-def _call_of(flight: _Flight) -> Call:
-    call = flight.prepared.call
-    assert call is not None, "a row without a call is finished when it is built"
-    return call
-
-
-class _Built(NamedTuple):
-    """Rows of one chunk whose calls were built."""
-
-    chunk: OpenChunk
-    rows: list[Prepared]
-
-
-class _Fetching(NamedTuple):
-    """A row whose media are being fetched. `pending` is None until its turn comes."""
-
-    flight: _Flight
-    pending: Pending[list[bytes] | Failure] | None
-
-    def is_done(self) -> bool:
-        """Whether the media were fetched, or cannot be."""
-        return self.pending is not None and self.pending.is_done()
+_Finished = defaultdict[str, list[FinishedRow]]
+"""Finished rows by the name of their chunk."""
+_Built = list[tuple[OpenChunk, list[Prepared]]]
+"""Rows whose calls were built, by chunk."""
 
 
 class RowStream:
@@ -95,28 +69,26 @@ class RowStream:
         *,
         info: EngineInfo,
     ) -> None:
-        self._clock = environment.clock
         self._background = environment.background
         self._open_chunks = open_chunks
         self._builder = builder
         self._telemetry = telemetry
         self._limits = limits
-        self._max_in_flight = info.max_in_flight
+        self.max_in_flight = info.max_in_flight
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
         """Bytes of memory of all rows that wait or are in flight, about."""
-        self._building: Pending[list[_Built]] | None = None
+        self._builders = environment.background.beside(1)
+        self._building: Future[_Built] | None = None
         self._num_building = 0
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
-        self._fetching: list[_Fetching] = []
-        """Rows with media that are not fetched yet, in order."""
+        self._to_fetch: deque[_Flight] = deque()
+        """Rows whose media are not asked for yet."""
+        self._fetching: list[tuple[_Flight, Future[list[bytes] | Failure]]] = []
         self._ready: deque[_Flight] = deque()
         self._in_flight: dict[RowKey, _Flight] = {}
         self._is_isolating = False
         """Whether a group of suspects is built or runs. No other row is built meanwhile."""
-        self._num_finished = 0
-        self._rate = 0.0
-        self._rate_since: tuple[float, int] | None = None
 
     # -- the engine
 
@@ -138,52 +110,46 @@ class RowStream:
 
     def handle(self, replies: Iterable[Reply]) -> None:
         """Take in replies from the engine: finish their rows, or let rows wait again that were in it when it died."""
-        finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
+        finished: _Finished = defaultdict(list)
         killed: list[_Flight] = []
-        at_death: list[RowKey] = []
         for reply in replies:
-            if reply.is_engine_death:
-                at_death.append(reply.key)
             flight = self._in_flight.pop(reply.key)
             self._num_bytes -= flight.num_bytes
             if reply.is_engine_death:
                 killed.append(flight)
             else:
-                result = failure_of(reply) or reply
-                finished[reply.key[0]].append(self._encode(flight.prepared, result))
-        for name, rows in finished.items():
-            self._finish(name, rows)
-        if at_death:
-            self._open_chunks.note_death(at_death)
+                self._encode(flight.chunk, flight.prepared, failure_of(reply) or reply, finished)
+        self._finish(finished)
+        if killed:
+            self._open_chunks.note_death([flight.prepared.key for flight in killed])
         for flight in killed:
             # A suspect's call is built again when its group runs.
-            if not flight.is_suspect:
+            if not flight.chunk.is_suspect(flight.prepared.key[1]):
                 self._num_bytes += flight.num_bytes
                 self._ready.appendleft(flight)
 
-    def note_death(self, keys: Sequence[RowKey]) -> None:
-        """Note that the worker's engine ended while it worked on the rows of these keys."""
-        if keys:
-            self._open_chunks.note_death(list(keys))
-
     def collect(self) -> None:
-        """Take in the calls that the background has built, and update the rate of finished rows."""
-        self._collect_built()
-        self._collect_fetched()
-        self._update_rate()
+        """Take in the calls that the background has built, and the media that it has fetched."""
+        finished: _Finished = defaultdict(list)
+        if self._building is not None and self._building.done():
+            building, self._building = self._building, None
+            self._num_building = 0
+            for chunk, prepared_rows in building.result():
+                for prepared in prepared_rows:
+                    self._take(chunk, prepared, finished)
+        fetching, self._fetching = self._fetching, []
+        for flight, pending in fetching:
+            if pending.done():
+                self._num_bytes -= flight.num_bytes
+                self._take(flight.chunk, _with_media(flight.prepared, pending.result()), finished)
+            else:
+                self._fetching.append((flight, pending))
+        self._finish(finished)
 
     @property
-    def demand(self) -> Demand:
-        """How many rows are ahead of the engine, and how many it needs there."""
-        return Demand(
-            rows_ahead=len(self._ready)
-            + len(self._fetching)
-            + self._num_building
-            + self._open_chunks.num_unread,
-            rows_wanted=self._max_in_flight,
-            # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
-            rows_per_second=self._rate or float(self._max_in_flight),
-        )
+    def num_built(self) -> int:
+        """Number of rows that were read from their chunks and that the engine has not taken yet."""
+        return self._num_waiting + self._num_building
 
     def prepare(self) -> None:
         """Begin to build the calls of the next rows.
@@ -191,13 +157,14 @@ class RowStream:
         When no other row is left, prepare the next group of suspects. When no suspect is left and no chunk can be
         opened any more, end the stream.
         """
-        if not self._in_flight and not self._ready and self._building is None:
+        if self._open_chunks.is_closing:
+            return
+        is_empty = not self._in_flight and not self._num_waiting and self._building is None
+        if is_empty:
             self._is_isolating = False
         self._build_more()
         self._fetch_more()
-        if self._open_chunks.is_closing or self._in_flight or len(self._ready) or self._fetching:
-            return
-        if self._building is not None or self._open_chunks.num_unread:
+        if not is_empty or self._building is not None or self._open_chunks.num_unread:
             return
         if not self._build_suspects() and not self._open_chunks.may_grow:
             # After `close`, `take` returns None, which tells the engine to end. `close` also stops the opening of
@@ -212,7 +179,7 @@ class RowStream:
     @property
     def num_pending(self) -> int:
         """Number of rows that have a call and have not finished."""
-        return len(self._in_flight) + len(self._ready) + len(self._fetching)
+        return len(self._in_flight) + self._num_waiting
 
     @property
     def is_complete(self) -> bool:
@@ -221,47 +188,79 @@ class RowStream:
 
     # -- inside
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._ready) + len(self._to_fetch) + len(self._fetching)
+
     def _send(self, flight: _Flight) -> Call:
-        call = _call_of(flight)
+        call = flight.prepared.call
+        assert call is not None, "only rows with a call are ready"
         self._in_flight[call.key] = flight
         return call
 
-    def _encode(self, prepared: Prepared, result: Reply | Failure) -> FinishedRow:
+    def _take(self, chunk: OpenChunk, prepared: Prepared, finished: _Finished) -> None:
+        """Let a row wait for its media, or for the engine. One that must not go there is added to `finished`."""
+        line = prepared.key[1]
+        if prepared.failure is not None:
+            self._encode(chunk, prepared, prepared.failure, finished)
+        elif chunk.is_culprit(line):
+            message = (
+                f"the engine died {chunk.deaths[line].number} times with this row in flight, "
+                "at least once with it alone"
+            )
+            failure = Failure(code=Code.ENGINE_CRASH, message=message, status=500)
+            self._encode(chunk, prepared, failure, finished)
+        else:
+            call = prepared.call
+            num_bytes = _size(prepared.draft) if call is None else len(call.body)
+            self._num_bytes += num_bytes
+            waiting = self._to_fetch if call is None else self._ready
+            waiting.append(_Flight(chunk, prepared, num_bytes))
+
+    def _encode(
+        self,
+        chunk: OpenChunk,
+        prepared: Prepared,
+        result: Reply | Failure,
+        finished: _Finished,
+    ) -> None:
         row = encode_row(prepared, result)
         if row.failure is not None:
             self._telemetry.row_failed(*prepared.key, row.failure)
-        return FinishedRow.of(
-            prepared.key[1],
-            row.usage,
-            row.line,
-            ok=row.ok,
-            code=row.code,
-            finish_reason=row.finish_reason,
+        finished[chunk.name].append(
+            FinishedRow.of(
+                prepared.key[1],
+                row.usage,
+                row.line,
+                ok=row.ok,
+                code=row.code,
+                finish_reason=row.finish_reason,
+            )
         )
 
-    def _finish(self, name: str, rows: list[FinishedRow]) -> None:
-        self._num_finished += len(rows)
-        self._open_chunks.finish(name, rows)
+    def _finish(self, finished: _Finished) -> None:
+        for name, rows in finished.items():
+            self._open_chunks.finish(name, rows)
 
     def _build_more(self) -> None:
-        if self._building is not None or self._is_isolating or self._open_chunks.is_closing:
-            return
-        if len(self._ready) + len(self._fetching) >= self._max_in_flight:
-            return
         num_bytes_left = self._max_bytes - self._num_bytes
-        if num_bytes_left <= 0:
-            return
         chunks = [chunk for chunk in self._open_chunks.open.values() if chunk.num_unread]
-        if not chunks:
+        is_full = num_bytes_left <= 0 or self._num_waiting >= self.max_in_flight
+        if self._building is not None or self._is_isolating or is_full or not chunks:
             return
-        limits, builder = self._limits, self._builder
-        num_rows = limits.max_build_rows
-        self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
-        max_bytes = min(limits.max_build_bytes, num_bytes_left)
-        self._building = self._background.submit(
-            lambda: _build_next(builder, chunks, num_rows, max_bytes),
-            is_urgent=True,
-        )
+        max_rows = self._limits.max_build_rows
+        max_bytes = min(self._limits.max_build_bytes, num_bytes_left)
+
+        def read() -> Iterator[tuple[OpenChunk, list[RawRow]]]:
+            rows_left, bytes_left = max_rows, max_bytes
+            for chunk in chunks:
+                if rows_left > 0 and bytes_left > 0:
+                    rows = chunk.read_rows(rows_left, bytes_left)
+                    yield chunk, rows
+                    rows_left -= len(rows)
+                    bytes_left -= sum(len(row.data) for row in rows)
+
+        self._build(read, min(max_rows, sum(chunk.num_unread for chunk in chunks)))
 
     def _build_suspects(self) -> bool:
         """Begin to build the calls of the next group of suspects, once the engine has no row at all.
@@ -274,13 +273,13 @@ class RowStream:
             for chunk in self._open_chunks.open.values()
             for suspect in chunk.suspects()
         ]
+        if not found:
+            return False
         group = [each for each in found if each[0].is_culprit(each[1].line)]
         if not group:
             # Large groups come first. An engine died with these rows only among many others, so most of them finish.
-            limit = max((suspect.group_limit for _, suspect in found), default=0)
+            limit = max(suspect.group_limit for _, suspect in found)
             group = [each for each in found if each[1].group_limit == limit][:limit]
-        if not group:
-            return False
         most = min(self._limits.max_build_bytes, self._max_bytes)
         sizes = itertools.accumulate(chunk.bytes_per_line for chunk, _ in group)
         group = group[: max(1, sum(size <= most for size in sizes))]
@@ -297,43 +296,25 @@ class RowStream:
             group[0][1].line,
             units.many(len(group), "row"),
         )
-        builder, media = self._builder, self._media
-        self._num_building = len(group)
         self._is_isolating = True
-        self._building = self._background.submit(
-            lambda: _build_lines(builder, parts, media), is_urgent=True
+        self._build(
+            lambda: ((chunk, chunk.read_lines(lines)) for chunk, lines in parts), len(group)
         )
         return True
 
-    def _collect_built(self) -> None:
-        if self._building is None or not self._building.is_done():
-            return
-        building, self._building = self._building, None
-        self._num_building = 0
-        for chunk, prepared_rows in building.result():
-            good = [
-                prepared
-                for prepared in prepared_rows
-                if prepared.failure is None and not chunk.is_culprit(prepared.key[1])
+    def _build(
+        self, read: Callable[[], Iterable[tuple[OpenChunk, list[RawRow]]]], num_rows: int
+    ) -> None:
+        """Begin to build the calls of rows, which `read` reads on a background thread."""
+        builder = self._builder
+        self._num_building = num_rows
+        self._building = self._builders.submit(
+            lambda: [
+                (chunk, builder.build(chunk.name, chunk.ref.first_row, rows))
+                for chunk, rows in read()
+                if rows
             ]
-            flights = [_Flight(chunk, prepared, _num_bytes_of(prepared)) for prepared in good]
-            self._num_bytes += sum([flight.num_bytes for flight in flights])
-            self._take(flights)
-            if len(good) < len(prepared_rows):
-                failed = [
-                    self._encode(prepared, self._failure_of(chunk, prepared))
-                    for prepared in prepared_rows
-                    if prepared.failure is not None or chunk.is_culprit(prepared.key[1])
-                ]
-                self._finish(chunk.name, failed)
-
-    def _take(self, flights: list[_Flight]) -> None:
-        """Let rows wait for the engine. Those with media that are not fetched yet wait for these first."""
-        for flight in flights:
-            if flight.prepared.call is None:
-                self._fetching.append(_Fetching(flight, None))
-            else:
-                self._ready.append(flight)
+        )
 
     def _fetch_more(self) -> None:
         """Begin to fetch media of the next rows.
@@ -341,65 +322,12 @@ class RowStream:
         What is not in its row takes memory that is not counted before. So none is fetched while rows take all
         the memory that they may, unless the engine would have nothing to do.
         """
-        if self._open_chunks.is_closing:
-            return
-        num_free = NUM_THREADS - sum(each.pending is not None for each in self._fetching)
-        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._ready
-        for index, (flight, pending) in enumerate(self._fetching):
-            if num_free <= 0:
-                break
-            if pending is not None:
-                continue
+        while self._to_fetch and len(self._fetching) < NUM_THREADS:
+            is_idle = not (self._fetching or self._in_flight or self._ready)
             if self._num_bytes >= self._max_bytes and not is_idle:
                 break
-            self._fetching[index] = _Fetching(flight, self._media.fetch(flight.prepared.media))
-            num_free -= 1
-            is_idle = False
-
-    def _collect_fetched(self) -> None:
-        """Take in media that were fetched. A row with one that cannot be used becomes an error row."""
-        if not self._fetching:
-            return
-        done: list[_Fetching] = []
-        left: list[_Fetching] = []
-        for each in self._fetching:  # each is asked once, since its media may arrive meanwhile
-            (done if each.is_done() else left).append(each)
-        self._fetching = left
-        fetched: list[_Flight] = []
-        failed: defaultdict[str, list[FinishedRow]] = defaultdict(list)
-        for flight, pending in done:
-            assert pending is not None
-            self._num_bytes -= flight.num_bytes
-            prepared = _with_media(flight.prepared, pending.result())
-            if prepared.failure is not None:
-                failed[flight.chunk.name].append(self._encode(prepared, prepared.failure))
-                continue
-            fetched.append(_Flight(flight.chunk, prepared, _num_bytes_of(prepared)))
-            self._num_bytes += fetched[-1].num_bytes
-        for name, rows in failed.items():
-            self._finish(name, rows)
-        self._ready.extend(fetched)
-
-    def _failure_of(self, chunk: OpenChunk, prepared: Prepared) -> Failure:
-        """Return why a row does not go to the engine: its call cannot be built, or it kills engines."""
-        if prepared.failure is not None:
-            return prepared.failure
-        num_deaths = chunk.deaths[prepared.key[1]].number
-        message = f"the engine died {num_deaths} times with this row in flight, at least once with it alone"
-        return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
-
-    def _update_rate(self) -> None:
-        """Update the recent rate of finished rows. Time without a row in the engine does not count."""
-        now = self._clock.monotonic()
-        if not self._in_flight:
-            self._rate_since = None
-        if self._rate_since is None:
-            self._rate_since = (now, self._num_finished)
-        since, count = self._rate_since
-        if now - since >= _RATE_SECONDS or (self._rate == 0.0 and now - since >= 1.0):
-            rate = (self._num_finished - count) / (now - since)
-            self._rate = rate if self._rate == 0.0 else 0.5 * (self._rate + rate)
-            self._rate_since = (now, self._num_finished)
+            flight = self._to_fetch.popleft()
+            self._fetching.append((flight, self._media.fetch(flight.prepared.media)))
 
 
 def _with_media(prepared: Prepared, found: list[bytes] | Failure) -> Prepared:
@@ -407,50 +335,6 @@ def _with_media(prepared: Prepared, found: list[bytes] | Failure) -> Prepared:
     if isinstance(found, Failure):
         return msgspec.structs.replace(prepared, failure=found, draft=None, media=[])
     return finish_call(prepared, found)
-
-
-def _build_next(
-    builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int
-) -> list[_Built]:
-    """Read the next rows of the chunks and build their calls. Runs on a background thread.
-
-    No more rows are read once `max_rows` rows or `max_bytes` bytes of rows have been read.
-    """
-    batch: list[_Built] = []
-    for chunk in chunks:
-        rows = chunk.read_rows(max_rows, max_bytes)
-        if rows:
-            batch.append(_build(builder, chunk, rows))
-            max_rows -= len(rows)
-            max_bytes -= sum(len(row.data) for row in rows)
-        if max_rows <= 0 or max_bytes <= 0:
-            break
-    return batch
-
-
-def _build_lines(
-    builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]], media: MediaFetcher
-) -> list[_Built]:
-    """Read the rows of these lines of each chunk and build their calls, media included. Runs on a background thread."""
-    built = [_build(builder, chunk, chunk.read_lines(lines)) for chunk, lines in parts]
-    return [
-        _Built(
-            chunk,
-            [_with_media(row, media.fetch_now(row.media)) if row.media else row for row in rows],
-        )
-        for chunk, rows in built
-    ]
-
-
-def _build(builder: PromptBuilder, chunk: OpenChunk, rows: list[RawRow]) -> _Built:
-    return _Built(chunk, builder.build(chunk.name, chunk.ref.first_row, rows))
-
-
-def _num_bytes_of(prepared: Prepared) -> int:
-    """Return the bytes of memory that a row takes while it waits and while it is in the engine, about."""
-    if prepared.call is not None:
-        return len(prepared.call.body)
-    return _size(prepared.draft)
 
 
 def _size(value: object) -> int:

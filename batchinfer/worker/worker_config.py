@@ -44,8 +44,8 @@ class Limits(Record, frozen=True, kw_only=True):
     max_row_memory: Annotated[int, NO_OPTION] = 256
     """MiB of memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it; one row
     is always taken."""
-    max_open_chunks: Annotated[int, NO_OPTION] = 64
-    """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
+    max_open_chunks: Annotated[int, NO_OPTION] = 256
+    """Chunks that may be at work at the same time, each on a thread."""
     max_openings: Annotated[int, NO_OPTION] = 4
     """Chunks that may be in the middle of being opened at the same time."""
     max_publishing: Annotated[int, NO_OPTION] = 7

@@ -27,6 +27,12 @@ class Workload:
         """Number of rows of the job, or of the worker's own manifests if it keeps to them."""
         self.own_rows = 0
         """Number of rows of the worker's own manifests."""
+        self.num_opened = 0
+        """Number of chunks that this start has opened."""
+        self.num_resumed = 0
+        """Number of those with rows that were taken over from storage."""
+        self.num_published = 0
+        """Number of those that this start has published."""
 
     def set_own(self, rows: Mapping[str, int]) -> None:
         """Set the number of rows of each chunk of this worker's manifests, by the chunk's name."""
@@ -43,17 +49,21 @@ class Workload:
         """Note that this worker has opened a chunk."""
         self._mine.add(chunk.name)
         self.open[chunk.name] = chunk
+        self.num_opened += 1
+        self.num_resumed += chunk.counts.rows_resumed > 0
 
-    def released(self, name: str) -> None:
-        """Note that this worker has closed a chunk that is not done."""
-        self.open.pop(name, None)
-        if name not in self._own and name not in self._done:
+    def closed(self, name: str, outcome: str) -> None:
+        """Note that this worker has closed a chunk. `outcome`: as for `Telemetry.chunk_closed`."""
+        if outcome != "released":
+            self.done(name)
+            self.num_published += outcome == "done"
+        elif name not in self._own and name not in self._done:
             self._mine.discard(name)
+        self.open.pop(name, None)
 
     def done(self, *names: str) -> None:
         """Note that chunks have their marker. Names of other chunks are ignored."""
         for name in names:
-            self.open.pop(name, None)
             if name in self._rows and name not in self._done:
                 self._done.add(name)
                 self._num_done += self._rows[name]
@@ -71,6 +81,11 @@ class Workload:
     def chunks_done(self) -> int:
         """Number of these chunks that are known to have their marker, no matter which worker wrote it."""
         return len(self._mine & self._done)
+
+    @property
+    def chunks_skipped(self) -> int:
+        """Number of these chunks that another worker or an earlier start has done."""
+        return self.chunks_done - self.num_published
 
     @property
     def rows_done(self) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -55,6 +56,10 @@ def make_world() -> None:
     ):
         _, status = _say(command)
         assert status == 0
+    shutil.copytree("job", "newer")
+    for place in (Path("newer/job.json"), Path("job/runs/newer/run.json")):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text('{"format_version": 2}')
 
 
 def record_refusals(folder: Path) -> str:

@@ -284,7 +284,6 @@ def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], 
     ("index", "change", "what"),
     [
         (0, {"first_row": 1}, "part-00000 begins at row 1, expected 0"),
-        (1, {"first_row": 0}, "part-00001 begins at row 0, expected 1"),
         (2, {"first_row": 3}, "part-00002 begins at row 3, expected 2"),
         (1, {"rows": 0}, "part-00002 begins at row 2, expected 1"),
         (2, {"name": "part-00000"}, "lists the chunk part-00000 twice"),

@@ -38,13 +38,6 @@ def current_marker(store: MemoryStore) -> Marker:
     return codec.decode(store.get(layout.marker_key(CHUNK)).data, Marker, name="marker")
 
 
-def test_a_large_output_is_hashed_in_blocks_without_a_seam(tmp_path: Path) -> None:
-    lines = [bytes([65 + index % 26]) * 700_001 for index in range(5)]
-    output = built(tmp_path, lines)
-    assert output.path.read_bytes() == b"".join(line + b"\n" for line in lines)
-    assert output.sha256 == codec.sha256(output.path.read_bytes())
-
-
 @pytest.mark.parametrize("marker", [b"", b"damaged"])
 def test_the_lease_is_asked_for_right_before_every_write(
     store: MemoryStore,

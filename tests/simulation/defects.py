@@ -280,12 +280,12 @@ def torn_segment() -> Defect:
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    real = chunk_life.save
+    real = chunk_life.Life.save
 
-    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
-        return hall.is_closing or real(life, hall)
+    def save(self: chunk_life.Life) -> bool:
+        return self._hall.is_closing or real(self)
 
-    return mock.patch.object(chunk_life, "save", save)
+    return mock.patch.object(chunk_life.Life, "save", save)
 
 
 def another_seed_formula() -> Defect:
@@ -301,12 +301,12 @@ def another_seed_formula() -> Defect:
 
 def no_checkpoint_on_time() -> Defect:
     """Checkpoints are written at the end of a worker, and never in between."""
-    real = chunk_life.save
+    real = chunk_life.Life.save
 
-    def save(life: chunk_life.Life, hall: chunk_life.Hall) -> bool:
-        return not hall.is_closing or real(life, hall)
+    def save(self: chunk_life.Life) -> bool:
+        return not self._hall.is_closing or real(self)
 
-    return mock.patch.object(chunk_life, "save", save)
+    return mock.patch.object(chunk_life.Life, "save", save)
 
 
 def row_condemned_in_company() -> Defect:
@@ -483,12 +483,12 @@ def errors_are_not_counted() -> Defect:
 
 def repair_has_no_generation() -> Defect:
     """The marker of a repair is the one that it repairs."""
-    real = OpenChunk.marker
+    real = Publisher.publish
 
-    def marker(self: OpenChunk, **of: Any) -> Marker:
-        return msgspec.structs.replace(real(self, **of), generation=0)
+    def publish(self: Publisher, built: Built, marker: Marker, **of: Any) -> Published:
+        return real(self, built, msgspec.structs.replace(marker, generation=0), **of)
 
-    return mock.patch.object(OpenChunk, "marker", marker)
+    return mock.patch.object(Publisher, "publish", publish)
 
 
 def rows_are_numbered_by_chunk() -> Defect:

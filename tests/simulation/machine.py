@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from batchinfer.prompts import MediaRef, PromptConfig
 from batchinfer.prompts.types import CHAT_URL
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
-from batchinfer.worker.background import Pending, Stopper
+from batchinfer.worker.background import Stopper
 from batchinfer.worker.media_fetching import MediaFetcher
 from batchinfer.worker.worker_config import Environment
 
@@ -74,7 +74,7 @@ class _Job:
     def settle(self, value: Any, error: BaseException | None) -> None:
         self._value, self._error, self._done, self.work = value, error, True, None
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         if self._done and self._is_late is not None:
             is_late, self._is_late = self._is_late, None
             return not is_late()
@@ -137,7 +137,7 @@ class _Gate:
 
 
 class SimBackground:
-    """As background.Background: some hands for all work, one for urgent work, and timers."""
+    """As background.Background: some hands for all work, and timers."""
 
     def __init__(
         self,
@@ -151,21 +151,20 @@ class SimBackground:
         self._waits = waits or self
         """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
-        self._num_idle = {False: num_hands, True: 1}
-        """Numbers of idle hands, by whether they do urgent work."""
-        self._queues: dict[bool, deque[_Job]] = {False: deque(), True: deque()}
+        self._num_idle = num_hands
+        self._queue: deque[_Job] = deque()
         self._latency_seconds = latency_seconds
         self._has_finished = False
         self._waiting: tuple[Any, int] | None = None
 
-    def submit(self, work: Callable[[], T], *, is_urgent: bool = False) -> Pending[T]:
+    def submit(self, work: Callable[[], T]) -> Future[T]:
         # Work on threads of its own often ends between two questions whether it has ended.
         share = 0.0 if self._waits is self else 0.3
         job = _Job(work, lambda: self._random.random() < share)
-        self._queues[is_urgent].append(job)
-        if self._num_idle[is_urgent]:
-            self._num_idle[is_urgent] -= 1
-            self._process.spawn(partial(self._hand, is_urgent), delay=self._delay())
+        self._queue.append(job)
+        if self._num_idle:
+            self._num_idle -= 1
+            self._process.spawn(self._hand, delay=self._delay())
         return job
 
     def event(self) -> _Event:
@@ -204,13 +203,11 @@ class SimBackground:
         self._has_finished = False
 
     def close(self) -> None:
-        for queue in self._queues.values():
-            queue.clear()
+        self._queue.clear()
 
-    def _hand(self, is_urgent: bool) -> None:
-        queue = self._queues[is_urgent]
-        while queue:
-            job = queue.popleft()
+    def _hand(self) -> None:
+        while self._queue:
+            job = self._queue.popleft()
             value, error = None, None
             assert job.work is not None
             try:
@@ -220,7 +217,7 @@ class SimBackground:
             self._process.sleep(self._delay())
             job.settle(value, error)
             self._waits._note_finished()
-        self._num_idle[is_urgent] += 1
+        self._num_idle += 1
 
     def _note_finished(self) -> None:
         self._has_finished = True
@@ -411,7 +408,7 @@ def fetch_images(
     fetcher: MediaFetcher, refs: list[MediaRef], longest_seconds: float
 ) -> list[bytes] | Failure:
     """In place of MediaFetcher.fetch_now: a URL says whether there is an image, whose content is the URL."""
-    process: Process = fetcher._background._process  # type: ignore[union-attr]
+    process: Process = fetcher._background._process  # type: ignore[attr-defined]
     process.sleep(longest_seconds * process.scheduler.random.random())
     if any(BROKEN in ref.place for ref in refs):
         return Failure(code=Code.MEDIA_UNAVAILABLE, message="sim: broken")

@@ -36,7 +36,7 @@ from batchinfer.runs import clean
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import opening
-from batchinfer.worker import ring, stream
+from batchinfer.worker import open_chunks, ring, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.media_fetching import MediaFetcher
 from batchinfer.worker.worker_config import Environment, WorkerConfig
@@ -412,7 +412,7 @@ class Scenario:
             )
         is_peaceful = not process.num_faults and not process.has_been_frozen
         if is_peaceful and isinstance(error, Interrupted | EngineError | StopRequested):
-            self.oracle.check_saved(process, worker_start._SAVE_SECONDS + plot.grace_seconds)
+            self.oracle.check_saved(process, open_chunks._SAVE_SECONDS + plot.grace_seconds)
 
     def is_explained(self, error: BatchinferError) -> bool:
         """Whether what was injected may end a process with this error."""

@@ -5,13 +5,11 @@ The faults are on the wire, so they hold for obstore, whose own repetition is of
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batchinfer.core.errors import StorageError
 from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
@@ -123,56 +120,6 @@ def test_a_spoilt_request_is_sent_again(
             KINDS, True
         )
     assert proxy.is_spent
-
-
-NO_ANSWERS = {
-    "no body": b"Content-Length: 900\r\n\r\n",
-    "half a body": b"Content-Length: 900\r\n\r\n<?xml version='1.0'?>\n<ListBu",
-    "half a header": b"Content-Le",
-    "an empty body": b"Content-Length: 0\r\n\r\n",
-    "a web page": b"Content-Type: text/html\r\nContent-Length: 14\r\n\r\n<html>x</html>",
-}
-VERBS: dict[str, Callable[[Store], object]] = {
-    "list": lambda store: list(store.list()),
-    "delete": lambda store: store.delete(["k"]),
-    "get": lambda store: store.get("k"),
-    "stat": lambda store: store.stat("k"),
-    "create": lambda store: store.create("k", b"1"),
-    "replace": lambda store: store.replace("k", b"1", '"e"'),
-}
-
-
-@contextlib.contextmanager
-def always_answering(reply: bytes) -> Iterator[str]:
-    """A server that answers every request with status 200 and `reply`, and then closes the connection."""
-
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + reply)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-
-
-@pytest.mark.parametrize("reply", NO_ANSWERS.values(), ids=NO_ANSWERS)
-@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-def test_an_answer_that_no_store_gives_is_no_answer(
-    s3_environment: str, monkeypatch, verb: Callable[[Store], object], reply: bytes
-):
-    """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
-    with always_answering(reply) as url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        retries = RetryPolicy(attempts=2, first_pause_seconds=0.01, longest_pause_seconds=0.01)
-        with pytest.raises(StorageError, match="after 2 attempts"):
-            verb(open_store("s3://bucket/job", retries=retries))
 
 
 WAIT = """

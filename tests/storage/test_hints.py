@@ -35,9 +35,12 @@ ANSWER = (
 
 
 class Scripted:
-    """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up."""
+    """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up.
 
-    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str]) -> None:
+    An answer is a status with a code, or the rest of a reply of status 200.
+    """
+
+    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str] | bytes) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.answers = list(answers)
@@ -66,7 +69,11 @@ class Scripted:
                 if not self.answers:
                     connection.sendall(FINE)
                     continue
-                status, code, *more = self.answers.pop(0)
+                answer = self.answers.pop(0)
+                if isinstance(answer, bytes):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + answer)
+                    continue
+                status, code, *more = answer
                 message = more[0] if more else "no"
                 body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
                 if request.startswith(b"HEAD "):
@@ -80,7 +87,7 @@ def scripted(
 ) -> Iterator[Callable[..., Scripted]]:
     made: list[Scripted] = []
 
-    def make(*answers: tuple[int, str]) -> Scripted:
+    def make(*answers: tuple[int, str] | bytes) -> Scripted:
         made.append(Scripted(*answers))
         monkeypatch.setenv("AWS_ENDPOINT_URL", made[-1].url)
         return made[-1]
@@ -132,6 +139,34 @@ def test_lasting_trouble_is_said_at_once(
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
     assert server.num_requests == 1
+
+
+NO_ANSWERS = {
+    "no body": b"Content-Length: 900\r\n\r\n",
+    "half a body": b"Content-Length: 900\r\n\r\n<?xml version='1.0'?>\n<ListBu",
+    "half a header": b"Content-Le",
+    "an empty body": b"Content-Length: 0\r\n\r\n",
+    "a web page": b"Content-Type: text/html\r\nContent-Length: 14\r\n\r\n<html>x</html>",
+}
+VERBS: dict[str, Callable[[Store], object]] = {
+    "list": lambda store: list(store.list()),
+    "delete": lambda store: store.delete(["k"]),
+    "get": lambda store: store.get("k"),
+    "stat": lambda store: store.stat("k"),
+    "create": lambda store: store.create("k", b"1"),
+    "replace": lambda store: store.replace("k", b"1", '"e"'),
+}
+
+
+@pytest.mark.parametrize("reply", NO_ANSWERS.values(), ids=NO_ANSWERS)
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_an_answer_that_no_store_gives_is_no_answer(
+    scripted, verb: Callable[[Store], object], reply: bytes
+):
+    """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
+    scripted(*[reply] * 9)
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        verb(open_store("s3://bucket/job", retries=QUICK))
 
 
 def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import errors as client_errors
 
-import fake_hub
 from batchinfer.core.errors import (
     AccessDenied,
     BatchinferError,
@@ -18,7 +16,7 @@ from batchinfer.core.errors import (
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError
-from fake_hub_upload import UploadHub
+from fake_hub_upload import Fault, UploadHub
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 REPOSITORY = "datasets/org/name"
@@ -36,20 +34,6 @@ def web_url(hub: UploadHub, tmp_path: Path) -> str:
         path.write_bytes(data)
     hub.add("org/name", "main", tmp_path / "files")
     return f"{constants.ENDPOINT}/{REPOSITORY}/resolve/main"
-
-
-@pytest.fixture
-def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Statuses with which the server answers the next requests."""
-    statuses: list[int] = []
-    answer = fake_hub._Handler.answer
-    monkeypatch.setattr(
-        fake_hub._Handler,
-        "answer",
-        lambda self: self.fail(statuses.pop(0), "") if statuses else answer(self),
-    )
-    yield statuses
-    statuses.clear()
 
 
 @pytest.fixture(params=["http", "hf"])
@@ -105,15 +89,18 @@ def test_web_server_cannot_be_listed(web_url: str):
         open_store(web_url).list()
 
 
-def test_trouble_is_tried_again_or_told(web_url: str, refusals: list[int]):
+def test_trouble_is_tried_again_or_told(web_url: str, hub: UploadHub):
+    def refuse(status: int, times: int) -> None:
+        hub.faults[:] = [Fault(verb, "a.txt", status) for verb in ("GET", "HEAD")] * times
+
     store = ReadOnlyStore(web_url, retries=QUICK)
-    refusals += [503, 503]
+    refuse(503, 1)
     assert store.stat("data/a.txt").bytes == 5
-    refusals += [403] * 9
+    refuse(403, 9)
     with pytest.raises(AccessDenied) as caught:
         store.get("data/a.txt")
     assert "HF_TOKEN" in caught.value.hint
-    refusals[:] = [500] * 99
+    refuse(500, 99)
     with pytest.raises(StorageError, match="after 3 attempts"):
         store.get("data/a.txt")
 

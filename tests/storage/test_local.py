@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from batchinfer.core.errors import (
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions
-from store_contract import StoreContract
+from store_contract import StoreContract, race
 
 
 class TestWithoutFolderLocks(StoreContract):
@@ -55,6 +56,19 @@ def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypat
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "root")
+
+
+def test_comparing_and_replacing_is_one_step(store: LocalStore, monkeypatch):
+    replace = Path.replace
+
+    def late(temp: Path, target: Path) -> Path:
+        time.sleep(0.05)
+        return replace(temp, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    etag = store.create("k", b"0")
+    etags, _ = race([lambda n=n: store.replace("k", b"%d" % n, etag) for n in range(1, 5)])
+    assert len(etags) == 1
 
 
 def test_only_old_temporary_files_are_shown_as_left_behind(store: LocalStore):

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.storage.bucket import BucketStore
@@ -16,7 +14,6 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import (
     check_writable,
     is_inside,
-    join_url,
     open_store,
     split_url,
 )
@@ -134,22 +131,6 @@ def test_opening_a_folder_loads_no_object_store():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.strip() == b"[]"
-
-
-NAMES = st.text(st.sampled_from("ab.-_0"), min_size=1, max_size=5)
-
-
-@given(
-    st.sampled_from(["s3://bucket", "/data", "runs", "gs://b/x", "/"]), st.lists(NAMES, max_size=3)
-)
-def test_joining_and_splitting_agree(base: str, names: list[str]):
-    key = "/".join(names)
-    url = join_url(base, key)
-    scheme, rest = split_url(url)
-    assert scheme == split_url(base)[0]
-    assert rest.endswith(key)
-    assert join_url(base + "/", key) == url
-    assert "//" not in rest
 
 
 def test_inside_is_by_whole_components(tmp_path: Path) -> None:

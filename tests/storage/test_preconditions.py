@@ -67,11 +67,6 @@ class Undeletable(MemoryStore):
         raise AccessDenied("no")
 
 
-class Failing(MemoryStore):
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        raise StorageError("down")
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -115,12 +110,6 @@ def test_read_only_store_is_access_denied():
 def test_probe_that_cannot_be_removed_is_only_a_warning(caplog):
     check_preconditions(Undeletable(URL))
     assert "cannot remove the probe" in caplog.text
-
-
-def test_outage_is_no_finding():
-    with pytest.raises(StorageError, match="down"):
-        check_preconditions(Failing(URL))
-    assert list(MemoryStore(URL).list()) == []
 
 
 def test_transient_errors_end_as_storage_errors_that_count():

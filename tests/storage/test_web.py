@@ -110,13 +110,6 @@ def test_a_passing_failure_is_tried_again(server: WebServer) -> None:
     assert len(server.seen) == 3
 
 
-def test_a_lasting_failure_ends_after_the_attempts(server: WebServer) -> None:
-    server.answers["/a"] = plain(500)
-    with pytest.raises(StorageError, match=r"answers 500.*after 3 attempts"):
-        web.fetch(f"{server.url}/a", LOCAL, QUICK)
-    assert len(server.seen) == 3
-
-
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
 def test_a_refusal_is_not_tried_again(server: WebServer, status: int) -> None:
     server.answers["/a"] = plain(status)

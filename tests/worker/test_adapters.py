@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import layout
 from batchinfer.core.records import Run
 from batchinfer.runs.resume_command import worker_command
-from batchinfer.storage.opening import open_store
-from making import Finished, make_job, read_marker, worker_arguments
+from making import Finished, make_job, output_lines, worker_arguments
 from peft_adapter import write_adapter
 
 Call = Callable[[list[str]], Finished]
@@ -51,12 +49,6 @@ def arguments(folder: Path, *options: str, run: str = "run") -> list[str]:
     return given
 
 
-def lines_of(folder: Path, run: str = "run") -> list[dict[str, Any]]:
-    store = open_store(str(folder / run))
-    data = store.get(layout.output_key(read_marker(store, "part-00000").output)).data
-    return [json.loads(line) for line in data.splitlines()]
-
-
 def codes(lines: list[dict[str, Any]]) -> list[str]:
     return [line["error"]["code"] if "error" in line else line["body"]["model"] for line in lines]
 
@@ -70,7 +62,12 @@ def test_requests_name_the_model_as_the_server_does(call: Call, tmp_path: Path) 
     every = ("--max-error-rate", "1")
     done = call(arguments(tmp_path, *BATCH, *every))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path)) == ["model_not_found", "model_not_found", "echo", "echo"]
+    assert codes(output_lines(tmp_path / "run")) == [
+        "model_not_found",
+        "model_not_found",
+        "echo",
+        "echo",
+    ]
     make_job(tmp_path / "old" / "job", rows=2, per_chunk=2, make_row=lambda i: request(i, "gpt-4"))
     done = call(arguments(tmp_path / "old", *BATCH))
     assert done.status == 3
@@ -78,7 +75,7 @@ def test_requests_name_the_model_as_the_server_does(call: Call, tmp_path: Path) 
     served = ("--served-model-name", "gpt-4", "gpt-5")
     done = call(arguments(tmp_path, *BATCH, *every, *served, run="named"))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path, "named")) == ["gpt-4", "gpt-5", "gpt-4", "model_not_found"]
+    assert codes(output_lines(tmp_path / "named")) == ["gpt-4", "gpt-5", "gpt-4", "model_not_found"]
 
 
 def test_requests_ask_for_adapters_by_their_names(call: Call, tmp_path: Path) -> None:
@@ -87,7 +84,7 @@ def test_requests_ask_for_adapters_by_their_names(call: Call, tmp_path: Path) ->
     make_job(tmp_path / "job", rows=4, per_chunk=4, make_row=lambda i: request(i, names[i]))
     done = call(arguments(tmp_path, *BATCH, "--lora", f"sql={adapter}", "--max-error-rate", "1"))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path)) == ["sql", "model_not_found", "echo", "sql"]
+    assert codes(output_lines(tmp_path / "run")) == ["sql", "model_not_found", "echo", "sql"]
 
 
 def test_one_adapter_alone_answers_every_row_of_columns(call: Call, tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def test_one_adapter_alone_answers_every_row_of_columns(call: Call, tmp_path: Pa
     make_job(tmp_path / "job", rows=3, per_chunk=3)
     done = call(arguments(tmp_path, "--lora", f"sql={adapter}"))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path)) == ["sql"] * 3
+    assert codes(output_lines(tmp_path / "run")) == ["sql"] * 3
 
 
 def test_a_column_names_each_rows_adapter(call: Call, tmp_path: Path) -> None:
@@ -107,7 +104,7 @@ def test_a_column_names_each_rows_adapter(call: Call, tmp_path: Path) -> None:
     given = ("--lora", f"sql={adapter}", "--column", "lora=c", "--max-error-rate", "1")
     done = call(arguments(tmp_path, *given))
     assert done.status == 0, done.stderr
-    assert codes(lines_of(tmp_path)) == ["sql", "echo", "model_not_found", "echo"]
+    assert codes(output_lines(tmp_path / "run")) == ["sql", "echo", "model_not_found", "echo"]
 
 
 def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Background
 
 
 @pytest.fixture
@@ -20,31 +21,19 @@ def background() -> Iterator[Background]:
     made.close()
 
 
-def test_results_and_errors_come_back_to_who_asks(background: Background) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    good, bad = background.submit(lambda: 42), background.submit(fail)
-    while not (good.is_done() and bad.is_done()):
-        background.wait(1)
-    assert good.result() == 42
-    with pytest.raises(KeyError):
-        bad.result()
-
-
-def finish(background: Background, *jobs: Pending[Any]) -> None:
+def finish(background: Background, *jobs: Future[Any]) -> None:
     for _ in range(100):
-        if all(job.is_done() for job in jobs):
+        if all(job.done() for job in jobs):
             return
         background.wait(30)
     raise AssertionError("the work is not done")
 
 
-def test_urgent_work_does_not_wait_for_other_work(background: Background) -> None:
+def test_work_beside_does_not_wait_for_other_work(background: Background) -> None:
     release = threading.Event()
     other = background.submit(release.wait)
-    finish(background, background.submit(lambda: None, is_urgent=True))
-    assert not other.is_done()
+    finish(background, background.beside(1).submit(lambda: None))
+    assert not other.done()
     release.set()
     finish(background, other)
 
@@ -60,7 +49,7 @@ def test_as_many_threads_work_at_once_as_there_may_be(background: Background) ->
 def test_threads_end_after_the_work_submitted_so_far() -> None:
     before = set(threading.enumerate())
     background = Background(num_threads=1)
-    jobs = [background.submit(lambda: 1, is_urgent=each) for each in (False, False, True)]
+    jobs = [each.submit(lambda: 1) for each in (background, background, background.beside(1))]
     threads = set(threading.enumerate()) - before
     background.close()
     for thread in threads:
@@ -78,9 +67,9 @@ def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
     release.set()
     for _ in range(100):
         background.wait(30)
-        if job.is_done():
+        if job.done():
             break
-    assert job.is_done()
+    assert job.done()
 
 
 def test_repeating_work_runs_until_it_is_cancelled(background: Background) -> None:

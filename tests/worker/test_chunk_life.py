@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.errors import Interrupted
-from batchinfer.worker import chunk_life
+from batchinfer.worker import chunk, chunk_life
 from batchinfer.worker.worker_config import Limits
 from simulation.scenario import simulate
 from simulation.scheduler import Process
@@ -24,6 +24,7 @@ FOUR_UPLOADS = Limits(max_publishing=4)
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(chunk_life, "_SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr(chunk, "_BLOCK_BYTES", 50)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import io
-import json
-import logging
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
-import msgspec
 import pytest
 import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
-from batchinfer.core.errors import InputError, Interrupted, StorageError
-from batchinfer.core.records import Marker
+from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Publisher, build_output
-from batchinfer.storage import Object, Store
+from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
@@ -32,61 +28,6 @@ from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, good_rows, open_chunk
 from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
-from making import said
-from simulation.machine import prompt_config
-from simulation.oracle import RUN
-from simulation.stage import Stage
-
-CHUNK = "part-00000"
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-def published(stage: Stage) -> list[dict[str, Any]]:
-    """The output lines that the newest marker names."""
-    found = stage.objects(layout.OUTPUTS)
-    markers = sorted(key for key in found if ".succeed" in key)
-    output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
-    return [json.loads(line) for line in output.splitlines()]
-
-
-# --------------------------------------------------------------------------- a run whose run.json was removed
-
-
-def stopped_after_checkpoints(stage: Stage) -> None:
-    stage.engine.max_in_flight = 2
-    stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-    assert not stage.run(checkpoint_seconds=0.5).is_success
-    assert stage.objects(layout.CHECKPOINTS)
-
-
-def texts(stage: Stage) -> list[str]:
-    return [said(line) for line in published(stage)]
-
-
-@pytest.mark.usefixtures("quiet")
-def test_checkpoints_of_another_configuration_are_not_taken_up() -> None:
-    """The output mixed the answers of two temperatures, and its marker vouched for one."""
-    rows = [f"say {index}" for index in range(40)]
-    with Stage([rows]) as stage:
-        assert stage.run(prompt=prompt_config(0.9)).is_success
-        expected = texts(stage)
-    with Stage([rows]) as stage:
-        stopped_after_checkpoints(stage)
-        stage.server.delete(RUN + layout.RUN_KEY)
-        ending = stage.run(prompt=prompt_config(0.9))
-        assert ending.is_success, ending.error
-        assert ending.result["rows_resumed"] == 0
-        assert texts(stage) == expected
-        assert not stage.objects(layout.CHECKPOINTS)
-
-
-# --------------------------------------------------------------------------- what is taken up
 
 NUM_SEGMENTS = 24
 ROWS_EACH = 250
@@ -176,20 +117,6 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
 
 
-def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    source, sha256 = put_chunk(tmp_path)
-    num_rows = NUM_SEGMENTS * ROWS_EACH
-    built = build_output(scratch.new_path("output"), (output_line(n) for n in range(num_rows)))
-    marker = marker_record(
-        chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1
-    )
-    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
-
-
 def test_the_good_rows_of_an_output_keep_their_counts() -> None:
     usage = {
         "prompt_tokens": 4,
@@ -203,69 +130,6 @@ def test_the_good_rows_of_an_output_keep_their_counts() -> None:
     assert row.finish_reason == "stop"
     counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.reasoning_tokens)
     assert counts == (4, 1, 9, 7)
-
-
-def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    data = b"{}\n" * 3
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
-    sha256 = codec.sha256(data)
-    failed = b'{"_row":1,"_id":"1","status":400,"error":{"code":"c","message":"m"}}'
-    good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
-    bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
-    for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
-        key = layout.segment_key("texts", "w0", seq)
-        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
-    built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
-    marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
-    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
-    chunk = opened(ref, run, source, scratch)
-    assert isinstance(chunk, OpenChunk)
-    assert chunk.num_unread == 1
-    assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
-    assert (chunk.num_unread, chunk.counts.rows_resumed, chunk.counts.rows_ok) == (0, 2, 2)
-    chunk.close()
-
-
-@pytest.mark.parametrize("is_published", [True, False])
-def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker(
-    scratch: Scratch, tmp_path: Path, is_published: bool
-) -> None:
-    """Between the look for the marker and the reading of a segment, somebody publishes, which removes the segments."""
-    data = b"{}\n"
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
-    key = layout.segment_key("texts", "w0", 1)
-
-    class OvertakenStore(LocalStore):
-        def get(self, asked: str) -> Object:
-            if asked == key:
-                if is_published:
-                    built = build_output(scratch.new_path("output"), iter([output_line(0)]))
-                    marker = marker_record(
-                        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=1
-                    )
-                    publisher(self).publish(built, marker, chunk="texts", leftovers=[key])
-                else:
-                    self.delete([key])
-            return super().get(asked)
-
-    run = OvertakenStore(tmp_path / "run")
-    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
-    write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    found = opened(ref, run, source, scratch)
-    assert not list(run.list(layout.CHECKPOINTS))
-    if is_published:
-        assert isinstance(found, Marker)
-        assert found.rows_ok == 1
-    else:
-        assert isinstance(found, OpenChunk)
-        assert (found.num_left, found.counts.rows_resumed) == (1, 0)
-        found.close()
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

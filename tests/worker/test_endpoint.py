@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from batchinfer.cli import main
-from batchinfer.core import layout
 from batchinfer.engines import dispatch
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
-from making import finished_chunks, make_job, read_marker, said
+from making import make_job, output_lines, read_marker, said
 
 KEY = "sk-a1B2c3D4e5F6"
 
@@ -72,16 +71,6 @@ def call(capfd: pytest.CaptureFixture[str]) -> Call:
         return status, json.loads(lines[-1]) if lines else {}, err
 
     return run
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    store = open_store(str(run))
-    found = []
-    for name, generation in sorted(finished_chunks(store).items()):
-        output = read_marker(store, name, generation).output
-        data = store.get(layout.output_key(output)).data
-        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return found
 
 
 def has_key(folder: Path) -> list[Path]:
@@ -160,7 +149,7 @@ def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
         "--request-format", "openai-batch", "--temperature", "0",
     )  # fmt: skip
     assert (status, result["errors"]) == (0, {"unknown_url": 1}), log
-    found = lines(tmp_path / "run")
+    found = output_lines(tmp_path / "run")
     assert [line["_id"] for line in found] == [f"r{index}" for index in range(6)]
     assert [choice["text"] for choice in found[1]["body"]["choices"]] == ["d e fd e"]
     assert len(found[0]["body"]["choices"]) == 2
@@ -199,7 +188,7 @@ def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_p
             "worker", "--job", str(tmp_path / "job"), "--output", str(run), *base, *way
         )
         assert status == 0, log
-        assert [said(line) for line in lines(run)] == expected
+        assert [said(line) for line in output_lines(run)] == expected
     last = endpoint.bodies[-1]
     assert [message["role"] for message in last["messages"]] == ["system", "user"]
 
@@ -218,7 +207,7 @@ def test_a_key_that_is_refused_in_the_middle_ends_with_2_and_keeps_the_rows(endp
     status, result, log = call(*worker(job, endpoint))
     assert (status, result["error_count"]) == (0, 0), log
     assert len(endpoint.bodies) - num_before < 40, "rows that were finished are kept"
-    assert len(lines(job / "runs/a")) == 40
+    assert len(output_lines(job / "runs/a")) == 40
     assert has_key(job) == []
 
 
@@ -237,7 +226,7 @@ def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
         assert 0 < len(moved.texts) < 40, "a run goes on at another URL"
     finally:
         moved.close()
-    assert [line["_row"] for line in lines(job / "runs/a")] == list(range(40))
+    assert [line["_row"] for line in output_lines(job / "runs/a")] == list(range(40))
 
 
 def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endpoint, job, call):

@@ -77,7 +77,7 @@ def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
     """Cost is looked at once a second, and a worker may be done between two looks."""
     logging.disable(logging.NOTSET)
     with Stage([["say so"]]) as short:
-        short.engine.row_seconds = 0.01
+        short.engine.load_seconds = short.engine.row_seconds = 0.01
         short.network.weather.latency_seconds = 0.001
         assert short.run(price_per_hour=36_000.0, max_cost=max_cost).is_success
     said = f"--max-cost is ${max_cost:.2f}: its work was done before that was seen"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,17 @@ from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.worker.background import Background
 from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import (
-    UNAVAILABLE_SECONDS,
     MediaFetcher,
     check_media,
-    split_object,
 )
 from batchinfer.worker.worker_config import Limits
 from fake_endpoint import fake_endpoint
 from making import (
-    finished_chunks,
     make_job,
-    output_key,
+    output_lines,
     run_worker_here,
     said,
 )
@@ -57,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetcher(**limits: Any) -> MediaFetcher:
-    return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store)
+    return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store, Background())
 
 
 def fetched(place: str, **limits: Any) -> bytes:
@@ -153,35 +150,20 @@ def test_a_web_server_that_fails(server: WebServer) -> None:
 def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
     begun = threading.Barrier(8)
     server.answers["/a"] = plain(200, RED)
-    server.answers["/b"] = plain(404)
-    both = fetcher()
+    each = fetcher()
     found: list[Any] = []
 
     def work() -> None:
         begun.wait()
-        places = [f"{server.url}/{path}" for path in "ab"]
-        found.extend(both.fetch_now([MediaRef(place=place)]) for place in places)
+        found.append(each.fetch_now([MediaRef(place=f"{server.url}/a")]))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(server.seen) == ["/a", "/b"]
-    assert sum(isinstance(each, Failure) for each in found) == 8
-
-
-def test_a_row_gets_its_image_once_the_server_is_well_again(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.answers["/a"] = in_turn(plain(500), plain(500), plain(200, RED))
-    rows = fetcher()
-    ref = MediaRef(place=f"{server.url}/a")
-    assert isinstance(rows.fetch_now([ref]), Failure)
-    assert isinstance(rows.fetch_now([ref]), Failure)
-    assert len(server.seen) == 2
-    monkeypatch.setattr(rows._cache, "_now", lambda: time.monotonic() + UNAVAILABLE_SECONDS + 1)
-    assert isinstance(rows.fetch_now([ref]), list)
+    assert server.seen == ["/a"]
+    assert found == [[RED]] * 8
 
 
 def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:
@@ -210,15 +192,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 
 
 # --------------------------------------------------------------------------- whole runs
-
-
-def answers(run: Path) -> list[dict[str, Any]]:
-    store = open_store(str(run))
-    found = []
-    for name in sorted(finished_chunks(store)):
-        data = store.get(output_key(store, name)).data
-        found += [json.loads(line) for line in data.splitlines()]
-    return found
 
 
 def option(root: Path) -> list[str]:
@@ -251,7 +224,7 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_
     result = run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
     assert (result["request_count"], result["error_count"]) == (50, len(bad))
     images = set()
-    for index, line in enumerate(answers(tmp_path / "run")):
+    for index, line in enumerate(output_lines(tmp_path / "run")):
         if index in bad:
             assert line["error"]["code"] == bad[index][1], (index, line)
             continue
@@ -287,11 +260,6 @@ def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: P
     assert "--allow-private-urls" in command
 
 
-def test_places_of_buckets() -> None:
-    assert split_object("s3://bucket/a/b.png") == ("s3://bucket", "a/b.png")
-    assert split_object("hf://datasets/o/n/x/b.png") == ("hf://datasets/o/n", "x/b.png")
-
-
 def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,5 +292,5 @@ def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
     sent = {"type": "image_url", "image_url": {"url": data_url}}
     assert [sent, {"type": "text", "text": "What now?"}] in contents
     assert not any("And now?" in str(content) for content in contents)
-    errors = [line.get("error", {}).get("code") for line in answers(tmp_path / "run")]
+    errors = [line.get("error", {}).get("code") for line in output_lines(tmp_path / "run")]
     assert errors == [None, None, "media_forbidden"]

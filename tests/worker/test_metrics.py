@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from batchinfer.cli.main import main
 from batchinfer.ledger.metrics import families_of
 from fakes import worker_record
-from making import make_job, run_worker_here, start_process, worker_arguments
-from metrics_reader import KINDS, NAMES, parse, port_of, scrape
+from making import make_job, run_worker_here
+from metrics_reader import NAMES, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def options(job: Path, run: Path, *more: str) -> list[str]:
-    quick = ("--max-num-seqs", "8", "--checkpoint-seconds", "0.5", "--worker-id", "w0")
-    return worker_arguments(job, run, *quick, "--metrics", "0", *more)
 
 
 @pytest.fixture
@@ -35,46 +27,6 @@ def job(tmp_path: Path) -> Path:
 
     make_job(tmp_path / "job", rows=600, per_chunk=100, make_row=make_row)
     return tmp_path / "job"
-
-
-@pytest.fixture
-def worker(job: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = start_process(
-        options(job, tmp_path / "run", "--echo-latency-seconds", "0.3", "--price-per-hour", "36")
-    )
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_scrape_of_a_real_worker_has_all_metrics_and_they_grow(
-    worker: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    port = port_of(worker)
-    deadline = time.monotonic() + 60
-    seen = scrape(port)
-    while not sum(seen["batchinfer_checkpoint_age_seconds"].values()) or not sum(
-        seen["batchinfer_rows_failed_total"].values()
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-        seen = scrape(port)
-    labels = (("run", str(tmp_path / "run")), ("worker", "w0"))
-    assert {name for name, values in seen.items() if values} == KINDS.keys() - {
-        "batchinfer_max_cost_dollars"
-    }
-    assert seen["batchinfer_rows_total"][labels] > 0
-    assert set(seen["batchinfer_rows_failed_total"]) == {(("code", "invalid_column"), *labels)}
-    assert seen["batchinfer_rows_in_engine"][labels] > 0
-    assert seen["batchinfer_starts_total"][labels] == 1
-    assert set(seen["batchinfer_worker_state"]) == {(labels[0], ("state", "running"), labels[1])}
-    assert seen["batchinfer_cost_dollars_total"][labels] == pytest.approx(
-        seen["batchinfer_up_seconds_total"][labels] / 100, rel=0.2
-    )
-    later = scrape(port)
-    assert (
-        later["batchinfer_up_seconds_total"][labels] > seen["batchinfer_up_seconds_total"][labels]
-    )
 
 
 def test_status_prints_the_same_names_and_the_last_figures(

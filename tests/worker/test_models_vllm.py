@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core import layout
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from fixtures_vllm import served
-from making import make_job, read_marker
+from making import make_job, output_lines, read_marker
 from mistral_model import write_mistral
 from pictures import as_base64, as_data_url, picture
 from pooling_models import write_bert
@@ -60,9 +59,7 @@ def run(
     run_url = str(folder / "run")
     words = ["--job", str(folder / "job"), "--output", run_url, "--model", str(model), *options]
     command.main([*words, *arguments], standalone_mode=False)
-    store = open_store(run_url)
-    data = store.get(layout.output_key(read_marker(store, "part-00000").output)).data
-    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+    return output_lines(run_url)
 
 
 def vector_of(line: dict[str, Any], field: str = "embedding") -> list[float]:

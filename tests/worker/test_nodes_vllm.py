@@ -16,7 +16,7 @@ from making import (
     finish_process,
     finished_chunks,
     free_ports,
-    read_marker,
+    output_lines,
     run_process,
     said,
     start_process,
@@ -39,11 +39,7 @@ LOADED = (
 
 
 def texts_of(run: str) -> list[str]:
-    store = open_store(run)
-    lines = []
-    for name in sorted(finished_chunks(store)):
-        data = store.get(layout.output_key(read_marker(store, name).output)).data
-        lines += [json.loads(line) for line in data.split(b"\n")[:-1]]
+    lines = output_lines(run)
     assert [line["_row"] for line in lines] == list(range(NUM_ROWS))
     return [said(line) for line in lines]
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
-import time
 import wave
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import layout
 from batchinfer.core.errors import RunMismatch
 from batchinfer.storage.opening import open_store
 from making import (
-    finish_process,
     make_job,
-    output_key,
+    output_lines,
     read_marker,
     run_worker_here,
-    start_process,
     worker_arguments,
 )
 
@@ -44,11 +38,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def bodies(run: Path) -> list[dict[str, Any]]:
-    store = open_store(str(run))
-    found: list[dict[str, Any]] = []
-    for index in range(3):
-        key = layout.output_key(read_marker(store, f"part-{index:05d}").output)
-        found += map(json.loads, store.get(key).data.splitlines())
+    found = output_lines(run)
     assert [line["_row"] for line in found] == list(range(30))
     return [line["body"] for line in found]
 
@@ -99,9 +89,7 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     options = ["--prompt-column", "", "--column", "audio=sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
     assert result["errors"] == {"media_unavailable": 1}
-    store = open_store(str(tmp_path / "run"))
-    data = store.get(output_key(store, "part-00000")).data
-    texts = [json.loads(line)["body"]["text"] for line in data.splitlines()[:2]]
+    texts = [line["body"]["text"] for line in output_lines(tmp_path / "run")[:2]]
     assert texts[0] == texts[1]
     assert texts[0].startswith("[audio:")
 
@@ -139,27 +127,3 @@ def test_a_worker_with_other_vectors_is_refused(job: Path) -> None:
             run_worker_here(job, job / "run", "--task", "embed", *other)
     with pytest.raises(RunMismatch, match="task"):
         run_worker_here(job, job / "run", "--task", "classify")
-
-
-# --------------------------------------------------------------------------- kills
-
-
-def wait_for(appeared: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not appeared():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)
-
-
-def test_a_killed_run_leaves_the_bytes_of_an_undisturbed_one(job: Path) -> None:
-    options = ("--task", "embed", "--worker-id", "w0")
-    slow = ("--echo-latency-seconds", "0.2", "--max-num-seqs", "1", "--checkpoint-seconds", "0.05")
-    store = open_store(str(job / "killed"))
-    process = start_process(worker_arguments(job, job / "killed", *options, *slow))
-    wait_for(lambda: any(True for _ in store.list(layout.CHECKPOINTS)))
-    process.kill()
-    finish_process(process)
-    again = run_worker_here(job, job / "killed", *options)
-    assert again["rows_resumed"] > 0
-    run_worker_here(job, job / "whole", *options)
-    assert bodies(job / "killed") == bodies(job / "whole")

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import pty
 import re
-import struct
-import sys
-import termios
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,78 +10,32 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
-from batchinfer.worker.progress import MARKED_LINES, Bar, describe
+from batchinfer.core.counts import Counts
+from batchinfer.worker.progress import Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
-from making import make_job, run_worker_here, run_worker_process, worker_arguments
-
-COLUMNS = 80
-
-
-def run_in_terminal(arguments: list[str]) -> str:
-    """Run batchinfer in a terminal of 80 columns; return the bytes that reached the terminal, as text."""
-    pid, terminal = pty.fork()
-    if pid == 0:  # pragma: no cover - the child becomes another program
-        os.execv(sys.executable, [sys.executable, "-m", "batchinfer", *arguments])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    found = b""
-    while True:
-        try:
-            part = os.read(terminal, 1 << 16)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        if not part:
-            break
-        found += part
-    os.waitpid(pid, 0)
-    os.close(terminal)
-    return found.decode()
+from making import make_job, run_worker_here, worker_arguments
+from terminal import Terminal
 
 
-def screen(text: str) -> list[str]:
-    """The lines that a terminal shows at the end. Knows carriage returns, newlines and wrapping, as a bar uses them."""
-    lines: list[list[str]] = [[]]
-    row = column = 0
-    for sign in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text):
-        if sign == "\r":
-            column = 0
-            continue
-        if sign == "\n" or column >= COLUMNS:
-            row, column = row + 1, column if sign == "\n" else 0
-            if row == len(lines):
-                lines.append([])
-        if sign != "\n":
-            line = lines[row]
-            line += " " * (column + 1 - len(line))
-            line[column] = sign
-            column += 1
-    return ["".join(line).rstrip() for line in lines]
-
-
-def test_a_terminal_shows_log_lines_above_one_bar(tmp_path: Path) -> None:
+def test_a_terminal_shows_log_lines_and_one_bar(tmp_path: Path) -> None:
     make_job(tmp_path / "job", rows=300, per_chunk=50)
-    text = run_in_terminal(
-        worker_arguments(
-            tmp_path / "job", tmp_path / "run",
-            *("--echo-load-seconds", "1.2", "--echo-latency-seconds", "0.5"),
-            *("--max-num-seqs", "64", "--checkpoint-seconds", "0.1"),
-        )
+    arguments = worker_arguments(
+        tmp_path / "job", tmp_path / "run",
+        *("--echo-load-seconds", "1.2", "--echo-latency-seconds", "0.5"),
+        *("--max-num-seqs", "64", "--checkpoint-seconds", "0.1"),
     )  # fmt: skip
-    lines = screen(text)
-    start = next(index for index, line in enumerate(lines) if line.startswith("{"))
-    log, bar = lines[: start - 1], lines[start - 1]
-    assert re.fullmatch(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s", bar)
-    assert len(bar) < COLUMNS
-    entries = [line for line in log if re.match(r"\d\d:\d\d:\d\d INFO ", line)]
-    assert len(entries) > 10
-    assert not any("|" in line for line in log), "a piece of the bar stayed in the log"
-    assert sum("checkpoints: " in line for line in entries) == 1, "one line a minute"
-    assert json.loads("".join(lines[start:]))["chunks_done"] == 6
-    shown = re.findall(r"\d+% \|[^|]*\| ([^\r]*)", text)
-    loading = [part for part in shown if "loading the engine" in part]
+    with Terminal(*arguments, state=tmp_path) as terminal:
+        assert terminal.end() == 0
+        shown = terminal.shown
+    assert re.search(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s *\n", shown)
+    assert len(re.findall(r"\d\d:\d\d:\d\d INFO .*\n", shown)) > 10
+    assert shown.count("checkpoints: ") == 1, "one line a minute"
+    bars = [bar.partition("%")[0] for bar in re.findall(r"% \|[^|]*\| ([^%]*)", shown)]
+    loading = [bar for bar in bars if "loading the engine" in bar]
     assert loading
-    assert not any("/s" in part or "left" in part for part in loading)
-    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s, \d:\d\d left", part) for part in shown)
+    assert not any("tok/s" in bar or "left" in bar for bar in loading)
+    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s, \d:\d\d left", bar) for bar in bars)
 
 
 def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
@@ -114,22 +61,11 @@ def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:
     assert (again["chunks_total"], again["chunks_done"], again["chunks_skipped"]) == (6, 0, 6)
 
 
-def test_a_worker_of_several_shows_the_rows_of_the_whole_job(tmp_path: Path) -> None:
-    make_job(tmp_path / "job", rows=60, per_chunk=5, workers=4)
-    done = run_worker_process(
-        tmp_path / "job", tmp_path / "run", index=0, environment={MARKED_LINES: "1"}
-    )
-    marked = [line for line in done.stderr.split("\n") if line.startswith("\x1eprogress ")]
-    finished, rows, text = json.loads(marked[-1].removeprefix("\x1eprogress "))
-    assert (finished, rows) == (60, 60)
-    assert text.startswith("60/60 rows (own 15)")
-
-
 # --------------------------------------------------------------------------- the numbers of a workload
 
 
 def chunk(name: str, rows: int, left: int) -> Any:
-    return SimpleNamespace(name=name, num_rows=rows, num_left=left)
+    return SimpleNamespace(name=name, num_rows=rows, num_left=left, counts=Counts())
 
 
 def state(work: Workload) -> tuple[int, int | None, int, int]:
@@ -153,10 +89,10 @@ def test_a_chunk_of_another_worker_is_among_mine_while_it_is_open_and_once_it_is
     work.set_job({"own": 10, "other": 7})
     work.opened(chunk("other", 7, left=2))
     assert state(work) == (5, 17, 0, 2)
-    work.released("other")
+    work.closed("other", "released")
     assert state(work) == (0, 17, 0, 1)
     work.opened(chunk("other", 7, left=0))
-    work.done("other")
+    work.closed("other", "done")
     assert state(work) == (7, 17, 1, 2)
 
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core import layout
-from batchinfer.storage.opening import open_store
-from making import finished_chunks, read_marker
+from making import output_lines
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
 from tiny_model import DEMO_MODEL
 
@@ -35,11 +33,7 @@ def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, A
     split.main([str(source), "--output", job, "--num-chunks", "2"], standalone_mode=False)
     engine = ["--engine", "openai", "--base-url", url, "--model", str(DEMO_MODEL)]
     worker.main(["--job", job, "--output", run_url, *engine, *options], standalone_mode=False)
-    store, found = open_store(run_url), []
-    for name in sorted(finished_chunks(store)):
-        data = store.get(layout.output_key(read_marker(store, name).output)).data
-        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return found
+    return output_lines(run_url)
 
 
 def ask(url: str, path: str, body: Any) -> tuple[int, Any]:

@@ -96,7 +96,7 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
     assert found is not None
     assert found.name == idle.names[3210]
     idle.ring.started(found.name)
-    idle.ring.finished(found.name)
+    idle.ring.ended(found.name, is_done=True)
     assert idle.find(most_ticks=10) is None
     assert idle.store.requests["list"] <= 16
 

@@ -1,120 +1,44 @@
-"""A slow bucket costs no engine step: what touches storage runs beside generation."""
+"""A slow store keeps no engine waiting: chunks are opened ahead, and saved and published beside it."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import logging
 
-from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts import PromptConfig
-from batchinfer.storage.opening import open_store
-from batchinfer.worker.start import run_worker
-from batchinfer.worker.worker_config import WorkerConfig, real_environment
-from making import make_job
+import pytest
 
-SEQS = 8
-STEP_SECONDS = 0.02
-ROWS, ROWS_PER_CHUNK = 400, 20
+from batchinfer.core.records import Call, Reply
+from simulation.scheduler import Process
+from simulation.stage import Stage
+
+NUM_ROWS = 4000
 
 
-class Slow:
-    """A store that thinks for a while before every verb."""
+class Timed(Stage):
+    """Knows when the first row went to the engine, and when the last one was done."""
 
-    def __init__(self, url: str, seconds: float) -> None:
-        self._store = open_store(url)
-        self._seconds = seconds
-        self.url = self._store.url
+    began = ended = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        verb = getattr(self._store, name)
-        if not callable(verb):
-            return verb
+    def took(self, process: Process, call: Call) -> None:
+        self.began = self.began or self.scheduler.now
+        super().took(process, call)
 
-        def slowly(*arguments: Any, **options: Any) -> Any:
-            time.sleep(self._seconds)
-            return verb(*arguments, **options)
-
-        return slowly
+    def yielded(self, process: Process, replies: list[Reply]) -> None:
+        self.ended = self.scheduler.now
+        super().yielded(process, replies)
 
 
-class Steps:
-    """An engine that counts: eight rows run at a time, each for four to eleven steps."""
-
-    def __init__(self) -> None:
-        self.steps = self.slots = 0
-        self.is_last = False
-
-    def open(self, stop: Stop) -> EngineInfo:
-        time.sleep(2.0)  # as a model, it loads for longer than the first chunk needs
-        return EngineInfo(
-            name="steps",
-            version="1",
-            model="steps",
-            max_model_len=100,
-            max_num_seqs=SEQS,
-            max_in_flight=SEQS * 3 // 2,
-        )
-
-    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
-        waiting: list[Call] = []
-        running: list[tuple[int, Call]] = []
-        while not stop.is_set():
-            taken = source.take(SEQS * 3 // 2 - len(waiting) - len(running))
-            waiting += taken or []
-            while waiting and len(running) < SEQS:
-                call = waiting.pop(0)
-                running.append((self.steps + 4 + call.key[1] % 8, call))
-            if not running:
-                if taken is None:
-                    return
-                yield []
-                source.wait(0.1)
-                continue
-            time.sleep(STEP_SECONDS)
-            self.steps += 1
-            self.slots += len(running)
-            done = [call for end, call in running if end <= self.steps]
-            running = [each for each in running if each[0] > self.steps]
-            yield [Reply(key=each.key, status=200, body=b"{}") for each in done]
-
-    def parameters(self, _path: str) -> frozenset[str]:
-        return frozenset()
-
-    def stats(self) -> EngineStats:
-        return EngineStats(steps=self.steps)
-
-    def close(self) -> None:
-        pass
+def seconds_with(latency_seconds: float) -> float:
+    """Seconds of the engine's work, with so slow a store."""
+    with Timed([[f"say {index}" for index in range(10)]] * (NUM_ROWS // 10)) as stage:
+        stage.network.weather.latency_seconds = latency_seconds
+        assert stage.run(lease_seconds=120.0, within_seconds=6000.0).is_success
+        assert len(stage.finished) == NUM_ROWS
+        return stage.ended - stage.began
 
 
-def run(job: str, name: str, seconds: float) -> Steps:
-    engine = Steps()
-    config = WorkerConfig(
-        manifests=[f"{job}/manifests/all.txt"],
-        output=f"{job}/runs/{name}",
-        engine=EngineConfig(engine="echo"),
-        prompt=PromptConfig(prompt_column="prompt"),
-        checkpoint_seconds=0.5,
-    )
-    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
-    environment = dataclasses.replace(
-        environment, open_store=lambda url: Slow(url, seconds), create_engine=lambda _: engine
-    )
-    result = run_worker(config, environment)
-    assert result["request_count"] == ROWS
-    return engine
-
-
-def test_two_hundred_milliseconds_a_request_cost_no_engine_step(tmp_path: Path) -> None:
-    job = str(tmp_path / "job")
-    make_job(job, rows=ROWS, per_chunk=ROWS_PER_CHUNK)
-    quick, slow = run(job, "quick", 0.0), run(job, "slow", 0.2)
-    # Each row takes its steps whatever storage does; were the engine ever short of rows, there would be more
-    # steps in which fewer than eight ran.
-    assert quick.slots == slow.slots
-    assert slow.steps <= quick.steps * 1.02
+def test_two_hundred_milliseconds_a_request_keep_no_engine_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    # Rows take as long as they take; were the engine ever short of them, the whole would take longer.
+    assert seconds_with(0.2) < 1.03 * seconds_with(0.001)

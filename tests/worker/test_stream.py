@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
-from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
@@ -50,9 +48,9 @@ class Pictures:
 class AtOnce:
     """A background that has done everything already."""
 
-    def submit(self, work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
+    def submit(self, work: Callable[[], Any]) -> Any:
         value = work()
-        return SimpleNamespace(is_done=lambda: True, result=lambda: value)
+        return SimpleNamespace(done=lambda: True, result=lambda: value)
 
     def beside(self, num_threads: int) -> AtOnce:
         return self
@@ -71,11 +69,14 @@ class FetchesLater(AtOnce):
         self.num_waits = 0
 
     def beside(self, num_threads: int) -> AtOnce:
-        def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
+        if num_threads == 1:  # where calls are built
+            return self
+
+        def submit(work: Callable[[], Any]) -> Any:
             self.num_begun += 1
             number = self.num_begun
             return SimpleNamespace(
-                is_done=lambda: self.has_fetched or number <= self.num_fetched, result=work
+                done=lambda: self.has_fetched or number <= self.num_fetched, result=work
             )
 
         return cast("AtOnce", SimpleNamespace(submit=submit))
@@ -179,92 +180,6 @@ def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: i
     chunks.put(name, len(lines)).deaths = {line: Deaths(2, fewest_rows) for line in lines}
 
 
-def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
-    chunks: ChunksPutByHand, caplog: pytest.LogCaptureFixture
-) -> None:
-    suspects_of(chunks, "first", range(3), 8)
-    suspects_of(chunks, "second", range(3), 8)
-    stream = stream_over(chunks)
-    for group in ([("first", 0), ("first", 1)], [("first", 2), ("second", 0)]):
-        calls = take(stream)
-        assert [call.key for call in calls] == group
-        assert not take(stream), "the next group waits for the last row of this one"
-        stream.handle([answer(calls[0])])
-        assert not take(stream)
-        stream.handle([answer(calls[1])])
-    calls = take(stream)
-    stream.handle([death(call) for call in calls])
-    assert [call.key for call in take(stream)] == [("second", 1)], "now each of them alone"
-    first, *_, last = [record.getMessage() for record in caplog.records]
-    assert first.startswith("6 rows with which the engine died at least twice, the first is first ")
-    assert first.endswith(" line 0; running 2 rows apart from the others")
-    assert last.endswith(" line 1; running 1 row apart from the others")
-
-
-def test_rows_of_an_engine_that_died_are_tried_again_among_the_others(
-    chunks: ChunksPutByHand,
-) -> None:
-    """The first death of a row says nothing."""
-    chunks.put("first", 2)
-    stream = stream_over(chunks)
-    stream.handle([death(call) for call in take(stream)])
-    assert {call.key for call in take(stream)} == {("first", 0), ("first", 1)}
-
-
-def test_a_suspect_that_dies_alone_is_an_error_row(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1).deaths = {0: Deaths(2, 4)}
-    stream = stream_over(chunks)
-    [suspect] = take(stream)
-    stream.handle([death(suspect)])
-    assert not take(stream)
-    [row] = chunks.finished
-    line = read_line(bytes(row.output))
-    assert (row.ok, row.code, line.status) == (False, "engine_crash", 500)
-    assert line.error is not None
-    assert line.error.message.startswith("the engine died 3 times with this row in flight")
-
-
-def test_a_reply_that_is_no_answer_is_an_error_row_with_the_servers_reason(
-    chunks: ChunksPutByHand,
-) -> None:
-    chunks.put("first", 2)
-    stream = stream_over(chunks)
-    refused, busy = take(stream)
-    error = {"message": "n is 0", "param": "n", "type": "BadRequestError"}
-    stream.handle(
-        [
-            Reply(key=refused.key, status=400, body=json.dumps({"error": error}).encode()),
-            Reply(key=busy.key, status=503, body=b"<html>"),
-        ]
-    )
-    lines = [json.loads(bytes(row.output)) for row in chunks.finished]
-    found = {"code": "invalid_parameter", "message": "n is 0", "param": "n"}
-    assert lines[0] == {"_row": 0, "_id": "0", "status": 400, "error": found}
-    assert (lines[1]["status"], lines[1]["error"]["code"]) == (503, "server_error")
-    assert stream.num_pending == 0
-
-
-def test_a_finished_row_has_the_servers_body_and_what_it_cost(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 1)
-    stream = stream_over(chunks)
-    [call] = take(stream)
-    details = {"prompt_tokens_details": {"cached_tokens": 2}}
-    body = {
-        "id": "cmpl-random",
-        "created": 1,
-        "choices": [{"text": "said", "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 4, **details},
-    }
-    stream.handle([Reply(key=call.key, status=200, body=json.dumps(body).encode())])
-    [row] = chunks.finished
-    assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (3, 2, 4)
-    assert (row.ok, row.finish_reason, row.reasoning_tokens) == (True, "stop", 0)
-    written = json.loads(bytes(row.output))
-    assert written["body"]["choices"] == body["choices"]
-    assert "created" not in written["body"]
-    assert written["body"]["id"] != body["id"]
-
-
 MIB = 1 << 20
 
 
@@ -292,24 +207,6 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
         rest = take_all(stream)
         assert len(rest) <= 8
     assert len(chunks.finished) == 40
-
-
-def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
-    chunks: ChunksPutByHand,
-) -> None:
-    """The row was asked twice whether it has its image. It was in neither list if only the second answer was yes."""
-
-    class ArrivesWhenAsked(AtOnce):
-        def beside(self, num_threads: int) -> AtOnce:
-            def submit(work: Callable[[], Any], *, is_urgent: bool = False) -> Any:
-                answers = itertools.chain([False], itertools.repeat(True))
-                return SimpleNamespace(is_done=lambda: next(answers), result=work)
-
-            return cast("AtOnce", SimpleNamespace(submit=submit))
-
-    chunks.put("first", 3, [RED])
-    stream = stream_over(chunks, prompt=WITH_IMAGES, background=ArrivesWhenAsked())
-    assert len(take_all(stream)) == 3
 
 
 def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.errors import (
     AccessDenied,
     ErrorRateExceeded,
@@ -37,6 +37,7 @@ from making import (
     finish_process,
     finished_chunks,
     make_job,
+    output_lines,
     put_job,
     read_marker,
     run_worker_here,
@@ -49,28 +50,9 @@ from making import (
 FAST = ("--lease-seconds", "4", "--checkpoint-seconds", "0.3")
 
 
-def outputs(run: str | Path) -> dict[str, list[dict[str, Any]]]:
-    """Lines of every output that a marker vouches for, by chunk; what it says of them is checked."""
-    store = open_store(str(run))
-    found = {}
-    for name, generation in finished_chunks(store).items():
-        marker = read_marker(store, name, generation)
-        data = store.get(layout.output_key(marker.output)).data
-        assert (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
-        lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
-        assert len(lines) == marker.rows_ok + marker.rows_error
-        found[name] = lines
-    return found
-
-
-def all_lines(run: str | Path) -> list[dict[str, Any]]:
-    """Every line of the run, chunk after chunk."""
-    return [line for _, lines in sorted(outputs(run).items()) for line in lines]
-
-
 def assert_every_row_once(run: str | Path, rows: int) -> None:
     """Promise P1, with the echo engine's answers as the check of alignment."""
-    lines = all_lines(run)
+    lines = output_lines(run)
     assert [line["_row"] for line in lines] == list(range(rows))
     for line in lines:
         assert said(line) == default_row(line["_row"])["prompt"]
@@ -107,7 +89,9 @@ class TestTheMainJob:
 
     def test_by_a_manifest_of_ones_own_a_worker_does_no_other_chunks(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", only=1)
-        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+        assert sorted(finished_chunks(open_store(f"{job}/runs/a"))) == [
+            f"part-{index:05d}" for index in range(5, 10)
+        ]
 
     def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
@@ -130,15 +114,9 @@ class TestTheMainJob:
             "echo",
         ]
         command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
-        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
-
-    @pytest.mark.s3
-    def test_the_same_on_s3(self, s3_url: Any) -> None:
-        bucket = s3_url()
-        make_job(f"{bucket}/job", rows=45, per_chunk=10)
-        result = run_worker_process(f"{bucket}/job", f"{bucket}/run", *FAST)
-        assert result.status == 0, result.stderr
-        assert_every_row_once(f"{bucket}/run", 45)
+        assert sorted(finished_chunks(open_store(f"{job}/runs/a"))) == [
+            f"part-{index:05d}" for index in range(5, 10)
+        ]
 
 
 class TestStoppedAndStartedAgain:
@@ -150,17 +128,14 @@ class TestStoppedAndStartedAgain:
             assert time.monotonic() < deadline, f"nothing appeared below {prefix}"
             time.sleep(0.05)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(
-        self, job: str, number: signal.Signals
-    ) -> None:
+    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(self, job: str) -> None:
         run = f"{job}/runs/a"
         process = start_process(
             worker_arguments(job, run, *self.SLOW, "--checkpoint-seconds", "600")
         )
         self.wait_for(open_store(run), layout.CLAIMS)
         time.sleep(1)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
         assert "Traceback" not in stopped.stderr
@@ -194,27 +169,22 @@ class TestStoppedAndStartedAgain:
         assert time.monotonic() - begin < 40
 
     @pytest.mark.s3
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    @pytest.mark.parametrize(
-        "place", [("--manifest", "s3://b/job/manifests/all.txt"), ("--job", "s3://b/job")]
-    )
-    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(
-        self, s3_environment: str, place: tuple[str, str], number: signal.Signals
-    ) -> None:
+    @pytest.mark.usefixtures("s3_environment")
+    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(self) -> None:
         """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
             silent.settimeout(60)
             endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
             process = start_process(
-                ["worker", *place, *ECHO, "--grace-seconds", "2"],
+                ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
                 environment={"AWS_ENDPOINT_URL": endpoint},
             )
             connection, _ = silent.accept()
             with connection:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
                 stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
-        assert number.name in stopped.stderr
+        assert "SIGTERM" in stopped.stderr
         assert "Traceback" not in stopped.stderr
 
     @pytest.mark.parametrize(
@@ -268,7 +238,7 @@ class TestStoppedAndStartedAgain:
             assert time.monotonic() - begin < 30
         finally:
             silence.set()
-        assert not outputs(f"{job}/runs/a")
+        assert not finished_chunks(open_store(f"{job}/runs/a"))
 
 
 class TestBadRows:
@@ -281,7 +251,7 @@ class TestBadRows:
             [*arguments, "--engine", "echo", "--prompt-column", "prompt", *options],
             standalone_mode=False,
         )
-        return all_lines(tmp_path / "run")
+        return output_lines(tmp_path / "run")
 
     def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(
         self, tmp_path: Path
@@ -310,10 +280,6 @@ class TestBadRows:
         )
         assert [said(line) for line in lines] == texts
 
-    def test_a_job_by_reference_needs_no_row_numbers(self, tmp_path: Path) -> None:
-        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
-        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
-
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
         with pytest.raises(ErrorRateExceeded) as caught:
@@ -338,16 +304,6 @@ class TestBadRows:
         lines = [b'{"other": 1}'] * 150 + [b'{"prompt": "fine"}'] * 350
         done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
         assert ["error" in line for line in done] == [True] * 150 + [False] * 350
-
-    @pytest.mark.parametrize("num_rows", [3, 150])
-    def test_a_start_whose_rows_all_fail_is_no_success(self, tmp_path: Path, num_rows: int) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=num_rows, per_chunk=50, make_row=lambda row: {"other": row})
-        with pytest.raises(ErrorRateExceeded, match="of the first") as caught:
-            run_worker_here(job, run)
-        assert caught.value.result["status"] == "FAILED"
-        again = run_worker_here(job, run, "--max-error-rate", "1")
-        assert again["status"] == "SUCCESS"
 
     def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
@@ -389,7 +345,7 @@ class TestBadRows:
         again = read_marker(store, "part-00001", 1)
         assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
         assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
-        assert [line["_row"] for line in all_lines(run)] == list(range(20))
+        assert [line["_row"] for line in output_lines(run)] == list(range(20))
 
     def test_a_repair_that_was_stopped_goes_on_with_what_it_has_not_reached(
         self, tmp_path: Path
@@ -421,7 +377,7 @@ class TestBadRows:
         assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
         assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 5)
         assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
-        assert [line["_row"] for line in all_lines(run)] == list(range(40))
+        assert [line["_row"] for line in output_lines(run)] == list(range(40))
 
 
 class TestBadInput:
@@ -440,7 +396,7 @@ class TestBadInput:
         assert caught.value.exit_status == 34
         assert "part-00003" in caught.value.message
         assert "sha256" in caught.value.message
-        assert len(outputs(f"{job}/runs/a")) == 9
+        assert len(finished_chunks(open_store(f"{job}/runs/a"))) == 9
 
     def test_an_output_that_cannot_be_written(self, job: str, tmp_path: Path, as_user: Any) -> None:
         (tmp_path / "closed").mkdir(mode=0o555)
@@ -451,12 +407,6 @@ class TestBadInput:
     def test_a_worker_id_that_could_leave_its_folder(self, job: str) -> None:
         with pytest.raises(InputError, match="worker id"):
             run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
-
-    def test_a_mistake_is_no_traceback(self, job: str) -> None:
-        finished = run_worker_process(f"{job}-not-there", f"{job}/runs/a")
-        assert finished.status == 2
-        assert "Traceback" not in finished.stderr
-        assert "hint:" in finished.stderr
 
 
 @pytest.fixture
@@ -480,17 +430,9 @@ def as_user() -> Iterator[Any]:
 
 
 class TestOutputs:
-    def test_equal_answers_are_equal_bytes(self, job: str) -> None:
-        for name in ("a", "b"):
-            run_worker_here(job, f"{job}/runs/{name}")
-        first, second = (open_store(f"{job}/runs/{name}") for name in "ab")
-        for chunk in finished_chunks(first):
-            digests = [read_marker(store, chunk).output_sha256 for store in (first, second)]
-            assert digests[0] == digests[1]
-
     def test_ids_can_come_from_a_column(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
-        for line in all_lines(f"{job}/runs/a"):
+        for line in output_lines(f"{job}/runs/a"):
             assert line["_id"] == default_row(line["_row"])["prompt"]
 
 

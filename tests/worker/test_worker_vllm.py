@@ -22,6 +22,7 @@ from making import (
     Finished,
     finish_process,
     finished_chunks,
+    output_lines,
     read_marker,
     run_process,
     said,
@@ -99,15 +100,6 @@ def worker(job: str, run: str, *options: str) -> list[str]:
     ]
 
 
-def lines(run: str) -> list[dict[str, Any]]:
-    store = open_store(run)
-    found: list[dict[str, Any]] = []
-    for name, generation in sorted(finished_chunks(store).items()):
-        data = store.get(layout.output_key(read_marker(store, name, generation).output)).data
-        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return found
-
-
 def markers(run: str) -> list[Marker]:
     store = open_store(run)
     return [read_marker(store, name) for name in sorted(finished_chunks(store))]
@@ -115,7 +107,7 @@ def markers(run: str) -> list[Marker]:
 
 def assert_every_answer_right(run: str) -> None:
     """P1: each row once, in place; two bad rows are error lines; of the rest over 99 % are right to the letter."""
-    found = lines(run)
+    found = output_lines(run)
     assert [line["_row"] for line in found] == list(range(NUM_ROWS))
     assert found[57]["error"]["code"] == "invalid_column"
     assert found[58]["error"]["code"] == "prompt_too_long"
@@ -258,7 +250,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     resumed = json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"]
     assert resumed == stopped.result["request_count"] > 0
     assert main(worker(job, whole, *sampled)) == 0
-    found, wanted = lines(run), lines(whole)
+    found, wanted = output_lines(run), output_lines(whole)
     assert [line["_row"] for line in found] == list(range(NUM_ROWS))
     texts, whole_texts = (
         [

@@ -88,27 +88,3 @@ def test_after_a_mishap_at_any_request_the_next_start_ends_with_the_same(
             assert second.is_success, (requests[target], second.error)
             stage.scheduler.run(float("inf"))
             assert settled(stage) == wanted, requests[target]
-
-
-def test_a_kill_at_any_request_costs_at_most_the_rows_in_flight_and_since_the_checkpoint() -> None:
-    _, requests = undisturbed()
-    for target in range(len(requests)):
-        with Stage(PROMPTS) as stage:
-            stage.engine.max_in_flight = 2
-
-            def hook(
-                number: int, _method: str, _key: str, _process: Process, target: int = target
-            ) -> str | None:
-                return "dies_after" if number == target else None
-
-            stage.run(hook=hook, **OPTIONS)
-            saved = {
-                json.loads(line)["line"]
-                for data in stage.objects("checkpoints/").values()
-                for line in data.splitlines()[1:]
-            }
-            is_done = any(".succeed" in key for key in stage.objects("outputs/"))
-            stage.taken.clear()
-            assert stage.run(**OPTIONS).is_success
-            again = {line for _, line in stage.taken}
-            assert not again if is_done else not again & saved, requests[target]
