@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import Engine
 from batchinfer.engines.replies import failure_of
+from process_state import is_running
 
 CHAT = "/v1/chat/completions"
 
@@ -103,6 +105,14 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
                     assert reply.key not in found
                     found[reply.key] = reply
     return found, deaths
+
+
+def are_gone(pids: Iterable[int], seconds: float = 5.0) -> bool:
+    """Whether processes end within some seconds."""
+    left, end = set(pids), time.monotonic() + seconds
+    while any(map(is_running, left)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(is_running, left))
 
 
 class EngineContract:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.records import Failure, Reply
-from batchinfer.formats import EncodedRow, encode_row
+from batchinfer.formats.lines import EncodedRow, encode_row
 from batchinfer.ledger.jobs import job_chunks, load_job
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.ledger.runs import join_run
-from batchinfer.prompts import Prepared
+from batchinfer.prompts.types import Prepared
 from batchinfer.storage.opening import open_store
 from fakes import marker_record
 

@@ -55,7 +55,7 @@ def demo_config(demo_adapters):
 @contextlib.contextmanager
 def served(config, folder):
     """A vLLM server with these options, by its URL as for --base-url. The model has the name of its folder there."""
-    from batchinfer.engines.server import ServerProcess, plan
+    from batchinfer.engines.server import OwnServer, plan
 
     [launch] = plan(config, folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -63,11 +63,11 @@ def served(config, folder):
     place = launch.command.index("--uds")
     listen = ["--host", "127.0.0.1", "--port", str(port)]
     command = [*launch.command[:place], *listen, *launch.command[place + 2 :]]
-    process = ServerProcess(msgspec.structs.replace(launch, command=command), folder / "log")
-    process.start()
+    server = OwnServer(msgspec.structs.replace(launch, command=command), folder / "log")
+    server.start()
     try:
         while True:
-            assert process.exit_status() is None, process.reason()
+            assert not (why := server.look_at_process()), why
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
                     break
@@ -75,7 +75,7 @@ def served(config, folder):
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.end(is_kill=True)
+        server.end(is_kill=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from batchinfer.prompts import EngineRules, Prepared, PromptBuilder, PromptConfig, RawRow
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import EngineRules, Prepared, PromptConfig, RawRow
 
 CHAT = "/v1/chat/completions"
 PLAIN_RULES = EngineRules(model="m")

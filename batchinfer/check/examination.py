@@ -26,7 +26,8 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
-from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import Prepared, PromptConfig, RawRow
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config

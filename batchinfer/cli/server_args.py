@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -20,8 +20,8 @@ from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import is_secret, redact
+from batchinfer.engines.engine_config import OPTION, grouped
 
-_OPTION = re.compile(r"--?[A-Za-z]")
 _NAME = re.compile(r"--?[A-Za-z][\w.-]*")
 _NEARLY = 0.85
 _NO_MISSPELLING = ("--load-format", "--worker-cls")
@@ -69,20 +69,6 @@ def merge(*sources: Sequence[str]) -> list[str]:
     return [word for words in found.values() for word in words]
 
 
-def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option with the values that follow it."""
-    option, values = "", list[str]()
-    for word in words:
-        if not _OPTION.match(word):
-            values.append(word)
-            continue
-        if option:
-            yield option, values
-        option, values = word, []
-    if option:
-        yield option, values
-
-
 def without_secrets_in(words: Sequence[str]) -> list[str]:
     """Leave out the options whose names say that their values are secrets, and the secrets of URLs. Pure."""
     kept = [
@@ -118,7 +104,7 @@ def divide(
             server += reversed(waiting)
             break
         name, has_value, _ = word.partition("=")
-        if not _OPTION.match(word):
+        if not OPTION.match(word):
             own.append(word)
         elif (option := options.get(name)) is not None or name[:2] in options:
             own.append(word)
@@ -128,7 +114,7 @@ def divide(
         else:
             check_name(name, options)
             server.append(word)
-            while waiting and waiting[-1] != "--" and not _OPTION.match(waiting[-1]):
+            while waiting and waiting[-1] != "--" and not OPTION.match(waiting[-1]):
                 server.append(waiting.pop())
     return own, server
 
@@ -175,7 +161,7 @@ def check_server_args(words: Sequence[str], engine: str) -> None:
     Raises:
         ConfigError: the message names the option.
     """
-    names = [word.partition("=")[0] for word in words if _OPTION.match(word)]
+    names = [word.partition("=")[0] for word in words if OPTION.match(word)]
     if words and engine == "openai":
         raise ConfigError(
             f"No such option: {names[0] if names else words[0]}",

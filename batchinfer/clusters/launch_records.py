@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from batchinfer.clusters import ClusterName, Plan
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.core.records import FORMAT_VERSION, Record
 from batchinfer.storage import Store
@@ -30,14 +29,12 @@ class LaunchRecord(Record, frozen=True, kw_only=True):
 
     format_version: int = FORMAT_VERSION
     id: Annotated[str, Meta(pattern=r"\A[0-9]{8}-[0-9]{6}-[0-9a-f]{16}\Z")]
-    at: str
     host: str
     """Machine on which `launch` ran."""
     on: ClusterName
     namespace: str
     """Namespace of Kubernetes, for people: where to look, the options of those who look say."""
     workers: Annotated[int, Meta(ge=1, le=100_000)]
-    gpu: str
     replaces: list[str]
     """Ids of lost workers of earlier launches in whose place some of these are started."""
 
@@ -58,10 +55,10 @@ def _digest(start: str, run: str) -> str:
     return codec.sha256(f"{start} {place}".encode())[:_DIGITS]
 
 
-def record_launch(store: Store, plan: Plan, replaces: list[str], now: float) -> None:
+def record_launch(store: Store, plan: Plan, replaces: list[str]) -> None:
     """Create the record of a launch, before anything is submitted."""
-    shared = {name: getattr(plan, name) for name in ("id", "on", "namespace", "workers", "gpu")}
-    record = LaunchRecord(**shared, at=iso_utc(now), host=socket.gethostname(), replaces=replaces)
+    shared = {name: getattr(plan, name) for name in ("id", "on", "namespace", "workers")}
+    record = LaunchRecord(**shared, host=socket.gethostname(), replaces=replaces)
     store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
 
 

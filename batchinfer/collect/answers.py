@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from batchinfer.collect.selection import Selection, fetch_output
 from batchinfer.core.errors import InputError, ScratchFull
@@ -26,7 +25,6 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
-_MAX_THREADS = 8
 _FETCHERS = 4
 _BLOCK_BYTES = 8 << 20
 _SEVERAL = {
@@ -92,7 +90,7 @@ class Answers:
             sql.execute(
                 (importlib.resources.files("batchinfer.collect") / "answers.sql").read_text()
             )
-            self._register(0, b"\n", io.BytesIO())
+            self._register(0, [], [])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
             for (output, source), (ref, marker) in zip(brought, selection.sound, strict=True):
@@ -111,34 +109,31 @@ class Answers:
         """Add the rows of a chunk to the table."""
         row, end = ref.first_row, ref.first_row + marker.rows_ok + marker.rows_error
         with output.open("rb") as lines, source.open("rb") as sources:
-            while data := lines.read(_BLOCK_BYTES) + lines.readline():
-                row += self._register(row, data, sources)
+            while some := lines.readlines(_BLOCK_BYTES):
+                self._register(row, some, list(islice(sources, len(some))))
                 self._sql.execute(self._insert)
+                row += len(some)
         if row != end:
             what = f"its output has {row - ref.first_row} lines, expected {end - ref.first_row}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _register(self, row: int, data: bytes, sources: BinaryIO) -> int:
-        """Make output lines, the first of them of the row `row`, the table `some_lines`. Returns their number."""
+    def _register(self, row: int, lines: list[bytes], sources: list[bytes]) -> None:
+        """Make output lines, the first of them of the row `row`, the table `some_lines`."""
         import numpy as np
         import pyarrow as pa
 
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
-        if not data.endswith(b"\n"):
-            ends = np.append(ends, len(data))
-        places = [pa.py_buffer(np.append(0, ends).astype(np.int64)), pa.py_buffer(data)]
-        lines = pa.Array.from_buffers(pa.large_string(), len(ends), [None, *places])
-        beside = map(flatten_deep, islice(sources, len(ends)))
-        texts = pa.array(
-            (line.decode(errors="replace").removesuffix("\n") for line in beside), pa.string()
-        )
+        count = len(lines)
+        places = np.cumsum([0, *map(len, lines)], dtype=np.int64)
+        buffers: list[Any] = [None, pa.py_buffer(places), pa.py_buffer(b"".join(lines))]
+        texts: list[Any] = [
+            flatten_deep(line).decode(errors="replace").removesuffix("\n") for line in sources
+        ]
         columns = {
-            "wanted": pa.array(np.arange(row, row + len(ends))),
-            "line": lines,
-            "source": texts if len(texts) else pa.nulls(len(ends), pa.string()),
+            "wanted": pa.array(np.arange(row, row + count)),
+            "line": pa.Array.from_buffers(pa.large_string(), count, buffers),
+            "source": pa.array(texts or [None] * count, pa.string()),
         }
         self._sql.register("some_lines", pa.table(columns))
-        return len(ends)
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
@@ -172,7 +167,7 @@ def connect(scratch: Path) -> Any:
         config={
             "memory_limit": _MEMORY,
             "temp_directory": str(scratch / "duckdb"),
-            "threads": min(os.cpu_count() or 1, _MAX_THREADS),
+            "threads": 1,  # blocks of lines come one at a time: several would wait for each other
             "autoinstall_known_extensions": False,
         }
     )

@@ -42,8 +42,10 @@ SELECT
     if(l._row IS NOT DISTINCT FROM wanted, wanted, error('row ' || wanted || ' is not in its place')) AS _row,
     l._id AS _id,
     l.status AS status,
-    coalesce(c.message.content, c.text, text_of(b.output, 'message'), b.text) AS text,
-    coalesce(c.message.reasoning, c.message.reasoning_content, nullif(text_of(b.output, 'reasoning'), '')) AS reasoning,
+    CASE WHEN b.output IS NULL THEN coalesce(c.message.content, c.text, b.text) ELSE text_of(b.output, 'message') END AS text,
+    CASE WHEN b.output IS NULL THEN coalesce(c.message.reasoning, c.message.reasoning_content)
+        ELSE nullif(text_of(b.output, 'reasoning'), '')
+    END AS reasoning,
     CASE WHEN b.output IS NULL THEN c.message.tool_calls::VARCHAR ELSE to_json(nullif(list_filter(
         json_extract(line, '$.body.output[*]'), lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR
     END AS tool_calls,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.formats import OutputLine, read_line
+from batchinfer.formats.lines import OutputLine, read_line
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -19,7 +19,8 @@ def _error_of(line: OutputLine) -> dict[str, Any]:
     """Return the error of a line as an OpenAI server writes it."""
     assert line.error is not None
     kind = "invalid_request_error" if line.status < _SERVER_FAULT else "server_error"
-    return {**msgspec.structs.asdict(line.error), "type": kind}
+    error = line.error
+    return {"code": error.code, "message": error.message, "param": error.param, "type": kind}
 
 
 def openai_batch(line: str, _source: str) -> bytes:

@@ -21,7 +21,6 @@ class Code(StrEnum):
 
     # The line
     INVALID_JSON = "invalid_json", "The line is not a JSON object in UTF-8 (a blank line included)."
-    ROW_MISMATCH = "row_mismatch", "The line's `_row` is not the number that its place gives."
     MISSING_COLUMN = "missing_column", "A column that the request needs is not in the row."
     INVALID_COLUMN = "invalid_column", "A column's value cannot become what the option asks for."
     TEMPLATE_ERROR = "template_error", "The prompt template failed on this row."

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines.engine_config import EngineConfig, check_config
+from batchinfer.engines.engine_config import EngineConfig, check_engine
 
 __all__ = [
     "Engine",
@@ -25,7 +25,6 @@ __all__ = [
     "has_model",
     "identify_model",
     "is_remote",
-    "longest_sequence",
     "share_out",
 ]
 
@@ -131,25 +130,6 @@ class Engine(Protocol):
 # --------------------------------------------------------------------------- the engines
 
 
-def check_engine(config: EngineConfig) -> None:
-    """Refuse a configuration that an engine could not run. Loads nothing, and asks no other machine.
-
-    Raises:
-        ConfigError: the message names the option that is wrong.
-    """
-    check_config(config)
-    if is_remote(config) and not config.base_urls:
-        raise ConfigError(
-            "--engine openai: no --base-url says where the endpoint is",
-            hint="add --base-url http://127.0.0.1:8000/v1, for example",
-        )
-    if not config.model and config.engine != "echo":
-        raise ConfigError(
-            "--model: is missing, expected a model's folder or its name on the Hub",
-            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
-        )
-
-
 def has_model(config: EngineConfig) -> bool:
     """Whether the configuration names a model that the engine loads."""
     return bool(config.model) and config.engine not in ("echo", "openai")
@@ -160,22 +140,6 @@ def is_remote(config: EngineConfig) -> bool:
     return config.engine == "openai"
 
 
-def check_installed(config: EngineConfig) -> None:
-    """Refuse ``--engine vllm`` where vllm is not installed, unless ``--server-command`` names another server.
-
-    Raises:
-        ConfigError: vllm is missing.
-    """
-    if config.engine != "vllm" or config.server_command:
-        return
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--engine vllm: the package vllm is not installed in this environment",
-            hint="in batchinfer's checkout: pip install '.[vllm]' on a machine with GPUs, `bash scripts/setup.sh "
-            "--extras cpu` on one without; --engine echo needs neither",
-        )
-
-
 def create_engine(config: EngineConfig) -> Engine:
     """Create an engine without opening it. Starts no process, and imports neither vllm nor torch.
 
@@ -183,7 +147,16 @@ def create_engine(config: EngineConfig) -> Engine:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
     """
     check_engine(config)
-    check_installed(config)
+    if (
+        config.engine == "vllm"
+        and not config.server_command
+        and importlib.util.find_spec("vllm") is None
+    ):
+        raise ConfigError(
+            "--engine vllm: the package vllm is not installed in this environment",
+            hint="in batchinfer's checkout: pip install '.[vllm]' on a machine with GPUs, `bash scripts/setup.sh "
+            "--extras cpu` on one without; --engine echo needs neither",
+        )
     from batchinfer.engines.http import HttpEngine
 
     return HttpEngine(config)
@@ -204,21 +177,6 @@ def identify_model(config: EngineConfig) -> str:
     from batchinfer.engines.models import describe_model
 
     return describe_model(config).identity
-
-
-def longest_sequence(config: EngineConfig) -> int | None:
-    """Return the most tokens that prompt and answer may have together.
-
-    Returns:
-        None if the engine has no limit, or if the limit is known only after the model is loaded.
-    """
-    if typed := config.typed_number("max_model_len"):
-        return typed
-    if not has_model(config):
-        return None
-    from batchinfer.engines.models import describe_model
-
-    return describe_model(config).max_model_len or None
 
 
 # --------------------------------------------------------------------------- several replicas

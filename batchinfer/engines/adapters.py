@@ -17,9 +17,8 @@ from typing import Any
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.models import hub_folder, plain_path
+from batchinfer.engines.models import hub_folder, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,8 @@ def describe_adapters(config: EngineConfig) -> list[AdapterInfo]:
 
 def _describe(name: str, place: str) -> AdapterInfo:
     subject = f"--lora {name}"
-    folder = _find(f"{subject}: {place}", place)
+    files = (CONFIG_FILE, *WEIGHT_FILES)
+    folder = local_copy(place) or hub_folder(f"{subject}: {place}", place, files)
     try:
         values = json.loads((folder / CONFIG_FILE).read_bytes())
         ranks = {values["r"], *(values.get("rank_pattern") or {}).values()}
@@ -82,14 +82,6 @@ def _describe(name: str, place: str) -> AdapterInfo:
         ) from error
     folder, identity = folder.resolve(), digest.hexdigest()[:40]
     return AdapterInfo(name=name, folder=str(folder), identity=identity, rank=max(ranks))
-
-
-def _find(subject: str, place: str) -> Path:
-    """Return the local folder of an adapter. From the Hub or a bucket, it is fetched to a cache of this machine."""
-    if is_in_bucket(place):
-        return fetch(list_model(place))
-    path = plain_path(place)
-    return path if path.is_dir() else hub_folder(subject, place, (CONFIG_FILE, *WEIGHT_FILES))
 
 
 def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:

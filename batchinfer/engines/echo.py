@@ -6,9 +6,9 @@ of everything but the engine, and for tests. Use it with::
     batchinfer worker --engine echo …
 
 A token is a word: the text between two single spaces. `max_tokens` cuts the answer after that many words (finish_reason
-"length"), and `n` gives equal choices; there are no log-probabilities. An image or a sound is one word: the beginning
-of the sha256 of its part of the message. Pooling paths answer with numbers that depend on nothing but the text. Bodies
-and refusals have the shape that vLLM's server gives them. Options (`config.EchoOptions`):
+"length"), and `n` gives equal choices; there are no log-probabilities, and responses are never cut. An image or a sound
+is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that depend on
+nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options (`config.EchoOptions`):
 
 * `latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an exponential
   distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
@@ -25,7 +25,7 @@ import math
 import struct
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
@@ -33,21 +33,14 @@ import msgspec
 from batchinfer import __version__
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.server import IN_FLIGHT_FACTOR
-from batchinfer.engines.targets import Answer, Target
+from batchinfer.engines.targets import Answer, Target, slots_for
 
 DEFAULT_MAX_NUM_SEQS = 256
 SPACE = " "
 WIDTH = 16
-"""Numbers of an embedding, if the body says no other number."""
+"""Numbers of a vector, if the body says no other number."""
 _PROMPTS = ("messages", "prompt", "input", "text_1", "query", "text_2", "documents")
 """Fields that hold a prompt or a part of one."""
-_GENERATING = ("completions", "responses")
-_KINDS = {
-    *(*_GENERATING, "transcriptions", "translations"),
-    *("embeddings", "pooling", "classify", "score", "rerank"),
-}
-"""Ends of the paths that are answered, which are those of vLLM's server."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _encode = msgspec.json.encode
 _Body = dict[str, Any]
@@ -68,26 +61,26 @@ class Refused(ValueError):
 def answer(call: Call, config: EngineConfig) -> Reply:
     """Return the echo engine's reply to a call. Pure: equal calls have equal replies."""
     try:
-        body = {"prompt": f"[audio:{hashlib.sha256(call.body).hexdigest()[:12]}]"}
+        body = {"prompt": f"[audio:{_digest(call.body)}]"}
         if call.content_type.startswith("application/json"):
             body = msgspec.json.decode(call.body, type=dict[str, Any])
         found = _answer(call.path.rpartition("/")[2], body, config)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         refused = error if isinstance(error, Refused) else Refused(f"not a request: {error!r}")
         return Reply(key=call.key, status=refused.status, body=refused.body)
-    if usage := found.get("usage"):
-        usage["total_tokens"] = sum(usage.values())
-    name = hashlib.blake2b(call.body, digest_size=8).hexdigest()
-    head = {"id": f"echo-{name}", "object": "echo", "created": 0}
+    head = {"id": f"echo-{_digest(call.body)}", "object": "echo", "created": 0}
     head["model"] = body.get("model") or config.served_names[0]
     return Reply(key=call.key, status=200, body=_encode(head | found))
 
 
 def latency_of(call: Call, config: EngineConfig) -> float:
     """Return the seconds that a call runs."""
-    digest = hashlib.blake2b(call.body, digest_size=6).digest()
-    fraction = int.from_bytes(digest, "big") / 2**48
+    fraction = int(_digest(call.body), 16) / 2**48
     return -config.echo.latency_seconds * math.log1p(-fraction)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
@@ -101,8 +94,6 @@ def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
     Raises:
         Refused: vLLM's server would refuse the call as well.
     """
-    if kind not in _KINDS:
-        raise Refused("Not Found", None, 404)
     model, most = body.get("model"), config.typed_number("max_model_len")
     if model not in {None, *config.served_names, *config.loras, config.model}:
         raise Refused(f"The model `{model}` does not exist.", "model", 404)
@@ -112,20 +103,24 @@ def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
         raise Refused("the prompt holds no word")
     if most is not None and max(num_words) > most - (not config.is_pooling):
         raise Refused(f"a prompt of {max(num_words)} words, of {most} at most", "input_tokens")
-    if kind.startswith("trans"):
+    if kind in ("transcriptions", "translations"):
         return {"text": texts[0]}
+    if kind == "responses":
+        part = {"type": "output_text", "text": texts[0]}
+        message = {"type": "message", "role": "assistant", "content": [part]}
+        return {"status": "completed", "output": [message]}
     usage = {"prompt_tokens": sum(num_words), "completion_tokens": 0}
-    if kind not in _GENERATING:
-        items = [{"index": at, **item} for at, item in enumerate(_pooled(kind, texts, body))]
-        if kind == "rerank":
-            items.sort(key=lambda item: -item["relevance_score"])
-        return {"results" if kind == "rerank" else "data": items, "usage": usage}
-    choices = _choices(texts, body, usage)
-    if kind != "responses":
-        return {"choices": choices, "usage": usage}
-    part = {"type": "output_text", "text": choices[0]["message"]["content"]}
-    message = {"type": "message", "role": "assistant", "content": [part]}
-    return {"status": "completed", "output": [message]}
+    if kind == "completions":
+        found = {"choices": _choices(texts, body, usage)}
+    elif kind == "rerank":
+        scores = [{"relevance_score": share_of(texts[0] + text)} for text in texts[1:]]
+        items = [{"index": index, **score} for index, score in enumerate(scores)]
+        found = {"results": sorted(items, key=lambda item: -item["relevance_score"])}
+    else:
+        if kind == "score":
+            texts = [texts[0] + text for text in texts[1:]]
+        found = {"data": [{"index": n, **_pooled(kind, x, body)} for n, x in enumerate(texts)]}
+    return {**found, "usage": {**usage, "total_tokens": sum(usage.values())}}
 
 
 def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body]:
@@ -149,29 +144,28 @@ def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body
     return choices
 
 
-def _pooled(kind: str, texts: list[str], body: _Body) -> list[_Body]:
-    """Return what a pooling model says of each text; of a pair, of each text after the first."""
+def _pooled(kind: str, text: str, body: _Body) -> _Body:
+    """Return what a pooling model says of a text."""
 
     def shown(numbers: list[float]) -> Any:
-        packed = array("f", numbers)
         is_packed = body.get("encoding_format") == "base64"
-        return base64.b64encode(packed).decode() if is_packed else packed.tolist()
+        return base64.b64encode(array("f", numbers)).decode() if is_packed else numbers
 
-    if kind in ("score", "rerank"):
-        name = "score" if kind == "score" else "relevance_score"
-        return [{name: share_of(texts[0] + text)} for text in texts[1:]]
-    if kind == "classify":
-        shares = map(share_of, texts)
-        return [{"label": ("no", "yes")[x > 0.5], "probs": [1 - x, x]} for x in shares]
+    share = share_of(text)
     if kind == "embeddings":
-        width = body.get("dimensions") or WIDTH
-        return [{"embedding": shown(vector_of(text, width))} for text in texts]
-    if body.get("task", "token_embed") != "token_embed":
-        return [{"data": [share_of(text)]} for text in texts]
-    rows = [[vector_of(word, WIDTH) for word in text.split(SPACE)] for text in texts]
-    if body.get("encoding_format") == "base64":
-        return [{"data": shown([number for row in each for number in row])} for each in rows]
-    return [{"data": each} for each in rows]
+        return {"embedding": shown(vector_of(text, body.get("dimensions") or WIDTH))}
+    if kind == "pooling" and body.get("task", "token_embed") == "token_embed":
+        vectors = [vector_of(word, WIDTH) for word in text.split(SPACE)]
+        packed = shown([number for vector in vectors for number in vector])
+        return {"data": packed if isinstance(packed, str) else vectors}
+    known: dict[str, _Body] = {
+        "pooling": {"data": [share]},
+        "classify": {"label": ("no", "yes")[share > 0.5], "probs": [1 - share, share]},
+        "score": {"score": share},
+    }
+    if kind not in known:
+        raise Refused("Not Found", None, 404)
+    return known[kind]
 
 
 def vector_of(text: str, width: int) -> list[float]:
@@ -215,8 +209,8 @@ def _chat_text(messages: list[_Body]) -> str:
     words = ["\n".join(texts)] if texts else []
     for part in content:
         if "text" not in part:
-            digest = hashlib.sha256(_encode(part)).hexdigest()[:12]
-            words.append(f"[{str(part.get('type')).partition('_')[0]}:{digest}]")
+            kind = str(part.get("type")).partition("_")[0]
+            words.append(f"[{kind}:{_digest(_encode(part))}]")
     return SPACE.join(words)
 
 
@@ -253,7 +247,7 @@ class EchoTarget(Target):
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         num_seqs = config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS
-        super().__init__(name, "", math.ceil(num_seqs * IN_FLIGHT_FACTOR))
+        super().__init__(name, "", slots_for(num_seqs))
         self._config = config
         self._running = asyncio.Semaphore(num_seqs)
         self._loaded = time.monotonic() + config.echo.load_seconds
@@ -278,7 +272,7 @@ class EchoTarget(Target):
         reply = answer(call, self._config)
         return Answer(reply.status, reply.body)
 
-    async def events(self, call: Call) -> AsyncIterator[bytes]:
+    async def events(self, call: Call) -> AsyncGenerator[bytes]:
         """Answer a call word by word."""
         for event in stream_of(answer(call, self._config)):
             yield event

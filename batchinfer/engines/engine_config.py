@@ -30,8 +30,8 @@ white space up to `max_tokens`.
 NODE_OPTIONS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
 """The server's options for a model that several machines run together."""
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_port")
-# An option in a command line: two dashes or one, and a letter. A negative number is none.
-_OPTION = re.compile(r"--?[A-Za-z]")
+OPTION = re.compile(r"--?[A-Za-z]")
+"""An option in a command line: two dashes or one, and a letter. A negative number is none."""
 
 
 class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -153,28 +153,22 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 def parallel_options(server_args: Sequence[str]) -> dict[str, Any]:
     """Return the options in `server_args` that say how GPUs and machines share a model, as fields of `EngineConfig`.
 
-    Raises:
-        ConfigError: a number is none.
+    A value that cannot be is left out; the server's parser refuses it.
     """
     typed = parse_args(server_args)
-    found: dict[str, Any] = {name: typed[name] for name in _PARALLEL if name in typed}
-    for name, value in found.items():
-        if type(value) is not int or value < (name != "node_rank"):
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option}: is {value!r}, expected a whole number from 1")
-    if "master_addr" in typed:
-        found["master_addr"] = str(typed["master_addr"])
-    return found
+    found = {name: typed[name] for name in _PARALLEL if type(typed.get(name)) is int}
+    found = {name: value for name, value in found.items() if value >= (name != "node_rank")}
+    return found | {"master_addr": str(typed.get("master_addr", ""))}
 
 
 def without_parallel_options(server_args: Sequence[str]) -> list[str]:
     """Return the options that go to a server in vLLM's place, which gets what is parallel by {gpus}.
 
     >>> without_parallel_options(["--tensor-parallel-size", "2", "--more=1"])
-    ['--more', '1']
+    ['--more=1']
     """
     taken = {"--" + name.replace("_", "-") for name in (*_PARALLEL, "master_addr")}
-    kept = [pair for pair in _grouped(server_args) if pair[0] not in taken]
+    kept = [pair for pair in grouped(server_args) if pair[0].partition("=")[0] not in taken]
     return [part for option, values in kept for part in (option, *values)]
 
 
@@ -188,9 +182,10 @@ def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
     {'max_model_len': 8192, 'enable_x': False, 'quantization': 'fp8'}
     """
     found: dict[str, Any] = {}
-    for option, values in _grouped(arguments):
+    for word, values in grouped(arguments):
+        option, has_value, text = word.partition("=")
         name = option.lstrip("-").replace("-", "_")
-        value: Any = [_value(each) for each in values]
+        value: Any = [_value(each) for each in ([text] if has_value else []) + values]
         if not value:
             value = [not name.startswith("no_")]
             name = name.removeprefix("no_")
@@ -201,17 +196,16 @@ def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _grouped(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each option with the values that follow it. Values before the first option are left out."""
     option, values = "", list[str]()
-    for argument in arguments:
-        if not _OPTION.match(argument):
-            values.append(argument)
+    for word in words:
+        if not OPTION.match(word):
+            values.append(word)
             continue
         if option:
             yield option, values
-        option, _, value = argument.partition("=")
-        values = [value] if "=" in argument else []
+        option, values = word, []
     if option:
         yield option, values
 
@@ -230,14 +224,22 @@ def worker_args() -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
 
-def check_config(config: EngineConfig) -> None:
-    """Refuse options that contradict each other, before anything is started. Pure.
+def check_engine(config: EngineConfig) -> None:
+    """Refuse a configuration that an engine could not run. Starts nothing, and asks no other machine. Pure.
 
     Raises:
-        ConfigError: the message names them.
+        ConfigError: the message names the option that is wrong.
     """
-    if config.replicas != "auto" and config.replicas < 1:
-        raise ConfigError(f"--replicas: is {config.replicas}, expected at least 1")
+    if config.engine == "openai" and not config.base_urls:
+        raise ConfigError(
+            "--engine openai: no --base-url says where the endpoint is",
+            hint="add --base-url http://127.0.0.1:8000/v1, for example",
+        )
+    if not config.model and config.engine != "echo":
+        raise ConfigError(
+            "--model: is missing, expected a model's folder or its name on the Hub",
+            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
+        )
     command = config.server_command
     if command and "{port}" not in command and "{socket}" not in command:
         raise ConfigError(

@@ -8,6 +8,7 @@ when the others may load it, and one with its exit status at its end, as far as 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -20,13 +21,12 @@ import msgspec
 from batchinfer.core.errors import (
     ConfigError,
     EngineDied,
-    EngineError,
     EngineLoadError,
     Interrupted,
 )
-from batchinfer.engines import Stop, check_engine, check_installed
+from batchinfer.engines import Stop, create_engine
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.server import ServerProcess, plan
+from batchinfer.engines.server import OwnServer, plan
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -39,48 +39,46 @@ _KEEPALIVE_SECONDS = 10
 
 
 class Nodes:
-    """Node 0's connections to the other nodes. Listens as soon as it is made.
+    """Node 0's connections to the other nodes. Belongs to an event loop, which must turn."""
 
-    Raises:
-        ConfigError: this machine does not have the address --master-addr, or another program uses the port.
-    """
+    def __init__(self) -> None:
+        self.has_lost_one = False
+        self._links: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._links: list[socket.socket] = []
+    async def listen(self, config: EngineConfig, revision: str) -> None:
+        """Let nodes in from now on, and tell them the revision of the model.
+
+        Raises:
+            ConfigError: this machine does not have the address --master-addr, or another program uses the port.
+        """
+
+        async def let_in(reader: asyncio.StreamReader, link: asyncio.StreamWriter) -> None:
+            _keep_alive(link.get_extra_info("socket"))
+            self._links.append(link)
+            link.write(f"{revision}\n".encode())
+            with contextlib.suppress(OSError):
+                await reader.read()  # a node sends nothing, so this is its end
+            self.has_lost_one = True
+
         place = (config.master_addr, config.master_port + 1)
         try:
-            self._server = socket.create_server(place)
+            self._server = await asyncio.start_server(let_in, *place)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})",
                 hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
             ) from error
-        self._server.setblocking(False)
 
-    def check(self, kind: type[EngineError], revision: str) -> None:
-        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                link, _ = self._server.accept()
-                _keep_alive(link)
-                link.sendall(f"{revision}\n".encode())
-                link.setblocking(False)
-                self._links.append(link)
-        for link in self._links:
-            with contextlib.suppress(BlockingIOError):
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    link.recv(1)  # a node sends nothing, so this is its end
-                raise kind("a node that runs a share of the model has gone")
-
-    def close(self, status: int) -> None:
+    async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
-        with contextlib.suppress(OSError, EngineError):
-            self.check(EngineDied, "")
+        if self._server is not None:
+            self._server.close()
         for link in self._links:
-            with contextlib.suppress(OSError):
-                link.sendall(f"{status}\n".encode())
+            link.write(f"{status}\n".encode())
             link.close()
-        self._server.close()
+            with contextlib.suppress(OSError):
+                await link.wait_closed()
 
 
 def _keep_alive(link: socket.socket) -> None:
@@ -111,28 +109,20 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
             "--headless without --node-rank: node 0 is the worker itself",
             hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
         )
-    check_engine(config)
-    check_installed(config)
+    create_engine(config)  # refuses what cannot work
     with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
-        received = ""
-        while "\n" not in received:
-            received += _receive(link, loading)
-        revision = config.revision or received.partition("\n")[0] or None
-        config = msgspec.structs.replace(config, revision=revision)
+        revision = _receive(link, loading) or None
+        config = msgspec.structs.replace(config, revision=config.revision or revision)
         scratch = Scratch(config.scratch_dir)
         stack.callback(scratch.close)
         [launch] = plan(config, Path(scratch.folder), loading)
         launch.environment["VLLM_HOST_IP"] = str(link.getsockname()[0])
-        process = ServerProcess(launch, scratch.folder / "server.log")
-        process.start()
-        stack.callback(process.end)
+        server = OwnServer(launch, scratch.folder / "server.log")
+        server.start()
+        stack.callback(server.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        while received.count("\n") < 2:
-            received += _receive(link, stop)
-            process.copy_log()
-            if process.exit_status() is not None:
-                raise EngineDied(f"node {config.node_rank}: {process.reason()}")
-    if status := int(received.split("\n")[1]):
+        status = int(_receive(link, stop, server))
+    if status:
         raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
 
@@ -158,18 +148,23 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
     raise Interrupted("stopped while it waited for node 0")
 
 
-def _receive(link: socket.socket, stop: Stop) -> str:
-    """Return what node 0 has sent, after waiting for it for a moment.
+def _receive(link: socket.socket, stop: Stop, server: OwnServer | None = None) -> str:
+    """Wait for a line of node 0, while this node's server runs.
 
     Raises:
-        EngineDied: node 0 has gone.
+        EngineDied: node 0 has gone, or the server has ended.
         Interrupted: `stop` was set.
     """
-    if stop.is_set():
-        raise Interrupted("stopped by a signal")
-    with contextlib.suppress(TimeoutError):
-        with contextlib.suppress(ConnectionError):
-            if data := link.recv(1024):
-                return data.decode()
-        raise EngineDied("node 0 has gone")
-    return ""
+    received = b""
+    while not received.endswith(b"\n"):
+        if stop.is_set():
+            raise Interrupted("stopped by a signal")
+        if server is not None and (why := server.look_at_process()):
+            raise EngineDied(f"this node's server: {why}")
+        with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(ConnectionError):
+                if data := link.recv(1):
+                    received += data
+                    continue
+            raise EngineDied("node 0 has gone")
+    return received.decode().strip()

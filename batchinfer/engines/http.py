@@ -1,40 +1,61 @@
 """The engine behind HTTP: servers of our own, and endpoints that run elsewhere.
 
-A thread runs the event loop in which `dispatch` sends the calls; `generate` runs in the worker's main thread.
+Everything happens in an event loop that turns while the caller waits in one of the engine's methods. A row that fails
+for a reason that may pass is sent again in here. Each server of ours has a watch, which ends it when it hangs, hands
+back its rows when it is dead, and starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
+import logging
+import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from batchinfer.core.errors import EngineDied, EngineError, EngineLoadError, Interrupted
-from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines import RequestSource, Stop, is_remote, share_out
-from batchinfer.engines.dispatch import LOAD_LOOK_SECONDS, Dispatcher, logger
+from batchinfer.core.errors import EngineDied, Interrupted
+from batchinfer.core.events import event
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply, RowKey
+from batchinfer.engines import RequestSource, Stop, is_remote, lists, share_out
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.server import ServerProcess, plan
-from batchinfer.engines.targets import Endpoint, OwnServer, Target, read_parameters
+from batchinfer.engines.pace import Pace
+from batchinfer.engines.replies import judge
+from batchinfer.engines.server import OwnServer, plan
+from batchinfer.engines.targets import Endpoint, Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 5
+"""Attempts at a row whose failure the server's other answers do not share."""
+MOST_RESTARTS = 3
+"""Starts of a server after deaths in a row without an answered row."""
+RESTART_PAUSE_SECONDS = 5.0
+"""Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
+FEW, FEWEST = 64, 3
+"""Most rows that may be given up because they fail alone; see `HttpEngine._find_outage`."""
+LOAD_LOOK_SECONDS = 0.2
+"""Seconds between two looks at a server that loads."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at a server that runs."""
 # Seconds until `RequestSource.take` is called again if slots are free.
 _POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
 _LONGEST_WAIT_SECONDS = 0.25
+# Most seconds that a server has to tell its counters when the last row has come.
+_LAST_STATS_SECONDS = 2.0
 
 
 class HttpEngine:
-    """One or more HTTP servers. Implements Engine.
+    """One or more HTTP servers, all of one kind. Implements Engine.
 
     Args:
         config: Configuration of the engine. It says whether the servers are ours, an endpoint's, or only imitated.
@@ -42,19 +63,28 @@ class HttpEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._dispatcher = Dispatcher(config, [])
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._folders: list[Scratch] = []
-        self._nodes: Nodes | None = None
-        self._is_idle = False
-        """Whether the source had no row ready when it was last asked, and slots are free."""
-        self._description: bytes | None = None
-
-    @property
-    def targets(self) -> Sequence[Target]:
+        self.targets: Sequence[Target] = []
         """The servers."""
-        return self._dispatcher.targets
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.RLock()
+        """Held while the loop turns: a worker that is stopped closes the engine while another thread waits in `ask`."""
+        self._is_closed = False
+        self._folders: list[Scratch] = []
+        self._nodes = Nodes()
+        self._description = b""
+        self._pace = Pace(config)
+        self._watches: list[asyncio.Task[None]] = []
+        self._replies: list[Reply] = []
+        self._has_news = asyncio.Event()
+        self._failure: BaseException | None = None
+        """Why the engine cannot go on."""
+        self._is_open = False
+        self._num_restarts = 0
+        self._has_answered = False
+        self._outage_since: float | None = None
+        """Time of the first failed attempt since an endpoint last answered."""
+        self._last_replies: dict[RowKey, Reply] = {}
+        """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
 
     # ------------------------------------------------------------------ life
 
@@ -62,33 +92,24 @@ class HttpEngine:
         """Start the servers and wait until they have loaded, or reach the endpoints; see Engine.open."""
         start = time.monotonic()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
-        self._thread.start()
         try:
-            self._dispatcher = Dispatcher(self.config, self._targets(stop))
+            self.targets = self._make_targets(stop)
             for server in self._servers:
                 server.start()
-            while waiting := [each for each in self.targets if not each.is_ready]:
-                for target in waiting:
-                    reason = self._run(target.look(self.config))
-                    if reason and (len(waiting) == len(self.targets) or self._servers):
-                        raise target.load_error(reason)
-                    if reason:
-                        logger.warning("%s: %s; the others go on", target.name, reason)
-                        target.is_ready = True
-                self._check_nodes(EngineLoadError)
+            self._watches = [self._spawn(self._watch(target)) for target in self.targets]
+            while not all(target.is_ready for target in self.targets):
+                self._turn(LOAD_LOOK_SECONDS)
+                self._check(is_idle=False)
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
-                if not all(target.is_ready for target in self.targets):
-                    time.sleep(LOAD_LOOK_SECONDS)
-            self._run(self._dispatcher.begin_watches())
+            self._is_open = True
             return self._describe(time.monotonic() - start)
         except BaseException as error:
-            self._dispatcher.failure = error
+            self._failure = error
             self.close()
             raise
 
-    def _targets(self, stop: Stop) -> Sequence[Target]:
+    def _make_targets(self, stop: Stop) -> Sequence[Target]:
         """Return the targets; servers of ours are not started."""
         config = self.config
         if is_remote(config):
@@ -98,37 +119,32 @@ class HttpEngine:
             return [EchoTarget(f"echo {index}", config) for index in range(count)]
         # The path of a socket must be short, so sockets are in the system's own folder of temporary files.
         logs, sockets = self._folders = [Scratch(config.scratch_dir), Scratch()]
+        launches = plan(config, sockets.folder, stop)
         if config.nnodes > 1:
-            self._nodes = Nodes(config)
-        servers = []
-        for index, launch in enumerate(plan(config, sockets.folder, stop)):
-            process = ServerProcess(launch, logs.folder / f"server-{index}.log")
-            servers.append(OwnServer(process))
-        return servers
+            self._run(self._nodes.listen(config, launches[0].revision))
+        return [
+            OwnServer(launch, logs.folder / f"server-{index}.log")
+            for index, launch in enumerate(launches)
+        ]
 
     @property
     def _servers(self) -> list[OwnServer]:
-        return self._dispatcher.servers
-
-    def _check_nodes(self, kind: type[EngineError]) -> None:
-        """Raise `kind` if another machine that runs the model has gone."""
-        if self._nodes is not None:
-            self._nodes.check(kind, self._servers[0].process.launch.revision)
+        return [target for target in self.targets if isinstance(target, OwnServer)]
 
     def _describe(self, load_seconds: float) -> EngineInfo:
-        first = self.targets[0]
-        version = self._run(first.get("/version")).field("version")
-        models = self._run(first.get("/v1/models")).field("data")
+        ask = self.targets[0].get
+        version = self._run(ask("/version")).field("version")
+        models = self._run(ask("/v1/models")).field("data")
         length = models[0].get("max_model_len") if isinstance(models, list) and models else None
-        launches = [server.process.launch for server in self._servers]
-        seqs = [launch.max_num_seqs for launch in launches]
+        self._description = self._run(ask("/openapi.json")).body
+        launches = [server.launch for server in self._servers]
         return EngineInfo(
             name=self.config.engine,
             version=version if isinstance(version, str) else "",
             model=self.config.model or self.config.served_names[0],
             max_in_flight=sum(target.slots for target in self.targets),
             max_model_len=length if isinstance(length, int) else None,
-            max_num_seqs=sum(each or 0 for each in seqs) or None,
+            max_num_seqs=sum(launch.max_num_seqs or 0 for launch in launches) or None,
             revision=launches[0].revision if launches else "",
             num_replicas=len(self.targets),
             device=launches[0].device if launches else "",
@@ -137,124 +153,146 @@ class HttpEngine:
 
     def close(self) -> None:
         """See Engine.close. Servers get some seconds to end by themselves, unless the engine has failed."""
-        if self._loop is None or self._thread is None:
-            return
-        failure = self._dispatcher.failure
-        self._run(self._dispatcher.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._loop = None
-        if self._nodes is not None:
-            self._nodes.close(getattr(failure, "exit_status", 33) if failure else 0)
+        self._is_closed = True
+        with self._lock:
+            if self._loop is None:
+                return
+            self._run(self._close())
+            self._loop.close()
+            self._loop = None
         for folder in self._folders:
             folder.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work in the event loop and wait for it."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def _close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await self._drop()
+        for target in self.targets:
+            await target.close()
+        is_kill = self._failure is not None
+        ends = [asyncio.to_thread(server.end, is_kill=is_kill) for server in self._servers]
+        await asyncio.gather(*self._watches, *ends, return_exceptions=True)
+        await self._nodes.close(getattr(self._failure, "exit_status", 33) if self._failure else 0)
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     # ------------------------------------------------------------------ work
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
-        exhausted, num_in_flight = False, 0
+        has_more, is_idle = True, False
         try:
             while not stop.is_set():
-                self._check(num_in_flight)
+                self._check(is_idle=is_idle)
                 free = [target.free_slots for target in self.targets]
-                taken: list[Call] | None = []
-                if not exhausted and any(free):
+                calls: list[Call] = []
+                if has_more and any(free):
                     taken = source.take(sum(free))
-                    exhausted = taken is None
-                taken = taken or []
-                self._is_idle = any(free) and not taken
-                num_in_flight += len(taken)
-                self._give(taken, free)
-                if not num_in_flight:
-                    if exhausted:
+                    has_more, calls = taken is not None, taken or []
+                is_idle = any(free) and not calls
+                self._give(calls, free)
+                if not self._replies and not any(target.in_flight for target in self.targets):
+                    if not has_more:
                         return
                     yield []
                     if any(free):
                         source.wait(1.0)
-                    else:
-                        time.sleep(_LONGEST_WAIT_SECONDS)  # all servers are being started again
-                    continue
-                is_hungry = not exhausted and sum(free) > len(taken)
-                found = self._collect(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
-                num_in_flight -= len(found)
-                yield found
+                is_hungry = has_more and sum(free) > len(calls)
+                yield self._turn(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
         finally:
-            self._abandon()
+            if self._loop is not None:
+                self._run(self._drop())
 
-    def _abandon(self) -> None:
-        """Drop all calls in flight, unless the engine is closed already."""
-        if self._loop is not None:
-            self._run(self._dispatcher.drop())
-            self._collect(0.0)
-            for target in self.targets:
-                target.held = 0
+    def _check(self, *, is_idle: bool) -> None:
+        """Raise the error that ends the engine, if there is one."""
+        if self._is_closed:
+            raise Interrupted("engine: closed")
+        if self._nodes.has_lost_one:
+            message = "a node that runs a share of the model has gone"
+            self._failure = self._failure or EngineDied(message)
+        self._find_outage(is_idle=is_idle)
+        if self._failure is not None:
+            raise self._failure
 
     def _give(self, calls: list[Call], free: list[int]) -> None:
         """Give each target calls that follow each other, so that prompts which begin alike meet in one cache."""
-        shares = share_out([target.held for target in self.targets], free, len(calls))
-        begin = 0
+        shares = share_out([len(target.in_flight) for target in self.targets], free, len(calls))
         for target, share in zip(self.targets, shares, strict=True):
-            part = calls[begin : begin + share]
-            begin += share
-            target.held += share
-            if part and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._dispatcher.begin, target, part)
+            for group in lists.group(calls[:share]):
+                self._begin(target, group)
+            calls = calls[share:]
 
-    def _collect(self, timeout_seconds: float) -> list[Reply]:
-        """Return the replies that are there, after waiting for the first one."""
-        found: list[Reply] = []
-        with contextlib.suppress(queue.Empty):
-            target, reply = self._dispatcher.replies.get(timeout_seconds > 0, timeout_seconds)
-            while True:
-                target.held -= 1
-                found.append(reply)
-                target, reply = self._dispatcher.replies.get_nowait()
+    def _turn(self, seconds: float) -> list[Reply]:
+        """Let the loop turn until there is news of a call or a target, or the time is up. Returns the replies."""
+
+        async def wait() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._has_news.wait()
+
+        self._run(wait())
+        self._has_news.clear()
+        found, self._replies = self._replies, []
         return found
+
+    def _run(self, work: Awaitable[T]) -> T:
+        """Let the loop turn until some work in it is done. An interruption cancels the work."""
+        with self._lock:
+            if self._loop is None:
+                raise Interrupted("engine: closed")
+            task = asyncio.ensure_future(work, loop=self._loop)
+            try:
+                return self._loop.run_until_complete(task)
+            finally:
+                if not task.done():
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        self._loop.run_until_complete(task)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work beside the rest. An error in it ends the engine."""
+
+        def note_end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failure = error
+
+        assert self._loop is not None
+        task = self._loop.create_task(work)
+        task.add_done_callback(note_end)
+        return task
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
-        source = _OneCall(call)
-        found = [reply for batch in self.generate(source, stop or source) for reply in batch]
-        if not found:
-            raise Interrupted("engine: stopped before it answered")
+        found: list[Reply] = []
+        try:
+            while not found:
+                self._check(is_idle=True)
+                if stop is not None and stop.is_set():
+                    raise Interrupted("engine: stopped before it answered")
+                if not any(target.in_flight for target in self.targets):
+                    self._give([call], [target.free_slots for target in self.targets])
+                found = self._turn(_LONGEST_WAIT_SECONDS)
+        finally:
+            if self._loop is not None:
+                self._run(self._drop())
         if found[0].is_engine_death:
             raise EngineDied(found[0].body.decode(), in_flight=[call.key])
         return found[0]
 
     def stream(self, call: Call) -> Iterator[bytes]:
         """See Engine.stream."""
-        assert self._loop is not None
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
-        events: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
-
-        async def pump() -> None:
-            try:
-                async for data in target.events(call):
-                    events.put(data)
-                events.put(None)
-            except ConnectionError as error:
-                events.put(error)
-
-        running = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        events = target.events(call)
         try:
-            while (found := events.get()) is not None:
-                if isinstance(found, Exception):
-                    raise EngineDied(f"{target.name}: {found}") from found
+            while (found := self._run(anext(events, None))) is not None:
                 yield found
+        except ConnectionError as error:
+            raise EngineDied(f"{target.name}: {error}") from error
         finally:
-            running.cancel()
+            if self._loop is not None:
+                self._run(events.aclose())
 
     def parameters(self, path: str) -> frozenset[str]:
-        """See Engine.parameters. The server is asked once."""
-        if self._description is None:
-            self._description = self._run(self.targets[0].get("/openapi.json"))[1]
+        """See Engine.parameters."""
         return read_parameters(self._description, path)
 
     def stats(self) -> EngineStats:
@@ -262,41 +300,163 @@ class HttpEngine:
         return EngineStats(
             **sum((server.counters for server in self._servers), Counter[str]()),
             replicas_lost=sum(server.is_lost for server in self._servers),
-            restarts=self._dispatcher.num_restarts,
+            restarts=self._num_restarts,
         )
 
-    def _check(self, num_in_flight: int) -> None:
-        """Raise the error that ends the engine, if there is one.
+    # ------------------------------------------------------------------ calls
 
-        The rows of a server that has died are handed back before.
+    def _begin(self, target: Target, calls: Sequence[Call]) -> None:
+        task = self._spawn(self._answer(target, calls))
+        target.in_flight.update(dict.fromkeys((call.key for call in calls), task))
+
+    async def _answer(self, target: Target, calls: Sequence[Call]) -> None:
+        """Have one request answered, and deliver the replies to its calls."""
+        reply = await self._send(target, lists.merge(calls))
+        if replies := lists.split(calls, reply):
+            for each in replies:
+                self._deliver(target, each)
+        else:  # one text may be why all are refused, so each is sent by itself
+            for call in calls:
+                self._begin(target, [call])
+
+    def _deliver(self, target: Target, reply: Reply) -> None:
+        if target.in_flight.pop(reply.key, None) is not None:
+            self._last_replies.pop(reply.key, None)
+            self._replies.append(reply)
+            self._has_news.set()
+
+    async def _send(self, target: Target, call: Call) -> Reply:
+        """Send a call until it has an answer, or has failed so often that the row must be at fault.
+
+        Raises:
+            AccessDenied: an endpoint refuses the key, or the account has nothing left.
         """
-        dispatcher = self._dispatcher
-        try:
-            self._check_nodes(EngineDied)
-        except EngineDied as error:
-            dispatcher.failure = error
-            raise
-        if not self._servers and dispatcher.outage_since:
-            self._run(dispatcher.find_outage(is_idle=self._is_idle))
-        failure = dispatcher.failure
-        if failure and not (self._servers and num_in_flight and isinstance(failure, EngineDied)):
-            raise failure
+        num_failed = num_faults = 0
+        while True:
+            if isinstance(target, Endpoint) and (num_failed or target.pause_seconds):
+                target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
+            if pause := target.pause_seconds:
+                await asyncio.sleep(pause * random.uniform(1.0, 1.2))
+                continue
+            await self._pace.wait(call)
+            answered_before = target.num_answered
+            found = await target.post(call)
+            reply, verdict = judge(call, found.status, found.body)
+            if verdict == "denied" and isinstance(target, Endpoint):
+                raise target.denied(found)
+            if verdict in ("final", "denied"):
+                self._has_answered, self._outage_since = True, None
+                target.num_pauses = 0
+                target.num_answered += 1
+                return reply
+            self._outage_since = self._outage_since or time.monotonic()
+            if verdict == "busy" or found.wait_seconds is not None:
+                target.pause(found.wait_seconds)
+                continue
+            num_failed += 1
+            if found.status and num_failed >= MOST_ATTEMPTS:
+                self._last_replies[call.key] = reply
+            if isinstance(target, OwnServer):
+                num_faults += await target.is_healthy()
+            elif target.num_answered > answered_before:
+                num_faults += 1
+            elif len(self.targets) > 1:
+                target.pause()  # another endpoint may be well
+            if num_faults >= MOST_ATTEMPTS:
+                return reply
+            await asyncio.sleep(pause_seconds(num_failed))
 
+    async def _drop(self) -> None:
+        """Cancel all calls in flight. Servers end the work on them, since their connections close."""
+        tasks = {task for target in self.targets for task in target.in_flight.values()}
+        for target in self.targets:
+            target.in_flight.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._last_replies.clear()
+        self._replies.clear()
+        self._outage_since = None
+        ready = [server for server in self._servers if server.is_ready]
+        await asyncio.gather(*(server.read_counters(_LAST_STATS_SECONDS) for server in ready))
 
-class _OneCall:
-    """A source of one call, and a stop signal that is never set."""
+    def _find_outage(self, *, is_idle: bool) -> None:
+        """Note the failure of endpoints that have answered nothing for `stall_seconds`.
 
-    def __init__(self, call: Call) -> None:
-        self._left = [call]
+        A few rows alone that fail again and again are given up instead: at once if they are the last ones, others were
+        answered, and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start
+        of the run's last worker.
 
-    def take(self, max_calls: int) -> list[Call] | None:
-        """See RequestSource.take."""
-        del max_calls
-        return [self._left.pop()] if self._left else None
+        Args:
+            is_idle: Whether the source had no further row when it was last asked.
+        """
+        since, seconds = self._outage_since, self.config.stall_seconds
+        left = [(target, key) for target in self.targets for key in target.in_flight]
+        if since is None or self._servers or not left:
+            return
+        is_late = time.monotonic() - since >= seconds
+        replies = [self._last_replies[key] for _, key in left if key in self._last_replies]
+        is_own = is_idle and self._has_answered and len(left) <= FEW
+        is_own = is_own and all(reply.status == 500 for reply in replies)
+        if len(replies) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
+            self._outage_since = None
+            for target, key in left:
+                target.in_flight[key].cancel()
+                self._deliver(target, self._last_replies[key])
+        elif is_late and self._failure is None:
+            self._failure = EngineDied(
+                f"{self.targets[0].name}: answered nothing for {seconds:g} s",
+                hint="no row is lost; start the same command again when it answers",
+            )
 
-    def wait(self, timeout_seconds: float) -> None:
-        """See RequestSource.wait."""
+    # ------------------------------------------------------------------ deaths of servers
 
-    def is_set(self) -> bool:
-        """See Stop.is_set."""
-        return False
+    async def _watch(self, target: Target) -> None:
+        """Wait until a target is ready. One of ours is watched on, and started again when it is dead.
+
+        Raises:
+            BatchinferError: the target is not there when the engine opens.
+        """
+        while not target.is_ready or isinstance(target, OwnServer):
+            reason = await target.look(self.config)
+            self._has_news.set()
+            if not reason:
+                await asyncio.sleep(LOOK_SECONDS if target.is_ready else LOAD_LOOK_SECONDS)
+            elif isinstance(target, OwnServer) and self._is_open:
+                await self._restart(target, reason)
+                if target.is_lost:
+                    return
+            elif isinstance(target, Endpoint) and any(each.is_ready for each in self.targets):
+                logger.warning("%s: %s; the others go on", target.name, reason)
+                target.is_ready = True
+            else:
+                raise target.load_error(reason)
+
+    async def _restart(self, server: OwnServer, reason: str) -> None:
+        """End a server that hangs or is dead, hand back its rows, and start it again unless it has died too often."""
+        server.is_ready = False
+        await asyncio.to_thread(server.end, is_kill=True)
+        server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
+        server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
+        message, rows = f"{server.name}: {reason}", len(server.in_flight)
+        if server.is_lost:
+            logger.error("%s", message, extra=event("replica_lost", replica=server.name))
+        else:
+            again = f"it is started again, and its {rows} rows are tried again"
+            fields = event("replica_restarted", replica=server.name, rows=rows)
+            logger.warning("%s; %s", message, again, extra=fields)
+        self._hand_back(server, message)
+        if all(each.is_lost for each in self._servers):
+            self._failure = EngineDied(message)  # is raised when those rows have been taken
+        await server.close()
+        if not server.is_lost:
+            self._num_restarts += 1
+            if server.num_deaths > 1:
+                await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))
+            server.start()
+
+    def _hand_back(self, server: Target, message: str) -> None:
+        """Tell of all rows in flight that the server died with them."""
+        for key, task in list(server.in_flight.items()):
+            task.cancel()
+            self._deliver(server, Reply(key=key, status=0, body=message.encode()))

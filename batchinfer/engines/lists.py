@@ -50,20 +50,22 @@ def merge(calls: Sequence[Call]) -> Call:
     return Call(key=calls[0].key, path=calls[0].path, body=body)
 
 
-def split(calls: Sequence[Call], body: bytes) -> list[Reply] | None:
-    """Return the reply for each call from the answer to the merged request; None if it has not one answer for each.
+def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
+    """Return the reply for each call from the reply to the merged request; none if it has not one answer for each.
 
     The server counts the tokens of all texts together. Each reply gets a share of them by the length of its call's
     body; the shares are the whole count together. The bodies have no usage.
     """
+    if len(calls) == 1:
+        return [reply]
     try:
-        rest = _decode(body)
+        rest = _decode(reply.body)
         items = _decode_items(rest.pop("data"))
         count = int(msgspec.json.decode(rest.pop("usage", b"{}")).get("prompt_tokens") or 0)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
-        return None
+        return []
     if len(items) != len(calls):
-        return None
+        return []
     total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0
     for call, item in zip(calls, items, strict=True):
         before += len(call.body)

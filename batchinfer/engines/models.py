@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.records import Record
+from batchinfer.engines import Stop
 from batchinfer.engines.buckets import (
     ANSWER_SUFFIXES,
     WEIGHT_SUFFIXES,
+    fetch,
     is_in_bucket,
     list_model,
     weight_files,
@@ -112,7 +114,7 @@ def model_files(name: str, revision: str | None = None) -> ModelFiles:
         store = open_store(name)
         sizes = {info.key: info.bytes for info in model.files}
         return ModelFiles(model.identity, "", sizes, lambda key: store.get(key).data)
-    path = plain_path(name)
+    path = _plain_path(name)
     if path.is_file():  # weights in GGUF's format
         return ModelFiles(_hash([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
     if path.is_dir():
@@ -133,9 +135,21 @@ def end_mark(config: EngineConfig) -> str:
     return str(found.get("content", "") if isinstance(found, dict) else found or "")
 
 
-def plain_path(name: str) -> Path:
+def _plain_path(name: str) -> Path:
     """Return a model's name as a local path; it may be a file:// URL."""
     return local_path(name) if name.lower().startswith("file://") else Path(name).expanduser()
+
+
+def local_copy(name: str, stop: Stop | None = None) -> Path | None:
+    """Return the place of a model or an adapter on this machine, fetched from its bucket; None for a name on the Hub.
+
+    Raises:
+        BatchinferError: as `buckets.fetch`.
+    """
+    if is_in_bucket(name):
+        return fetch(list_model(name), stop)
+    path = _plain_path(name)
+    return path if path.exists() else None
 
 
 def looks_like_path(name: str) -> bool:

@@ -5,21 +5,22 @@ The tables go by the HTTP status and by the fields `param`, `code` and `type` of
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Call, Failure, Reply
 from batchinfer.core.row_codes import Code
 
-TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of replies that may be another at the next attempt."""
-OVERLOADED = frozenset({429, 503, 529})
+_OVERLOADED = frozenset({429, 503, 529})
 """Statuses of a server that has too much to do. They say nothing about the row."""
 DENIED = frozenset({401, 402, 403})
 """Statuses with which an endpoint refuses everyone who has this key."""
-INVALID_TYPE = "invalid_answer"
+_INVALID_TYPE = "invalid_answer"
 """Our `type` of the error in a reply that replaces a server's answer which is none."""
-INVALID_STATUS = 502
 _PROMPT_PARAMS = frozenset({"input_tokens", "input_text", "prompt_tokens"})
 _PROMPT_CODES = frozenset({"context_length_exceeded", "string_above_max_length"})
 _USED_UP = "insufficient_quota"
@@ -64,7 +65,34 @@ _ANSWER_FIELDS = {
 }
 
 
-def is_answer(call: Call, body: bytes) -> bool:
+def judge(
+    call: Call, status: int, body: bytes
+) -> tuple[Reply, Literal["final", "denied", "busy", "failed"]]:
+    """Return the reply to a call and what follows from it. Pure.
+
+    It is final; or it would be the same for everyone who has this key; or the server has too much to do, which says
+    nothing about the row; or it has failed, perhaps only this time.
+
+    Args:
+        call: The call.
+        status: The server's status; 0 if no whole answer came.
+        body: Its body, or the reason.
+    """
+    reply = Reply(key=call.key, status=status or 503, body=body)
+    if status == 200 and not _is_answer(call, body):
+        said = problem_of(body).message or printable(body[:200].decode("utf-8", "replace"))
+        message = f"the server's answer is none: {said[:200]}"
+        error = msgspec.json.encode({"error": {"message": message, "type": _INVALID_TYPE}})
+        return Reply(key=call.key, status=502, body=error), "failed"
+    problem = problem_of(body) if status == 429 else Problem()
+    if status in DENIED or _USED_UP in (problem.code, problem.type):
+        return reply, "denied"
+    if status in _OVERLOADED:
+        return reply, "busy"
+    return reply, "failed" if not status or status in _TRANSIENT else "final"
+
+
+def _is_answer(call: Call, body: bytes) -> bool:
     """Whether the body of a status 200 is an answer to a call: whole JSON, no error, with what such answers hold."""
     field = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
     if field is None and not call.content_type.startswith("application/json"):
@@ -80,25 +108,12 @@ def is_answer(call: Call, body: bytes) -> bool:
 _EMPTY = (b"null", b"[]")
 
 
-def invalid_answer(body: bytes) -> bytes:
-    """Return the body of the reply that takes the place of a server's answer which is none."""
-    said = problem_of(body).message or printable(body[:200].decode("utf-8", "replace"))
-    error = {"message": f"the server's answer is none: {said[:200]}", "type": INVALID_TYPE}
-    return msgspec.json.encode({"error": error})
-
-
-def is_used_up(reply: Reply) -> bool:
-    """Whether a 429 means that the account has nothing left to pay with, and not that there is too much to do."""
-    problem = problem_of(reply.body) if reply.status == 429 else Problem()
-    return _USED_UP in (problem.code, problem.type)
-
-
 def failure_of(reply: Reply) -> Failure | None:
     """Return why a reply is no answer; None if it is one. Pure."""
     if reply.status == 0:
         message = reply.body.decode("utf-8", "replace")
         return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
-    if 200 <= reply.status < 300:
+    if reply.status == 200:
         return None
     problem, status = problem_of(reply.body), reply.status
     message = problem.message[:_LONGEST_MESSAGE] or f"the server answered with status {status}"
@@ -107,9 +122,9 @@ def failure_of(reply: Reply) -> Failure | None:
 
 
 def _code_of(status: int, problem: Problem) -> Code:
-    if problem.type == INVALID_TYPE:
+    if problem.type == _INVALID_TYPE or status < 300:
         return Code.INVALID_ANSWER
-    if status in TRANSIENT or (status >= 500 and status != 501):
+    if status in _TRANSIENT or (status >= 500 and status != 501):
         return Code.SERVER_ERROR
     if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
         return Code.PROMPT_TOO_LONG

@@ -1,4 +1,4 @@
-"""Servers of our own: the commands that start them, and their processes.
+"""Servers of our own: the commands that start them, their processes, and whether they are well.
 
 Each replica is one server, which listens on a unix socket in a folder that only its owner may enter, or at a port of
 127.0.0.1 if it cannot do that. What it writes goes to a file beside the socket, and at debug level to our log. `guard`
@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,22 +29,19 @@ from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
-from batchinfer.engines.buckets import fetch, is_in_bucket, list_model
 from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
-from batchinfer.engines.models import ModelInfo, describe_model, plain_path
+from batchinfer.engines.models import ModelInfo, describe_model, local_copy
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
+from batchinfer.engines.targets import Target, slots_for
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
-IN_FLIGHT_FACTOR = 1.5
-"""Number of calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that
-it never waits for the worker."""
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
 _VARIABLES = {
-    # An idle connection that the server closes would break the next call on it.
+    # A connection that a busy server closes while a call is on its way would cost the call another attempt.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -50,6 +49,15 @@ _VARIABLES = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment variables of servers, where the user has not set them."""
+_NAMES = {
+    b"iteration_tokens_total": "steps",
+    b"num_preemptions": "preemptions",
+    b"prompt_tokens": "prompt_tokens",
+    b"prefix_cache_hits": "cached_tokens",
+    b"generation_tokens": "completion_tokens",
+}
+"""vLLM's counters behind the fields of `EngineStats`."""
+_COUNTER = re.compile(rb"^vllm:(\w+?)(?:_total|_count)\{[^}]*\} ([0-9.e+]+)", re.MULTILINE)
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
@@ -105,10 +113,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
-    path = plain_path(config.model)
-    model = str(path) if path.exists() else config.model
-    if is_in_bucket(model):
-        model = str(fetch(list_model(model), stop))
+    model = str(local_copy(config.model, stop) or config.model)
     adapters = describe_adapters(config)
     check_fit(adapters, model, info.revision)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
@@ -136,7 +141,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
             name=f"replica {index}{listed}",
             command=_filled(command, {"{socket}": place, "{port}": str(port)}),
             environment=device_variables(group, config.gpus),
-            slots=math.ceil(seqs * IN_FLIGHT_FACTOR) if seqs else config.max_concurrency,
+            slots=slots_for(seqs) if seqs else config.max_concurrency,
             max_num_seqs=seqs,
             socket=place,
             port=port,
@@ -217,11 +222,11 @@ def write_vllm_command(
     return [*program, *ours, *config.server_args, *fixed, *listen]
 
 
-# --------------------------------------------------------------------------- its process
+# --------------------------------------------------------------------------- a server that runs
 
 
-class ServerProcess:
-    """The process of a server, under its guard. May be started again after it has ended.
+class OwnServer(Target):
+    """A server that we start, under its guard. May be started again after it has ended.
 
     Args:
         launch: What to start.
@@ -229,14 +234,31 @@ class ServerProcess:
     """
 
     def __init__(self, launch: Launch, log: Path) -> None:
+        url = "http://server" if launch.socket else f"http://127.0.0.1:{launch.port}"
+        super().__init__(launch.name, url, launch.slots, socket=launch.socket)
         self.launch = launch
+        self.is_lost = False
+        """Whether it has died so often that it is not started again."""
+        self.num_deaths = 0
+        """Deaths since it last answered a row."""
+        self.guard: subprocess.Popen[bytes] | None = None
         self._log = log
         self._read_bytes = 0
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._counters = self._counters_before = Counter[str]()
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Counters of all its processes, by the fields of `EngineStats`."""
+        return self._counters_before + self._counters
 
     def start(self) -> None:
-        """Start the server. Returns at once."""
-        Path(self.launch.socket or self._log.with_suffix(".none")).unlink(missing_ok=True)
+        """Start the process. Returns at once."""
+        self.num_answered = 0
+        self._started = self._moved = time.monotonic()
+        self._progress: Any = None
+        self._counters_before, self._counters = self.counters, Counter()
+        if self.launch.socket:
+            Path(self.launch.socket).unlink(missing_ok=True)
         variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
         additions = {
             **variables,
@@ -247,7 +269,7 @@ class ServerProcess:
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
         with self._log.open("ab") as log:
             self._start_bytes = log.tell()
-            self._guard = subprocess.Popen(
+            self.guard = subprocess.Popen(
                 [*guarded, *self.launch.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -258,17 +280,60 @@ class ServerProcess:
                 env=child_environment(additions),
             )
 
-    def exit_status(self) -> int | None:
+    async def look(self, config: EngineConfig) -> str:
+        """Look at the server once. Returns why it must be started again; "" while all is well."""
+        if why := self.look_at_process():
+            return why
+        now = time.monotonic()
+        if not self.is_ready:
+            self.is_ready, self._moved = await self.is_healthy(), now
+            seconds = config.load_timeout_seconds
+            if self.is_ready:
+                logger.info("%s: loaded", self.name)
+            elif now - self._started > seconds:
+                return f"not loaded after {seconds:g} s{self._last_lines()}"
+            return ""
+        await self.read_counters(config.stall_seconds)
+        tokens = (self._counters["prompt_tokens"], self._counters["completion_tokens"])
+        if (self.num_answered, tokens) != self._progress or not self.in_flight:
+            self._progress, self._moved = (self.num_answered, tokens), now
+        if now - self._moved > config.stall_seconds:
+            waiting = f"{len(self.in_flight)} calls in flight"
+            return f"no token and no answer for {config.stall_seconds:g} s with {waiting}"
+        return ""
+
+    def look_at_process(self) -> str:
+        """Copy the server's new log lines to our log. Returns how it ended, with the lines that say why, or ""."""
+        if logger.isEnabledFor(logging.DEBUG):
+            with self._log.open("rb") as log:
+                log.seek(self._read_bytes)
+                data = log.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_bytes += len(whole)
+            for line in whole.decode("utf-8", "replace").splitlines():
+                logger.debug("%s: %s", self.name, line)
+        status = self._exit_status()
+        return "" if status is None else describe_exit(status) + self._last_lines()
+
+    def _exit_status(self) -> int | None:
         """Return the server's exit status, negative for a signal; None while it runs."""
-        assert self._guard is not None
-        status = self._guard.poll()
+        status = self.guard.poll() if self.guard is not None else None
         return status if status is None or status <= 128 else 128 - status
 
-    def reason(self) -> str:
-        """Return how the server ended, with the lines of its log that say why."""
-        return describe_exit(self.exit_status()) + self.last_lines()
+    async def is_healthy(self) -> bool:
+        """Whether the server says that it is well. Some in vLLM's place have no /health, but a list of models."""
+        status = (await self.get("/health")).status
+        return (status if status != 404 else (await self.get("/v1/models")).status) == 200
 
-    def last_lines(self) -> str:
+    async def read_counters(self, most_seconds: float) -> None:
+        """Read the server's counters. Servers without any answer something else, which changes nothing."""
+        found = Counter[str]()
+        for name, value in _COUNTER.findall((await self.get("/metrics", most_seconds)).body):
+            if name in _NAMES:
+                found[_NAMES[name]] += int(float(value))
+        self._counters = found or self._counters
+
+    def _last_lines(self) -> str:
         """Return the lines that say why the server failed, or its last ones, as a text to append."""
         lines = [_PREFIX.sub("", line).strip() for line in self._last().splitlines()]
         errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
@@ -285,31 +350,19 @@ class ServerProcess:
 
         vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
         """
-        message = f"{self.launch.name}: {reason}"
-        if self.exit_status() in (2, 127):
+        message = f"{self.name}: {reason}"
+        if self._exit_status() in (2, 127):
             hint = "see the options after --model"
             return ConfigError(f"the server does not start: {message}", hint=hint)
-        if self.exit_status() is not None and _NO_MEMORY.search(self._last()):
+        if self._exit_status() is not None and _NO_MEMORY.search(self._last()):
             message = f"the model does not fit into memory: {message}"
             return ConfigError(message, hint=_MEMORY_ADVICE)
         hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
         return EngineLoadError(message, hint=hint)
 
-    def copy_log(self) -> None:
-        """Write what the server has written since the last call to our log, at debug level."""
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
-        with self._log.open("rb") as log:
-            log.seek(self._read_bytes)
-            data = log.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.decode("utf-8", "replace").splitlines():
-            logger.debug("%s: %s", self.launch.name, line)
-
     def end(self, *, is_kill: bool = False) -> None:
         """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it."""
-        process, self._guard = self._guard, None
+        process, self.guard = self.guard, None
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(OSError):
@@ -317,4 +370,4 @@ class ServerProcess:
                 process.stdin.write(b"k")
             process.stdin.close()
         process.wait()
-        self.copy_log()
+        self.look_at_process()

@@ -1,42 +1,37 @@
-"""Where calls are sent: one HTTP server, ours or somebody else's. Everything here belongs to the event loop."""
+"""Where calls are sent: one HTTP server, ours or somebody else's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import math
 import os
-import re
+import random
 import time
-from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, EngineLoadError
-from batchinfer.core.printable import printable
 from batchinfer.core.records import Call, RowKey
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import DENIED, problem_of
-from batchinfer.engines.server import ServerProcess
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Name of the environment variable with the endpoint's key."""
 OPEN_SECONDS = 12.0
 """Seconds in which an endpoint must be reached when the engine opens."""
 _ASK_SECONDS = 10.0
-_NAMES = {
-    b"iteration_tokens_total": "steps",
-    b"num_preemptions": "preemptions",
-    b"prompt_tokens": "prompt_tokens",
-    b"prefix_cache_hits": "cached_tokens",
-    b"generation_tokens": "completion_tokens",
-}
-"""vLLM's counters behind the fields of `EngineStats`."""
-_COUNTER = re.compile(rb"^vllm:(\w+?)(?:_total|_count)\{[^}]*\} ([0-9.e+]+)", re.MULTILINE)
+# Seconds after which an idle connection is not used again: many servers close it after five.
+_KEEP_SECONDS = 4.0
+# Calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that it
+# never waits for the worker.
+_IN_FLIGHT_FACTOR = 1.5
+_LONGEST_PAUSE_SECONDS = 60.0
 _BROKEN = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 """What the client raises if no whole answer comes."""
 
@@ -65,23 +60,14 @@ class Target:
         slots: Number of calls that it holds at once.
         socket: Path of its unix socket; empty if the URL says where it is.
         key: Key for the header Authorization; empty for none.
-        uses_proxy: Whether the variables HTTPS_PROXY and the like count.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        slots: int,
-        *,
-        socket: str = "",
-        key: str = "",
-        uses_proxy: bool = False,
-    ) -> None:
+    uses_proxy: ClassVar[bool] = False
+    """Whether the variables HTTPS_PROXY and the like count."""
+
+    def __init__(self, name: str, url: str, slots: int, *, socket: str = "", key: str = "") -> None:
         self.name, self.url, self.slots = name, url, slots
         self.is_ready = False
-        self.held = 0
-        """Calls given to this target whose replies were not collected. Belongs to the thread that calls `generate`."""
         self.in_flight: dict[RowKey, asyncio.Task[None]] = {}
         self.num_answered = 0
         self.paused_until = 0.0
@@ -89,18 +75,25 @@ class Target:
         """Pauses since the last answer."""
         self.timeout_seconds: float | None = None
         """Longest time that one attempt at a call may take."""
-        self._socket, self._key, self._uses_proxy = socket, key, uses_proxy
+        self._socket, self._key = socket, key
         self._http: aiohttp.ClientSession | None = None
 
     @property
     def free_slots(self) -> int:
         """Number of calls that it can take now."""
-        return max(0, self.slots - self.held) if self.is_ready and not self.pause_seconds else 0
+        is_open = self.is_ready and not self.pause_seconds
+        return max(0, self.slots - len(self.in_flight)) if is_open else 0
 
     @property
     def pause_seconds(self) -> float:
         """Seconds in which it gets no call."""
         return max(0.0, self.paused_until - time.monotonic())
+
+    def pause(self, wait_seconds: float | None = None) -> None:
+        """Give it no call for as long as it asks for, or for a growing pause."""
+        self.num_pauses += not self.pause_seconds  # calls that fail together make one pause
+        pause = pause_seconds(self.num_pauses) if wait_seconds is None else wait_seconds
+        self.paused_until = max(self.paused_until, time.monotonic() + pause)
 
     def url_of(self, path: str) -> str:
         """Return the URL of a path such as /v1/completions."""
@@ -108,14 +101,14 @@ class Target:
 
     def _request(self, method: str, path: str, **more: Any) -> Any:
         if self._http is None:
-            socket = self._socket
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEP_SECONDS}
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.UnixConnector(socket, limit=0)
-                if socket
-                else aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.UnixConnector(self._socket, **options)
+                if self._socket
+                else aiohttp.TCPConnector(**options),
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_SECONDS),
-                trust_env=self._uses_proxy,
+                trust_env=self.uses_proxy,
                 read_bufsize=1 << 20,
             )
         return self._http.request(method, self.url_of(path), allow_redirects=False, **more)
@@ -143,7 +136,7 @@ class Target:
         except _BROKEN as error:
             return Answer(0, f"no answer: {type(error).__name__}: {error}".encode())
 
-    async def events(self, call: Call) -> AsyncIterator[bytes]:
+    async def events(self, call: Call) -> AsyncGenerator[bytes]:
         """Send a call and yield the data of each server-sent event; a refusal is yielded as it is.
 
         Raises:
@@ -187,6 +180,8 @@ class Endpoint(Target):
         ConfigError: the URL is none, or the key cannot be sent.
     """
 
+    uses_proxy = True
+
     def __init__(self, url: str, config: EngineConfig) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
@@ -197,7 +192,7 @@ class Endpoint(Target):
             )
         key = os.environ.get(KEY_VARIABLE, "").strip()
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
-        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key, uses_proxy=True)
+        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
         self.timeout_seconds = config.request_timeout_seconds
         self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
 
@@ -219,7 +214,7 @@ class Endpoint(Target):
         if found.status in DENIED:
             raise self.denied(found)
         if found.status == 0 or found.status >= 500 or found.status == 429:
-            said = printable(found.body[:200].decode("utf-8", "replace"))
+            said = problem_of(found.body).message[:200]
             return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
         listed = found.field("data")
         if found.status < 400 and not isinstance(listed, list):
@@ -246,68 +241,14 @@ class Endpoint(Target):
         )
 
 
-class OwnServer(Target):
-    """A server that we have started."""
+def slots_for(num_seqs: int) -> int:
+    """Return the number of calls that a server should hold which runs so many at once."""
+    return math.ceil(num_seqs * _IN_FLIGHT_FACTOR)
 
-    def __init__(self, process: ServerProcess) -> None:
-        self.process, launch = process, process.launch
-        url = "http://server" if launch.socket else f"http://127.0.0.1:{launch.port}"
-        super().__init__(launch.name, url, launch.slots, socket=launch.socket)
-        self.is_lost = False
-        """Whether it has died so often that it is not started again."""
-        self.num_deaths = 0
-        """Deaths since it last answered a row."""
-        self._counters = self._counters_before = Counter[str]()
 
-    @property
-    def counters(self) -> Counter[str]:
-        """Counters of all its processes, by the fields of `EngineStats`."""
-        return self._counters_before + self._counters
-
-    def start(self) -> None:
-        """Start the process. Returns at once."""
-        self.num_answered = 0
-        self._started = self._moved = time.monotonic()
-        self._progress: Any = None
-        self._counters_before, self._counters = self.counters, Counter()
-        self.process.start()
-
-    async def look(self, config: EngineConfig) -> str:
-        """Look at the server once. Returns why it must be started again; "" while all is well."""
-        self.process.copy_log()
-        if self.process.exit_status() is not None:
-            return self.process.reason()
-        now = time.monotonic()
-        if not self.is_ready:
-            self.is_ready, self._moved = await self.is_healthy(), now
-            seconds = config.load_timeout_seconds
-            is_late = not self.is_ready and now - self._started > seconds
-            return f"not loaded after {seconds:g} s{self.process.last_lines()}" if is_late else ""
-        await self.read_counters(config.stall_seconds)
-        tokens = (self._counters["prompt_tokens"], self._counters["completion_tokens"])
-        if (self.num_answered, tokens) != self._progress or not self.in_flight:
-            self._progress, self._moved = (self.num_answered, tokens), now
-        if now - self._moved > config.stall_seconds:
-            waiting = f"{len(self.in_flight)} calls in flight"
-            return f"no token and no answer for {config.stall_seconds:g} s with {waiting}"
-        return ""
-
-    async def is_healthy(self) -> bool:
-        """Whether the server says that it is well. Some in vLLM's place have no /health, but a list of models."""
-        status = (await self.get("/health")).status
-        return (status if status != 404 else (await self.get("/v1/models")).status) == 200
-
-    async def read_counters(self, most_seconds: float = _ASK_SECONDS) -> None:
-        """Read the server's counters. Servers without any answer something else, which changes nothing."""
-        found = Counter[str]()
-        for name, value in _COUNTER.findall((await self.get("/metrics", most_seconds)).body):
-            if name in _NAMES:
-                found[_NAMES[name]] += int(float(value))
-        self._counters = found or self._counters
-
-    def load_error(self, reason: str) -> BatchinferError:
-        """See Target.load_error."""
-        return self.process.load_error(reason)
+def pause_seconds(num_failed: int) -> float:
+    """Return the seconds before the next attempt: half a second, and twice as long after each further failure."""
+    return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (num_failed - 2)) * random.uniform(0.8, 1.2)
 
 
 @functools.lru_cache(64)

@@ -34,15 +34,6 @@ _decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class _Choice(msgspec.Struct, gc=False):
-    finish_reason: str | None = None
-
-
-_choices_of = codec.json_decoder(list[_Choice]).decode
-_objects_of = codec.json_decoder(list[dict[str, Any]]).decode
-_object_of = codec.json_decoder(dict[str, Any]).decode
-
-
 def read_body(data: bytes) -> tuple[Body | None, bytes]:
     """Read a server's body.
 
@@ -132,7 +123,7 @@ def _raw(value: Any) -> msgspec.Raw:
 def usage_of(body: Body) -> Usage:
     """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        found = _object_of(body["usage"])
+        found = msgspec.json.decode(body["usage"])
         prompt, answer = (
             found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
             for one, other in (("prompt", "input"), ("completion", "output"))
@@ -150,10 +141,9 @@ def usage_of(body: Body) -> Usage:
 
 def finish_reason_of(body: Body) -> str:
     """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
-    with contextlib.suppress(AttributeError, *DECODE_ERRORS):
+    with contextlib.suppress(AttributeError, LookupError, TypeError, *DECODE_ERRORS):
         if "choices" in body:
-            choices = _choices_of(body["choices"])
-            return (choices[0].finish_reason or "") if choices else ""
+            return str(msgspec.json.decode(body["choices"])[0].get("finish_reason") or "")
         if "output" in body and "status" in body:
             details = msgspec.json.decode(body.get("incomplete_details", b"null"))
             reason = details.get("reason") if details else None
@@ -173,7 +163,7 @@ def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
         keeps_logprobs: Whether the request asked for log-probabilities itself.
     """
     try:
-        choices = _objects_of(body["choices"])
+        choices = msgspec.json.decode(body["choices"])
         best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
     except (KeyError, AttributeError, TypeError, *DECODE_ERRORS):
         return

@@ -12,7 +12,7 @@ from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Failure, Record, Reply, Usage
 from batchinfer.core.row_codes import Code
 from batchinfer.formats import bodies
-from batchinfer.prompts import Prepared
+from batchinfer.prompts.types import Prepared
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,14 +29,6 @@ class EncodedRow(Record, frozen=True, kw_only=True, gc=False):
     failure: Failure | None = None
 
 
-class OutputError(msgspec.Struct, frozen=True, gc=False):
-    """The `error` of an output line."""
-
-    code: str
-    message: str = ""
-    param: str | None = None
-
-
 class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "id": "_id"}):
     """An output line after it was read: of `body` and `error`, one is there."""
 
@@ -45,7 +37,8 @@ class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "
     status: int
     body: msgspec.Raw = msgspec.Raw()
     """The server's body as JSON; empty for a row without an answer."""
-    error: OutputError | None = None
+    error: Failure | None = None
+    """Why there is no answer. Its own `status` is not in the line."""
 
     @property
     def is_ok(self) -> bool:
@@ -74,10 +67,9 @@ def encode_row(prepared: Prepared, result: Reply | Failure) -> EncodedRow:
             return _answered(prepared, result)
         except InputError as error:
             result = Failure(code=Code.INVALID_ANSWER, message=error.message, status=502)
-    shown: dict[str, str] = {"code": str(result.code), "message": result.message}
-    if result.param is not None:
-        shown["param"] = result.param
-    line = _line(prepared, result.status, b'"error":%b' % _text(shown))
+    fields = {"code": str(result.code), "message": result.message, "param": result.param}
+    texts = [b'"%b":%b' % (x.encode(), _text(y)) for x, y in fields.items() if y is not None]
+    line = _line(prepared, result.status, b'"error":{%b}' % b",".join(texts))
     return EncodedRow(line=line, ok=False, code=str(result.code), failure=result)
 
 
@@ -87,8 +79,6 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
     Raises:
         InputError: the reply is no answer.
     """
-    if reply.status != 200:
-        raise InputError(f"the server answered with status {reply.status}", hint="")
     body, data = bodies.read_body(reply.body)
     if body is None:
         return EncodedRow(line=_line(prepared, 200, b'"body":%b' % data), ok=True)
@@ -108,13 +98,8 @@ def _line(prepared: Prepared, status: int, rest: bytes) -> bytes:
     return b'{"_row":%d,"_id":%b,"status":%d,%b}' % (prepared.row, _text(prepared.id), status, rest)
 
 
-def _text(value: str | dict[str, str]) -> bytes:
-    try:
-        return _encode(value)
-    except UnicodeEncodeError:
-        if isinstance(value, str):
-            return _encode(bodies.with_whole_characters(value))
-        return _encode({name: bodies.with_whole_characters(text) for name, text in value.items()})
+def _text(value: str) -> bytes:
+    return _encode(value if value.isascii() else bodies.with_whole_characters(value))
 
 
 def read_line(data: bytes) -> OutputLine:

@@ -268,7 +268,7 @@ class Launch:
             ConfigError: The cluster refuses, another launch was made since the last look, or the run was stopped. The
                 record is removed again, unless the cluster has got workers, or cannot say.
         """
-        record_launch(self._store, plan, replaced, self._clock.now())
+        record_launch(self._store, plan, replaced)
         others = set(find_launches(self._store)[0]) - self._known - {plan.id}
         if others:
             forget_launch(self._store, plan)

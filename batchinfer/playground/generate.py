@@ -20,9 +20,9 @@ from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.replies import failure_of
-from batchinfer.formats import answer_of, encode_row, read_line
+from batchinfer.formats.lines import answer_of, encode_row, read_line
 from batchinfer.playground.session import Session, play_options
-from batchinfer.prompts import Prepared
+from batchinfer.prompts.types import Prepared
 
 
 @click.command("generate", cls=ServerCommand)

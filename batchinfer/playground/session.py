@@ -16,7 +16,8 @@ from batchinfer.core import codec, units
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
-from batchinfer.prompts import Prepared, PromptBuilder, RawRow
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.command import engine_config, prompt_config
 from batchinfer.worker.worker_config import WorkerConfig, rules_of
 

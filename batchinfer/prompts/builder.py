@@ -16,7 +16,7 @@ from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.checks import check_config
-from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, check_place, decode_object
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
 from batchinfer.prompts.media import holds_media, multipart, put_contents, take_links
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
@@ -27,7 +27,6 @@ from batchinfer.prompts.types import (
     TASK_PATHS,
     BestOf,
     EngineRules,
-    MediaRef,
     Prepared,
     PromptConfig,
     RawRow,
@@ -50,6 +49,7 @@ _EXCLUSIVE = (
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+_GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
 
@@ -112,11 +112,11 @@ class PromptBuilder:
         prompts: dict[str, dict[str, Any]] = {
             CHAT_URL: {"messages": [{"role": "user", "content": text}]},
             COMPLETIONS_URL: {"prompt": text},
-            TASK_PATHS["score"]: {"text_1": text, "text_2": text},
-            TASK_PATHS["rerank"]: {"query": text, "documents": [text]},
+            "/score": {"text_1": text, "text_2": text},
+            "/rerank": {"query": text, "documents": [text]},
         }
-        body = {**prompts.get(path, {"input": text}), "model": self._rules.model}
-        if path in (CHAT_URL, COMPLETIONS_URL):
+        body = prompts.get(path, {"input": text})
+        if path in _GENERATING:
             body["max_tokens"] = self._config.body.get("min_tokens") or 1
         return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 
@@ -126,14 +126,14 @@ class PromptBuilder:
         prepared = Prepared(key=key, row=row, id=str(row))
         try:
             columns = decode_object(data)
-            place, own_id = columns.pop(ROW_FIELD, None), columns.pop(ID_FIELD, None)
+            columns.pop(ROW_FIELD, None)
+            own_id = columns.pop(ID_FIELD, None)
             if column := self._config.column("id"):
                 own_id = columns.get(column)
             if self._config.request_format == "openai-batch":
                 own_id = columns.get("custom_id") or own_id
             if own_id is not None:
                 prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
-            check_place(place, row)
             return self._finish(prepared, *self._reader.read(columns), seed_of)
         except RowProblem as problem:
             return msgspec.structs.replace(prepared, failure=problem.as_failure())
@@ -154,11 +154,8 @@ class PromptBuilder:
         best_of = _take_best_of(path, body)
         if self._config.truncate_prompt != "error" and not holds_media(body):
             self._truncate(path, body)
-        if path in SPEECH_URLS:
-            place = str(body["file"])
-            media = [] if place.startswith("data:") else [MediaRef(place=place, kind="audio")]
-        else:
-            media = take_links(body, fetches_links=self._rules.fetches_links)
+        may_stay = self._rules.fetches_links and path not in SPEECH_URLS
+        media = take_links(body, fetches_links=may_stay)
         if self._reader.path == COMPLETIONS_URL and self._rules.max_model_len:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             body.setdefault("max_tokens", self._rules.max_model_len)
@@ -211,9 +208,9 @@ class PromptBuilder:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""
         name, length = "truncate_prompt_tokens", self._rules.max_model_len
         side = self._config.truncate_prompt
-        if length is None or name in body or path in SPEECH_URLS or name not in self._known(path):
+        if length is None or name in body or name not in self._known(path):
             return
-        if path in (CHAT_URL, COMPLETIONS_URL):
+        if path in _GENERATING:
             default = 1 if path == CHAT_URL or self._reader.path else _API_MAX_TOKENS
             wanted = body.get("max_completion_tokens") or body.get("max_tokens")
             room = length - (wanted if type(wanted) is int else default)
@@ -227,8 +224,9 @@ class PromptBuilder:
         is_greedy = isinstance(temperature, int | float) and temperature <= 0
         if is_greedy or body.get("seed") is not None:
             return False
-        is_generating = path in (CHAT_URL, COMPLETIONS_URL, *SPEECH_URLS)
-        return is_generating or {"seed", "temperature"} <= self._rules.parameters(path)
+        return path in (*_GENERATING, *SPEECH_URLS) or (
+            {"seed", "temperature"} <= self._rules.parameters(path)
+        )
 
 
 def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
@@ -261,10 +259,7 @@ def finish_call(prepared: Prepared, contents: Sequence[bytes | None]) -> Prepare
     """
     assert prepared.draft is not None, "the row has its call already"
     try:
-        if prepared.path in SPEECH_URLS:
-            prepared.draft["file"] = contents[0]
-        else:
-            put_contents(prepared.draft, contents, prepared.media)
+        put_contents(prepared.draft, contents, prepared.media)
         return _with_call(prepared)
     except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
         failure = internal_failure(error)
@@ -275,7 +270,7 @@ def _with_call(prepared: Prepared) -> Prepared:
     """Return a row whose draft is complete with its call."""
     body, content_type = prepared.draft or {}, "application/json"
     if prepared.path in SPEECH_URLS:
-        data, content_type = multipart(body, body.pop("file"))
+        data, content_type = multipart(body)
     else:
         data = _encode(body)
     call = Call(key=prepared.key, path=prepared.path, body=data, content_type=content_type)

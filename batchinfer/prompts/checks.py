@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.types import (
@@ -15,18 +15,8 @@ from batchinfer.prompts.types import (
 
 _PROMPTS = ("messages_column", "prompt_column", "prompt_template", "pair_columns")
 """Fields that say what the prompt of a row is."""
-_OF_CHATS = ("system_prompt", "image", "video", "tools")
-_OTHERS = ("as_chat", "blank_columns", "lora", "audio", "constraint")
-"""The other fields, and kinds of columns, that only rows of columns have."""
-
-
-def _given(config: PromptConfig, fields: Iterable[str]) -> list[str]:
-    """Return the options of those fields that are set, and of those kinds of columns that there are."""
-    flags = {x: f"--column {x}" for x in COLUMN_KINDS}
-    given = [
-        x for x in fields if (x in config.columns if x in COLUMN_KINDS else getattr(config, x))
-    ]
-    return [flags.get(field, "--" + field.replace("_", "-")) for field in given]
+_OTHERS = ("system_prompt", "as_chat", "blank_columns")
+"""The other fields that only rows of columns have."""
 
 
 def check_config(config: PromptConfig) -> None:
@@ -47,34 +37,38 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
             yield f"--column {kind}: expected one of {known}", "--column image=photo"
         if len(names) > 1 and kind not in MEDIA_KINDS:
             yield f"--column {kind}: {len(names)} columns, expected one", "give it once"
+    given = {x: f"--{x.replace('_', '-')}" for x in (*_PROMPTS, *_OTHERS) if getattr(config, x)}
+    given |= {kind: f"--column {kind}" for kind in config.columns if kind != "id"}
     if config.request_format != "rows":
-        for option in _given(config, [*_PROMPTS, *_OF_CHATS, *_OTHERS]):
+        for option in given.values():
             yield (
                 f"{option} with --request-format {config.request_format}: such rows hold their prompts",
                 f"leave out {option}, or use --request-format rows",
             )
         return
-    task, given = f"--task {config.task}", _given(config, _PROMPTS)
+    task, prompts = f"--task {config.task}", [given[x] for x in _PROMPTS if x in given]
     is_speech, sounds = TASK_PATHS.get(config.task) in SPEECH_URLS, config.media_columns["audio"]
-    if is_speech and (given or len(sounds) != 1):
-        found = " and ".join(given) or f"{len(sounds)} columns of sounds"
+    if is_speech and (prompts or len(sounds) != 1):
+        found = " and ".join(prompts) or f"{len(sounds)} columns of sounds"
         yield f"{task}: {found}, expected one column of sounds", "name it: --column audio=NAME"
-    elif not is_speech and len(given) != 1:
+    elif not is_speech and len(prompts) != 1:
         yield (
-            f"{' and '.join(given) or 'no prompt option'}: expected one way to make prompts",
+            f"{' and '.join(prompts) or 'no prompt option'}: expected one way to make prompts",
             "--messages-column, --prompt-column, or --prompt-template FILE",
         )
     num_columns = 2 if config.task in ("score", "rerank") else 0
     if len(config.pair_columns) != num_columns:
         found = f"{len(config.pair_columns)} columns, expected {num_columns}"
         yield f"--pair-columns with {task}: {found}", "as in --task score --pair-columns query,text"
-    of_chats = _given(config, [*_OF_CHATS, *(["audio"] if not is_speech else [])])
-    for option in [*of_chats, *(["--tools"] if "tools" in config.body else [])]:
-        is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
-        if not config.is_chat and not is_used:
-            hint = "add --as-chat, or use --messages-column"
-            yield f"{option}: the prompt is plain text, expected a chat", hint
-    if config.column("lora") and not config.adapters:
+    of_chats = {"image", "video", "tools"} | (set() if is_speech else {"audio"})
+    if "system_prompt" not in config.prompt_template:
+        of_chats.add("system_prompt")
+    if "tools" in config.body:
+        given.setdefault("tools", "--tools")
+    for field in () if config.is_chat else sorted(of_chats & given.keys()):
+        hint = "add --as-chat, or use --messages-column"
+        yield f"{given[field]}: the prompt is plain text, expected a chat", hint
+    if "lora" in given and not config.adapters:
         yield "--column lora: the run has no adapter", "add --lora NAME=PATH"
-    if len(config.adapters) > 1 and not config.column("lora"):
+    if len(config.adapters) > 1 and "lora" not in given:
         yield "--lora: several adapters, and rows say none", "add --column lora=NAME"

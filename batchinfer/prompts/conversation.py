@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -26,12 +27,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 Message = dict[str, Any]
 
 
-def read_conversation(value: Any, *, num_user_turns: int = 0) -> list[Message]:
-    """Turn a column's value into messages with `role` and `content`.
-
-    Args:
-        value: The column's value, in one of the forms below.
-        num_user_turns: Reading stops after this number of user messages; 0 reads the whole conversation.
+def read_conversation(value: Any) -> Iterator[Message]:
+    """Yield the messages that a column's value holds, each with `role` and `content`.
 
     Accepted forms: a list of {role, content} or {from, value} objects; one such object; an object with a list of
     roles and a list of contents, as some tables store a list of objects; an object that holds the list in `messages`,
@@ -43,13 +40,7 @@ def read_conversation(value: Any, *, num_user_turns: int = 0) -> list[Message]:
     value = _unwrapped(_parsed(value) if isinstance(value, str) else value)
     if not isinstance(value, list):
         raise Unfit(f"the conversation is {shown(value)}, expected a list")
-    messages: list[Message] = []
-    for index, item in enumerate(value):
-        messages.append(_message(item, index))
-        num_user_turns -= messages[-1]["role"] == "user"
-        if num_user_turns == 0 and messages[-1]["role"] == "user":
-            break
-    return messages
+    yield from (_message(item, index) for index, item in enumerate(value))
 
 
 def _parsed(text: str) -> Any:
@@ -157,8 +148,8 @@ def check_turns(turns: str) -> int:
     return number
 
 
-def select_turns(messages: list[Message], turns: int, *, is_judged: bool = False) -> list[Message]:
-    """Return the beginning of a conversation.
+def select_turns(messages: Iterable[Message], turns: int, *, is_judged: bool) -> list[Message]:
+    """Return the beginning of a conversation. What follows it is not read.
 
     Args:
         messages: The conversation.
@@ -170,13 +161,20 @@ def select_turns(messages: list[Message], turns: int, *, is_judged: bool = False
     Raises:
         Unfit: no returned message has text, or none of a user if the model shall answer.
     """
-    asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if is_judged:
-        selected = messages[: asking[turns]] if 0 < turns < len(asking) else messages
-    else:
-        others = [index for index, each in enumerate(messages) if each["role"] != "assistant"]
-        ends = asking[:turns] if turns else others
-        selected = messages[: ends[-1] + 1] if ends else []
+    selected: list[Message] = []
+    num_asking = 0
+    for message in messages:
+        num_asking += message["role"] == "user"
+        if is_judged and 0 < turns < num_asking:
+            break
+        selected.append(message)
+        if not is_judged and num_asking == turns > 0:
+            break
+    while selected and not is_judged:
+        role = selected[-1]["role"]
+        if role == "user" or (not turns and role != "assistant"):
+            break
+        selected.pop()
     if not any(_has_content(each) for each in selected if is_judged or each["role"] == "user"):
         raise Unfit("the conversation has no message of a user with text, expected one")
     return selected

@@ -64,20 +64,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-def check_place(row: Any, expected: int) -> None:
-    """Check the field `_row` of a line, if the line has it, against the row number computed from the line's place.
-
-    Raises:
-        RowProblem: the numbers differ.
-    """
-    if row is not None and row != expected:
-        message = (
-            f"{ROW_FIELD} is {shown(row)}, expected {expected} from the line's place: lines were added, removed or "
-            "moved since the chunk was written"
-        )
-        raise RowProblem(Code.ROW_MISMATCH, message)
-
-
 def as_id(value: Any) -> str:
     """Return an id as text: a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

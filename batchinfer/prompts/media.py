@@ -17,6 +17,8 @@ from batchinfer.core.row_codes import Code
 from batchinfer.prompts.json_lines import reading, shown
 from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowProblem, Unfit
 
+SOUND = "file"
+"""Field of a body for a sound to transcribe or to translate."""
 _URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS}
 _NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "metadata"})
 """Fields of a body in which a server looks for no media."""
@@ -65,7 +67,7 @@ def read_media(value: Any, kind: str) -> list[str]:
     if not text or text[:5].lower() == "data:":
         expected = "a URL, a path, base64, or an object with bytes, path or url"
         raise Unfit(f"{shown(value)}, expected {expected}")
-    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(_start_of(text)))
+    has_format = len(text) > _SHORTEST_FILE and bool(_format_of(text))
     is_file = has_format or len(text) > _LONGEST_PATH
     return [data_url(text, kind) if is_file and not _LINK.match(text) else text]
 
@@ -75,18 +77,15 @@ def data_url(content: str | bytes, kind: str) -> str:
     if isinstance(content, bytes):
         content = base64.b64encode(content).decode()
     content = "".join(content.split())
-    return f"data:{kind}/{_format_of(_start_of(content)) or 'unknown'};base64,{content}"
+    return f"data:{kind}/{_format_of(content) or 'unknown'};base64,{content}"
 
 
-def _start_of(content: str) -> bytes:
+def _format_of(content: str) -> str:
+    """Return the format of a file by its base64; "" for an unknown one."""
     try:
-        return base64.b64decode(content[:24])
+        found = _FORMAT.match(base64.b64decode(content[:24]))
     except ValueError:
-        return b""
-
-
-def _format_of(start: bytes) -> str:
-    found = _FORMAT.match(start)
+        return ""
     return (found and found.lastgroup) or ""
 
 
@@ -180,10 +179,10 @@ def take_links(body: dict[str, Any], *, fetches_links: bool) -> list[MediaRef]:
     found: list[MediaRef] = []
     for holder, name in _places(body):
         with reading(name, Code.INVALID_MEDIA):
-            [url] = read_media(_url_of(holder, name), _URL_FIELDS[name])
+            [url] = read_media(_url_of(holder, name), kind := _URL_FIELDS.get(name, "audio"))
         is_link = url.lower().startswith(("http://", "https://"))
         if not url.startswith("data:") and not (is_link and fetches_links):
-            found.append(MediaRef(place=url, kind=_URL_FIELDS[name]))
+            found.append(MediaRef(place=url, kind=kind))
             url = ""
         _put(holder, name, url)
     return found
@@ -213,7 +212,8 @@ def _places(value: Any, *, is_top: bool = True) -> Iterator[tuple[dict[str, Any]
                 yield from _places(item, is_top=False)
     elif isinstance(value, dict):
         for name, item in list(value.items()):
-            if name in _URL_FIELDS and isinstance(_url_of(value, name), str):
+            is_medium = name in _URL_FIELDS or (is_top and name == SOUND)
+            if is_medium and isinstance(_url_of(value, name), str):
                 yield value, name
             elif isinstance(item, dict | list) and not (is_top and name in _NO_CONTENT):
                 yield from _places(item, is_top=False)
@@ -238,27 +238,22 @@ def _put(holder: dict[str, Any], name: str, url: str) -> None:
 # --------------------------------------------------------------------------- speech
 
 
-def multipart(fields: Mapping[str, Any], sound: bytes | str) -> tuple[bytes, str]:
-    """Return the body of a request to transcribe or translate a sound, and its content type.
-
-    Equal requests have equal bytes.
-
-    Args:
-        fields: The fields beside the sound.
-        sound: Content of the sound, or its data URL.
+def multipart(body: dict[str, Any]) -> tuple[bytes, str]:
+    """Return a body with a sound as a form, and its content type. Equal bodies give equal bytes.
 
     Raises:
-        RowProblem: the data URL holds no base64.
+        RowProblem: the data URL of the sound holds no base64.
     """
-    if isinstance(sound, str):
-        try:
-            sound = base64.b64decode("".join(sound.partition(",")[2].split()), validate=True)
-        except ValueError as error:
-            raise RowProblem(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
+    try:
+        content = "".join(body[SOUND].partition(",")[2].split())
+        sound = base64.b64decode(content, validate=True)
+    except ValueError as error:
+        raise RowProblem(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
     mark = hashlib.sha256(sound).hexdigest()
-    file = f'file"; filename="audio.{_format_of(sound[:16]) or "bin"}'
-    parts = [(file, sound)]
-    for field, value in fields.items():
+    parts = [(f'file"; filename="audio.{_format_of(content) or "bin"}', sound)]
+    for field, value in body.items():
+        if field == SOUND:
+            continue
         values = value if isinstance(value, list) else [value]
         texts = [x if isinstance(x, str) else json.dumps(x) for x in values if x is not None]
         name = re.sub(r'["\r\n]', "_", field)
@@ -266,6 +261,5 @@ def multipart(fields: Mapping[str, Any], sound: bytes | str) -> tuple[bytes, str
         parts += [(shown, text.encode()) for text in texts]
     head = '--{}\r\nContent-Disposition: form-data; name="{}"\r\n\r\n'
     pieces = [head.format(mark, name).encode() + content for name, content in parts]
-    return b"\r\n".join(
-        [*pieces, f"--{mark}--\r\n".encode()]
-    ), f"multipart/form-data; boundary={mark}"
+    data = b"\r\n".join([*pieces, f"--{mark}--\r\n".encode()])
+    return data, f"multipart/form-data; boundary={mark}"

@@ -76,34 +76,41 @@ def _translated(pairs: Mapping[str, Any]) -> Fields:
 
 
 def _constraint_of(options: Sampling) -> Fields:
-    schema, choices = options.json_schema, options.choices
-    if schema and choices:
+    choices = options.choices
+    if options.json_schema and choices:
         raise ConfigError("--json-schema and --choices: expected one constraint", hint="keep one")
+    texts = choices[0].split(",") if len(choices) == 1 else choices
+    listed = [text.strip() for text in texts if text.strip()]
     try:
-        if schema:
-            return constraint_fields("json", decode_text(schema))
-        if choices:
-            texts = choices[0].split(",") if len(choices) == 1 else choices
-            return constraint_fields("choice", [x.strip() for x in texts if x.strip()])
+        return read_constraint(listed if choices else options.json_schema)
     except Unfit as error:
-        option = "--json-schema" if schema else "--choices"
+        option = "--choices" if choices else "--json-schema"
         raise ConfigError(f"{option}: {error}") from error
-    return {}
 
 
 # --------------------------------------------------------------------------- constraints and tools
 
 
-def constraint_fields(kind: str, value: Any) -> Fields:
+def read_constraint(value: Any) -> Fields:
     """Return the field of a body that states a constraint: OpenAI's own for JSON, else vLLM's.
 
-    Args:
-        kind: One of `_KINDS`.
-        value: Its value. Whether it compiles is left to the server.
+    The value, or the JSON that it holds as text, is one of these: an object whose only field is one of `_KINDS`; a
+    `response_format` of the OpenAI API; a JSON schema; a list of texts, the choices. Null, an empty text and a
+    `response_format` of the type ``text`` state none. Whether it compiles is left to the server.
 
     Raises:
-        Unfit: the value is empty, or no JSON schema where one is needed.
+        Unfit: the value is none of these, or is empty.
     """
+    if isinstance(value, str) and value:
+        value = decode_text(value)
+    if value is None or value == "":
+        return {}
+    kind = "choice" if isinstance(value, list) else "json"
+    if isinstance(value, dict):
+        if value.get("type") in ("text", "json_object", "json_schema", "structural_tag"):
+            return {"response_format": value} if value["type"] != "text" else {}
+        if len(value) == 1 and next(iter(value)) in _KINDS:
+            [(kind, value)] = value.items()
     if kind == "json_object":
         return {"response_format": {"type": "json_object"}}
     if not value:
@@ -116,30 +123,6 @@ def constraint_fields(kind: str, value: Any) -> Fields:
         )
     schema = {"name": "answer", "schema": value}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
-
-
-def read_constraint(value: Any) -> Fields:
-    """Return the field of a body that states the constraint of a row's own column.
-
-    The value, or the JSON that it holds as text, is one of these: an object whose only field is one of `_KINDS`; a
-    `response_format` of the OpenAI API; a JSON schema; a list of texts, the choices. Null, an empty text and a
-    `response_format` of the type ``text`` state none.
-
-    Raises:
-        Unfit: the value is none of these.
-    """
-    if isinstance(value, str) and value:
-        value = decode_text(value)
-    if value is None or value == "":
-        return {}
-    if isinstance(value, list):
-        return constraint_fields("choice", value)
-    if isinstance(value, dict):
-        if len(value) == 1 and (kind := next(iter(value))) in _KINDS:
-            return constraint_fields(kind, value[kind])
-        if value.get("type") in ("text", "json_object", "json_schema", "structural_tag"):
-            return {"response_format": value} if value["type"] != "text" else {}
-    return constraint_fields("json", value)
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:

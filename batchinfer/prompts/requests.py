@@ -6,8 +6,8 @@ from typing import Any
 
 from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import reading, shown
-from batchinfer.prompts.media import read_media
+from batchinfer.prompts.json_lines import shown
+from batchinfer.prompts.media import SOUND
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -15,7 +15,6 @@ from batchinfer.prompts.types import (
     EngineRules,
     PromptConfig,
     RowProblem,
-    Unfit,
 )
 
 _PROMPTS = ("messages", "prompt", "input", "text_1", "queries", "data_1", "query")
@@ -65,11 +64,10 @@ class RequestsReader:
             raise RowProblem(Code.INVALID_PARAMETER, message, param="stream")
         self._check_names(path, body)
         if path in SPEECH_URLS:
-            with reading("file_url", Code.INVALID_MEDIA):
-                sounds = read_media(body.pop("file_url", None), "audio")
-                if len(sounds) != 1:
-                    raise Unfit("expected the URL of one sound")
-            body["file"] = sounds[0]
+            body[SOUND] = body.pop("file_url", None)
+            if not isinstance(body[SOUND], str):
+                message = "file_url: expected the URL of a sound"
+                raise RowProblem(Code.INVALID_MEDIA, message, param="file_url")
         return path, body
 
     def _check_names(self, path: str, body: dict[str, Any]) -> None:

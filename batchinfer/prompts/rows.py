@@ -14,9 +14,9 @@ from batchinfer.prompts.conversation import (
     select_turns,
 )
 from batchinfer.prompts.json_lines import column, reading, shown
-from batchinfer.prompts.media import add_media, read_media
+from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
-from batchinfer.prompts.templates import PromptTemplate, find_template
+from batchinfer.prompts.templates import CONVERSATIONS, PromptTemplate, template_text
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -25,6 +25,7 @@ from batchinfer.prompts.types import (
     TASK_PATHS,
     EngineRules,
     PromptConfig,
+    RowProblem,
     Unfit,
 )
 
@@ -41,13 +42,11 @@ class RowsReader:
         self._rules = rules
         self._messages_column = config.messages_column
         self._template: PromptTemplate | None = None
-        if source := config.prompt_template:
-            named = find_template(source)
-            if named and not named.source:
-                [self._messages_column] = named.columns
+        if config.prompt_template:
+            if text := template_text(config.prompt_template):
+                self._template = PromptTemplate(text, {"system_prompt": config.system_prompt})
             else:
-                values = {"system_prompt": config.system_prompt}
-                self._template = PromptTemplate(named.source if named else source, values)
+                self._messages_column = CONVERSATIONS
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
         self._turns = check_turns(config.turns)
@@ -74,17 +73,18 @@ class RowsReader:
             RowProblem: the row is bad.
         """
         if self.path in SPEECH_URLS:
-            body: dict[str, Any] = {"file": self._media(columns, "audio", at_most=1)[0]}
+            sounds = self._media(columns, "audio")
+            if len(sounds) != 1:
+                raise RowProblem(Code.INVALID_MEDIA, f"{len(sounds)} sounds, expected one")
+            body: dict[str, Any] = {SOUND: sounds[0]}
         elif self._config.pair_columns:
             body = self._pair(columns)
         else:
             body = self._prompt(columns)
-        body["model"] = self._rules.model
         config = self._config
         if config.adapters:  # a single one answers every row
             name = config.column("lora")
-            own = columns.get(name) if name else config.adapters[0]
-            body["model"] = own or self._rules.model
+            body["model"] = columns.get(name) if name else config.adapters[0]
         if name := config.column("constraint"):
             with reading(f"column {name!r}", Code.INVALID_CONSTRAINT):
                 body |= read_constraint(columns.get(name))
@@ -100,7 +100,9 @@ class RowsReader:
         name = self._messages_column or config.prompt_column
         with reading(f"column {name!r}" if name else "the template's text"):
             if self._messages_column:
-                return self._chat(columns, self._selected(column(columns, name)))
+                messages = read_conversation(column(columns, name))
+                selected = select_turns(messages, self._turns, is_judged=self._is_judged)
+                return self._chat(columns, selected)
             if self._template is not None:
                 blanks = dict.fromkeys(config.blank_columns, "")
                 value = self._template.render({**columns, **blanks})
@@ -126,12 +128,6 @@ class RowsReader:
         named = zip(fields, self._config.pair_columns, strict=True)
         return {field: column(columns, name) for field, name in named}
 
-    def _selected(self, value: Any) -> list[Message]:
-        """Return the messages of a conversation that are sent."""
-        num_user_turns = 0 if self._is_judged else self._turns
-        messages = read_conversation(value, num_user_turns=num_user_turns)
-        return select_turns(messages, self._turns, is_judged=self._is_judged)
-
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
@@ -141,12 +137,10 @@ class RowsReader:
             messages = [{"role": "system", "content": prompt}, *others]
         return {"messages": messages}
 
-    def _media(self, columns: Mapping[str, Any], kind: str, at_most: int = 0) -> list[str]:
+    def _media(self, columns: Mapping[str, Any], kind: str) -> list[str]:
         found: list[str] = []
         for name in self._config.media_columns[kind]:
             value = column(columns, name)
             with reading(f"column {name!r}", Code.INVALID_MEDIA):
                 found += read_media(value, kind)
-                if at_most and len(found) != at_most:
-                    raise Unfit(f"{len(found)} sounds, expected {at_most}")
         return found

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.json_lines import column
 from batchinfer.prompts.types import RowProblem
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # The Alpaca format. Models that were trained on it expect exactly these words.
 _ALPACA = """\
@@ -30,32 +30,20 @@ Write a response that appropriately completes the request.
 {{ "### Input:\\n" ~ input ~ "\\n\\n" if input is defined and input }}### Response:"""
 
 
-class NamedTemplate(NamedTuple):
-    """A template that ``--prompt-template NAME`` selects. It has either Jinja text or a column with conversations."""
-
-    description: str
-    columns: list[str]
-    """Columns that the template reads."""
-    source: str
-    """Jinja text over `columns`; empty if the first of them holds a conversation."""
-
-
-_INPUT = ["instruction", "input"]
 NAMED_TEMPLATES = {
-    "alpaca": NamedTemplate(
-        "instruction with an optional input, in the Alpaca format", _INPUT, _ALPACA
-    ),
-    "gpteacher": NamedTemplate("as alpaca", _INPUT, _ALPACA),
-    "sharegpt": NamedTemplate(
-        "a conversation of {from, value} turns, as a chat", ["conversations"], ""
-    ),
-    "completion": NamedTemplate("the column `text` as it is", ["text"], "{{ text }}"),
+    "alpaca": ("instruction with an optional input, in the Alpaca format", _ALPACA),
+    "gpteacher": ("as alpaca", _ALPACA),
+    "sharegpt": ("a conversation of {from, value} turns, as a chat", ""),
+    "completion": ("the column `text` as it is", "{{ text }}"),
 }
-"""The templates of ``--prompt-template``, by their names."""
+"""The templates that ``--prompt-template NAME`` selects: what each is for, and its Jinja text over columns. One without
+a text stands for `CONVERSATIONS`."""
+CONVERSATIONS = "conversations"
+"""Column that holds the conversation of a row of ShareGPT."""
 
 
-def find_template(given: str) -> NamedTemplate | None:
-    """Return the named template that a value of ``--prompt-template`` names; None if the value is Jinja text.
+def template_text(given: str) -> str:
+    """Return the Jinja text that a value of ``--prompt-template`` means: that of a named template, or the value itself.
 
     Raises:
         ConfigError: there is no template of this name. The message suggests the most similar one.
@@ -66,13 +54,10 @@ def find_template(given: str) -> NamedTemplate | None:
             + near(given, NAMED_TEMPLATES),
             hint="`--prompt-template list` describes them; a file of your own is named as --prompt-template ./FILE",
         )
-    return NAMED_TEMPLATES.get(given)
+    return NAMED_TEMPLATES.get(given, ("", given))[1]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -100,8 +85,6 @@ class PromptTemplate:
     """
 
     def __init__(self, source: str, values: dict[str, Any]) -> None:
-        from jinja2 import TemplateError, TemplateSyntaxError, meta
-
         environment = _environment()
         self._values = values
         try:
@@ -125,8 +108,6 @@ class PromptTemplate:
         Raises:
             RowProblem: the template failed. If the cause is a missing column, the message names that column.
         """
-        from jinja2 import UndefinedError
-
         try:
             text = self._template.render({"row": row, **self._values, **row})
             text.encode()

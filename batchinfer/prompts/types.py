@@ -20,9 +20,7 @@ COLUMN_KINDS = (*MEDIA_KINDS, "tools", "constraint", "lora", "id")
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
-TRANSLATIONS_URL = "/v1/audio/translations"
-SPEECH_URLS = (TRANSCRIPTIONS_URL, TRANSLATIONS_URL)
+SPEECH_URLS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 TASK_PATHS = {
     "embed": "/v1/embeddings",
     "token-embed": "/pooling",
@@ -30,8 +28,8 @@ TASK_PATHS = {
     "score": "/score",
     "rerank": "/rerank",
     "reward": "/pooling",
-    "transcribe": TRANSCRIPTIONS_URL,
-    "translate": TRANSLATIONS_URL,
+    "transcribe": SPEECH_URLS[0],
+    "translate": SPEECH_URLS[1],
 }
 """Path to which rows of columns go, by the run's task. With the task ``generate``, conversations go to `CHAT_URL`, and
 plain prompts to `COMPLETIONS_URL`."""

@@ -19,11 +19,12 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError, RowError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.records import Marker, Run
-from batchinfer.formats import Answer, OutputLine, answer_of, read_line
+from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks
 from batchinfer.ledger.looks import Snapshot
-from batchinfer.prompts import PromptConfig, json_lines
+from batchinfer.prompts import json_lines
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 

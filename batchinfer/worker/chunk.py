@@ -20,7 +20,7 @@ from batchinfer.core.counts import Counts
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, count_rows, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.prompts import RawRow
+from batchinfer.prompts.types import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 
 _READ_BYTES = 1 << 17

@@ -10,7 +10,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
-from batchinfer.formats import answer_of, read_line
+from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Held, Taken

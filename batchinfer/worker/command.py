@@ -25,7 +25,8 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.engine_config import EchoOptions, EngineConfig, parallel_options
-from batchinfer.prompts import PromptConfig, Sampling, make_body
+from batchinfer.prompts.prompt_config import make_body
+from batchinfer.prompts.types import PromptConfig, Sampling
 from batchinfer.worker.worker_config import Limits, WorkerConfig
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def command(**options: Any) -> dict[str, Any]:
     if options["prompt_template"] == "list":
         from batchinfer.prompts.templates import NAMED_TEMPLATES
 
-        for name, template in NAMED_TEMPLATES.items():
-            say(f"{name}: {template.description}")
+        for name, (description, _) in NAMED_TEMPLATES.items():
+            say(f"{name}: {description}")
         return {"templates": list(NAMED_TEMPLATES)}
     if options["show_config"]:
         parts = {"engine": engine_config(options), "prompt": prompt_config(options)}

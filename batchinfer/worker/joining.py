@@ -38,7 +38,7 @@ from batchinfer.ledger.runs import (
     join_run,
     read_run,
 )
-from batchinfer.prompts import PromptBuilder
+from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.worker.limits import limits_result
 from batchinfer.worker.media_fetching import check_media

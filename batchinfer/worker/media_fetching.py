@@ -18,7 +18,8 @@ from batchinfer.core.errors import BatchinferError, ConfigError, RowError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.prompts import MediaRef, RowProblem, internal_failure
+from batchinfer.prompts.builder import internal_failure
+from batchinfer.prompts.types import MediaRef, RowProblem
 from batchinfer.storage import check_key, split_bucket, web
 from batchinfer.storage.opening import (
     AZURE_SCHEMES,

@@ -29,9 +29,10 @@ from batchinfer.core import units
 from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
-from batchinfer.formats import encode_row
+from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
-from batchinfer.prompts import Prepared, PromptBuilder, RawRow, finish_call
+from batchinfer.prompts.builder import PromptBuilder, finish_call
+from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import OpenChunks

@@ -13,7 +13,7 @@ from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.option_help import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import EngineInfo, Money, Record
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts import EngineRules, PromptConfig, Sampling
+from batchinfer.prompts.types import EngineRules, PromptConfig, Sampling
 
 if TYPE_CHECKING:  # the declarations of options are read by `--help`, which answers at once
     from batchinfer.engines import Engine

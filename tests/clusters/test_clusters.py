@@ -137,7 +137,7 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
     for name in ("kubectl", "scancel", "squeue", "sky"):
         fake_client(clients, name, "")
     store = open_store(str(tmp_path))
-    record_launch(store, plan(id=new_id(1.0, store.url)), [], 0.0)
+    record_launch(store, plan(id=new_id(1.0, store.url)), [])
     (path,) = tmp_path.glob("launches/*")
     assert not find_launches(store)[1]
     if isinstance(changes, str):
@@ -164,7 +164,7 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
     )
     for client in ("kubectl", "scancel", "squeue", "sacct"):
         fake_client(clients, client, '[ "$1" != get ] || echo \'{"items": []}\'')
-    record_launch(store, own, [], 0.0)
+    record_launch(store, own, [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.runs.launched.ENDING_SECONDS", 0.0)
         left = cancel_launches(store, SystemClock(), namespace="batch")
@@ -442,41 +442,3 @@ def test_jobs_of_skypilot_are_found_by_name_and_the_last_of_that_name_count(clie
     fake_client(clients, "sky", "echo No jobs.")
     with pytest.raises(ConfigError, match="has not answered with a list"):
         find_cluster("skypilot").look(ID, 3, "")
-
-
-def script_of_a_machine(folder: Path) -> Path:
-    """Make a checkout as on a machine of SkyPilot, whose worker prints its arguments. Returns the worker's script."""
-    (folder / "scripts").mkdir()
-    script = folder / "scripts/skypilot_worker.sh"
-    script.write_text((ROOT / "scripts/skypilot_worker.sh").read_text())
-    (folder / ".venv/bin").mkdir(parents=True)
-    program = folder / ".venv/bin/batchinfer"
-    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    program.chmod(0o755)
-    return script
-
-
-@pytest.mark.parametrize(
-    ("rank", "count", "words"),
-    [
-        (0, 1, []),
-        (0, 2, ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.7"]),
-        (1, 2, ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.7", "--headless"]),
-    ],
-)
-def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(
-    tmp_path: Path, rank: int, count: int, words: list[str]
-) -> None:
-    """Machines of one job run one model. The script becomes the worker there, which here prints its arguments."""
-    script = script_of_a_machine(tmp_path)
-    variables = {
-        "PATH": "/usr/bin:/bin", "MODEL_NAME": "m", "OUTPUT_BUCKET": PLAN.run, "DATA_BUCKET": PLAN.job,
-        "WORKER_ARGS": "", "WORKER_WORDS": f"{PLAN.words} --examples <(printf %s '{{}}')",
-        "SKYPILOT_NUM_NODES": str(count), "SKYPILOT_NODE_RANK": str(rank),
-        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n",
-    }  # fmt: skip
-    done = subprocess.run(["bash", script], env=variables, capture_output=True, check=True)
-    *given, examples, _ = done.stdout.decode().split("\0")
-    places = ["worker", "--model", "m", "--output", PLAN.run, "--job", PLAN.job]
-    own = ["--engine", "echo", "--system-prompt", HARD, "--examples"]
-    assert (given, examples[:8]) == ([*places, *words, *own], "/dev/fd/")

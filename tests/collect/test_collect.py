@@ -576,11 +576,3 @@ def test_wrong_places_and_options_are_refused(
     place = dest if "://" in dest else str(tmp_path / dest)
     with pytest.raises(ConfigError):
         collect(run, place, **options)
-
-
-def test_the_command_prints_its_result(run: Path, tmp_path: Path) -> None:
-    from making import run_process
-
-    done = run_process(["collect", str(run), str(tmp_path / "out.csv"), "--where", "status=200"])
-    assert done.status == 0
-    assert (done.result["status"], done.result["file_rows"]) == ("SUCCESS", ROWS - 1)

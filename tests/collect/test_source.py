@@ -8,19 +8,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from batchinfer.collect.source import ParquetSource
-from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import Job
 from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import finish_run
+from making import put_job
 
 ROWS = 25
 
@@ -50,37 +48,14 @@ def finished(tmp_path: Path, table: pa.Table, **options: Any) -> Path:
 
 def finished_lines(tmp_path: Path, lines: list[bytes], *, per_chunk: int = 10) -> Path:
     """A finished run over a job whose chunks have these lines. Lines that are objects get their `_row` and `_id`."""
-    store = open_store(str(tmp_path / "job"))
-    job_chunks, names = [], []
-    for index in range(0, len(lines), per_chunk):
-        data = b""
-        for row, line in enumerate(lines[index : index + per_chunk], index):
-            own = b',"_row":%d,"_id":"%d"}' % (row, row)
-            data += (
-                line[:-1] + own if line.startswith(b"{") and line.endswith(b"}") else line
-            ) + b"\n"
-        name = layout.chunk_name(index // per_chunk, 9)
-        names.append(layout.chunk_file(name, "none"))
-        store.create(names[-1], data)
-        job_chunks.append(
-            {
-                "name": name,
-                "first_row": index,
-                "rows": len(lines[index : index + per_chunk]),
-                "bytes": len(data),
-                "sha256": codec.sha256(data),
-            }
-        )
-    source = {"url": "/gone.jsonl", "format": "jsonl", "files": []}
-    job = {
-        "format_version": 1,
-        "sources": [source],
-        "columns": [],
-        "rows": len(lines),
-        "chunks": job_chunks,
-        "num_workers": 1,
-    }
-    store.create(layout.JOB_KEY, codec.encode_pretty(msgspec.convert(job, Job)))
+    ended = [
+        line[:-1] + b',"_row":%d,"_id":"%d"}\n' % (row, row)
+        if line.startswith(b"{") and line.endswith(b"}")
+        else line + b"\n"
+        for row, line in enumerate(lines)
+    ]
+    chunks = [b"".join(ended[at : at + per_chunk]) for at in range(0, len(ended), per_chunk)]
+    put_job(open_store(str(tmp_path / "job")).create, chunks)
     finish_run(tmp_path / "job", tmp_path / "job/runs/a")
     return tmp_path / "job/runs/a"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,8 +14,9 @@ from batchinfer.core.errors import (
     ConfigError,
     EngineDied,
     EngineLoadError,
+    Interrupted,
 )
-from batchinfer.engines import create_engine, dispatch, targets
+from batchinfer.engines import create_engine, http, targets
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.pace import Pace, estimate_tokens
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
@@ -25,7 +27,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -201,9 +203,30 @@ def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, e
 
 
 def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch):
-    monkeypatch.setattr(dispatch, "is_answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(http, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(engine, ListSource(calls(9)))
+
+
+def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    endpoint.delay_seconds = 0.5
+    engine._loop.call_later(0.1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(call(0, stream=True)))
+    assert len(drive(engine, ListSource(calls(3)))) == 3
+
+
+def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
+    endpoint.delay_seconds = 3.0
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(engine.ask, call(0))
+        time.sleep(0.2)
+        engine.close()
+        with pytest.raises(Interrupted):
+            asked.result(2)
 
 
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import check_engine, server, share_out
+from batchinfer.engines import check_engine, server
 from batchinfer.engines.engine_config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
@@ -132,14 +132,6 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
     assert launch.command[:5] == ["serve", model, "--name", model, "--json"]
     assert launch.command[5:] == ['{"a": 1}', "--port", str(launch.port), "--more"]
     assert (launch.slots, launch.max_num_seqs) == (100, None)
-
-
-@pytest.mark.parametrize(
-    ("held", "free", "count", "shares"),
-    [([4, 0, 0], [9, 9, 9], 5, [0, 3, 2]), ([0, 0], [2, 9], 6, [2, 4]), ([0], [0], 3, [0]), ([], [], 1, [])],
-)  # fmt: skip
-def test_calls_go_to_those_that_hold_least(held, free, count, shares):
-    assert share_out(held, free, count) == shares
 
 
 # --------------------------------------------------------------------------- replies

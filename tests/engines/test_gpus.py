@@ -159,29 +159,29 @@ def test_servers_number_gpus_as_they_were_looked_up(monkeypatch, variable, wante
     assert device_variables([], wanted) == {}
 
 
-def fake_nvml(**changes) -> SimpleNamespace:
+def fake_nvml() -> SimpleNamespace:
     """NVML with four GPUs: the second one has failed, the third one does not tell its memory."""
     error = type("NVMLError", (Exception,), {})
 
-    def unless(bad: int, answer):
-        def ask(index):
-            if index == bad:
-                raise error
-            return answer(index)
+    def handle_of(index):
+        if index == 1:
+            raise error
+        return index
 
-        return ask
+    def memory_of(handle):
+        if handle == 2:
+            raise error
+        return SimpleNamespace(total=GIB)
 
-    functions = {
-        "NVMLError": error,
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 4,
-        "nvmlDeviceGetHandleByIndex": unless(1, int),
-        "nvmlDeviceGetName": str,
-        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
-        "nvmlDeviceGetMemoryInfo": unless(2, lambda _: SimpleNamespace(total=GIB)),
-    }
-    return SimpleNamespace(**{**functions, **changes})
+    return SimpleNamespace(
+        NVMLError=error,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=handle_of,
+        nvmlDeviceGetName=str,
+        nvmlDeviceGetUUID="GPU-{}".format,
+        nvmlDeviceGetMemoryInfo=memory_of,
+    )
 
 
 def test_a_gpu_that_the_driver_cannot_describe_takes_no_other_along(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import headless
@@ -36,18 +37,34 @@ def config(tmp_path, monkeypatch):
 
 
 def following(config, stop=None):
-    node = msgspec.structs.replace(config, node_rank=1)
+    node = replace(config, node_rank=1)
     return ThreadPoolExecutor(1).submit(
         headless.follow, node, loading=Flag(), stop=stop or threading.Event()
     )
 
 
-def loaded(nodes, tmp_path) -> int:
-    """Let the node in and wait until its share loads. Returns the process id of the share."""
-    path = Path(tmp_path / "pid")
-    while not (path.exists() and path.read_text()):
-        nodes.check(EngineLoadError, "abc")
+def as_node_0(config, status, work):
+    """Be node 0 while `work` runs, which gets its connections, and end with a status. Returns what `work` returns."""
+
+    async def run():
+        nodes = headless.Nodes()
+        await nodes.listen(config, "abc")
+        found = await asyncio.to_thread(work, nodes)
+        await nodes.close(status)
+        return found
+
+    return asyncio.run(run())
+
+
+def until(is_so) -> None:
+    while not is_so():
         time.sleep(0.01)
+
+
+def loaded(tmp_path) -> int:
+    """Wait until a node's share loads. Returns the process id of the share."""
+    path = Path(tmp_path / "pid")
+    until(lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
@@ -57,9 +74,7 @@ def loaded(nodes, tmp_path) -> int:
 def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
     found = following(config)
     time.sleep(0.2)  # a node may come before node 0
-    nodes = headless.Nodes(config)
-    share = loaded(nodes, tmp_path)
-    nodes.close(status)
+    share = as_node_0(config, status, lambda _: loaded(tmp_path))
     if error is None:
         assert found.result(15)["status"] == "SUCCESS"
     else:
@@ -70,37 +85,45 @@ def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
 
 
 def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
-    nodes, found = headless.Nodes(config), following(config)
-    os.kill(loaded(nodes, tmp_path), signal.SIGKILL)
-    with pytest.raises(EngineDied, match="node 1: killed by SIGKILL"):
-        found.result(15)
-    with pytest.raises(EngineDied, match="has gone"):
-        nodes.check(EngineDied, "")
-    nodes.close(33)
+    found = following(config)
+
+    def kill(nodes):
+        os.kill(loaded(tmp_path), signal.SIGKILL)
+        with pytest.raises(EngineDied, match="server: killed by SIGKILL"):
+            found.result(15)
+        until(lambda: nodes.has_lost_one)
+
+    as_node_0(config, 33, kill)
     (tmp_path / "pid").unlink()
-    nodes, found = headless.Nodes(config), following(config)
-    loaded(nodes, tmp_path)
-    nodes._links[0].close()
-    with pytest.raises(EngineDied, match="node 0 has gone"):
-        found.result(15)
-    nodes.close(33)
+    found = following(config)
+
+    def vanish(nodes):
+        loaded(tmp_path)
+        nodes._server.get_loop().call_soon_threadsafe(nodes._links[0].close)
+        with pytest.raises(EngineDied, match="node 0 has gone"):
+            found.result(15)
+
+    as_node_0(config, 33, vanish)
 
 
 def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_path):
     stop = Flag()
-    nodes, found = headless.Nodes(config), following(config, stop)
-    loaded(nodes, tmp_path)
-    stop.set()
-    with pytest.raises(Interrupted):
-        found.result(15)
-    nodes.close(75)
-    late = msgspec.structs.replace(config, load_timeout_seconds=0.1)
+    found = following(config, stop)
+
+    def set_stop(_):
+        loaded(tmp_path)
+        stop.set()
+        with pytest.raises(Interrupted):
+            found.result(15)
+
+    as_node_0(config, 75, set_stop)
+    late = replace(config, load_timeout_seconds=0.1)
     with pytest.raises(EngineLoadError, match="node 0 does not answer"):
         following(late).result(15)
 
 
 def test_an_address_of_another_machine_is_refused(config):
     with pytest.raises(ConfigError, match="cannot listen"):
-        headless.Nodes(msgspec.structs.replace(config, master_addr="192.0.2.1"))
+        asyncio.run(headless.Nodes().listen(replace(config, master_addr="192.0.2.1"), ""))
     with pytest.raises(ConfigError, match="--node-rank"):
         headless.follow(config, loading=Flag(), stop=Flag())

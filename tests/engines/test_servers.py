@@ -20,12 +20,13 @@ import pytest
 
 import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
-from batchinfer.engines import create_engine, dispatch
+from batchinfer.engines import create_engine, http
 from batchinfer.engines.engine_config import EchoOptions, EngineConfig
 from engine_contract import (
     EngineContract,
     Flag,
     ListSource,
+    are_gone,
     call,
     calls,
     code_of,
@@ -38,8 +39,8 @@ from tiny_model import write_model_stub
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(dispatch, "RESTART_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(http, "RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(http, "LOOK_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -98,17 +99,8 @@ def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
 
 def pids(engine) -> list[int]:
     """Process ids of the servers, which are the only children of their guards."""
-    guards = [server.process._guard.pid for server in engine.targets]
+    guards = [server.guard.pid for server in engine.targets]
     return [int(Path(f"/proc/{pid}/task/{pid}/children").read_text()) for pid in guards]
-
-
-def are_gone(found, seconds=5.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(is_running(pid) for pid in found):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 class TestAnyServer(EngineContract):
@@ -135,7 +127,7 @@ class TestAnyServer(EngineContract):
 def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
     engine = open_engine()
     for server in engine.targets:
-        folder = Path(server.process.launch.socket).parent
+        folder = Path(server.launch.socket).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     found = pids(engine)
     assert {os.getsid(pid) for pid in found} == {os.getsid(0)}
@@ -202,7 +194,7 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
-    monkeypatch.setattr(dispatch, "MOST_RESTARTS", 0)
+    monkeypatch.setattr(http, "MOST_RESTARTS", 0)
     engine = open_engine(kill="row 3 says", replicas=1, latency_seconds=0.5)
     batches = engine.generate(ListSource(calls(8)), Flag())
     found: list = []
@@ -283,7 +275,7 @@ ODD = """
 def test_rows_that_a_server_answers_with_rubbish_fail_alone_and_a_death_ends_it(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.01)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.01)
     odd = app('web.post("/{any:.*}", answer)', rest=ODD)
     config = EngineConfig(model=str(model), server_command=command(tmp_path, odd))
     engine = create_engine(config)
@@ -329,7 +321,7 @@ WORKER = """
     opened = threading.Thread(target=engine.open, args=(threading.Event(),))  # a thread that ends
     opened.start()
     opened.join()
-    guard = engine.targets[0].process._guard.pid
+    guard = engine.targets[0].guard.pid
     print(json.dumps([guard, *json.loads(engine._run(engine.targets[0].get("/pids"))[1])["data"]]), flush=True)
     time.sleep(600)
     """
@@ -357,6 +349,6 @@ def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
 def test_a_killed_guard_takes_its_server_with_it(open_engine):
     engine = open_engine(replicas=1, kill="X")
     found = pids(engine)
-    os.kill(engine.targets[0].process._guard.pid, signal.SIGKILL)
+    os.kill(engine.targets[0].guard.pid, signal.SIGKILL)
     assert are_gone(found)
     assert {code_of(each) for each in drive_again(engine, calls(5))[0].values()} == {""}

@@ -20,6 +20,7 @@ from engine_contract import (
     EngineContract,
     Flag,
     ListSource,
+    are_gone,
     body_of,
     call,
     drive,
@@ -27,7 +28,6 @@ from engine_contract import (
 )
 from fixtures_vllm import SMALL
 from peft_adapter import write_adapter
-from process_state import is_running
 from tiny_model import DEMO_MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -58,13 +58,6 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, task.read_text().split()):
             found += [child, *descendants(child)]
     return found
-
-
-def are_gone(pids, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(is_running(pid) for pid in pids)
 
 
 def named(pids, name: str) -> int:
@@ -136,7 +129,7 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
         server = engine.targets[0]
         while victims:
             if server.is_ready and server.num_answered > 300:
-                family = descendants(server.process._guard.pid)
+                family = descendants(server.guard.pid)
                 seen.update(family)
                 os.kill(named(family, victims.pop()), signal.SIGKILL)
                 while server.is_ready:
@@ -153,7 +146,7 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
     assert deaths
     assert engine.stats().restarts == 2
     assert engine.stats().completion_tokens > 1500
-    seen.update(descendants(engine.targets[0].process._guard.pid))
+    seen.update(descendants(engine.targets[0].guard.pid))
     engine.close()
     assert are_gone(seen, 1.0)
 
@@ -197,7 +190,7 @@ def test_another_server_from_pypi_runs_in_vllms_place():
         EngineConfig(model=str(DEMO_MODEL), server_command=command, max_concurrency=2)
     )
     engine.open(Flag())
-    family = descendants(engine.targets[0].process._guard.pid)
+    family = descendants(engine.targets[0].guard.pid)
     found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
     assert all(is_right(key[1], reply) for key, reply in found.items())
     engine.close()

@@ -11,8 +11,8 @@ import pytest
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure, Reply, Usage
 from batchinfer.core.row_codes import Code
-from batchinfer.formats import EncodedRow, answer_of, encode_row, read_line
-from batchinfer.prompts import BestOf, Prepared
+from batchinfer.formats.lines import EncodedRow, answer_of, encode_row, read_line
+from batchinfer.prompts.types import BestOf, Prepared
 from samples import SCHEMAS
 
 KEY = ("part-00000", 3)

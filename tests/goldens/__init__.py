@@ -24,7 +24,7 @@ from unittest import mock
 
 from batchinfer.core.errors import EngineDied
 from batchinfer.core.records import Call, Reply
-from batchinfer.engines.dispatch import Dispatcher
+from batchinfer.engines.http import HttpEngine
 from batchinfer.engines.targets import Target
 
 FOLDER = Path(__file__).parent
@@ -248,7 +248,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
         with (
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
-            mock.patch.object(Dispatcher, "_send", _send_or_die),
+            mock.patch.object(HttpEngine, "_send", _send_or_die),
         ):
             status = main(command)
     finally:
@@ -259,10 +259,10 @@ def _run(command: list[str]) -> tuple[int, str, str]:
     return status, lines[-1] if lines else "", "".join(said)
 
 
-_send = Dispatcher._send
+_send = HttpEngine._send
 
 
-async def _send_or_die(dispatcher: Dispatcher, target: Target, call: Call) -> Reply:
+async def _send_or_die(engine: HttpEngine, target: Target, call: Call) -> Reply:
     """Send a call. One that holds `DEATH` does what a server's last death does, with the row after it in flight."""
     while target.name == DEATH:  # noqa: ASYNC110 - until it is cancelled
         await asyncio.sleep(0.001)
@@ -272,11 +272,9 @@ async def _send_or_die(dispatcher: Dispatcher, target: Target, call: Call) -> Re
             await asyncio.sleep(0.001)
         target.is_ready = False
         message = f"echo: a prompt held {DEATH!r}"
-        dispatcher._hand_back(target, message)
-        # Later, when the rows that are handed back have been taken.
-        failure = EngineDied(message)
-        asyncio.get_running_loop().call_later(0.5, setattr, dispatcher, "failure", failure)
-    return await _send(dispatcher, target, call)
+        engine._hand_back(target, message)
+        engine._failure = EngineDied(message)
+    return await _send(engine, target, call)
 
 
 def _text(path: Path) -> str:

@@ -22,7 +22,7 @@ from batchinfer.ledger.jobs import (
     rank_manifests,
     read_assignment,
 )
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
 from making import make_job

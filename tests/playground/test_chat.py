@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.core.records import Call
 from batchinfer.playground.chat import Chat
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from fake_endpoint import fake_endpoint
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
@@ -79,6 +79,7 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
     with Terminal(*ECHO, state=tmp_path, stdout=tmp_path / "out") as second:
         second.expect(">>>")
         second.type(UP + UP + "\r")
+        second.expect("remember this")
         second.expect(">>>")
         second.type(CTRL_D)
         assert second.end() == 0

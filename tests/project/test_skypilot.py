@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from batchinfer.core import errors
+from batchinfer.core.shell import quote
 from making import make_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -245,6 +246,20 @@ def test_bare_bucket_name_means_s3_and_options_arrive_as_they_were_typed(worker)
     assert option(arguments, "--output") == "s3://my-output-bucket"
     assert option(arguments, "--job") == "s3://my-data/job"
     assert arguments[-len(typed) :] == typed
+
+
+@pytest.mark.parametrize(("rank", "words"), [("0", []), ("1", ["--headless"])])
+def test_machines_of_a_job_run_one_model_and_words_of_launch_arrive_as_they_are(
+    worker, rank, words
+):
+    nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": rank}
+    nodes["SKYPILOT_NODE_IPS"] = "10.0.0.7\n10.0.0.8\n"
+    hard = 'Say "it\'s"\r\nin $HOME: \u3000 $(HOME) \U0001f469\u200d\U0001f680'
+    launched = f"--system-prompt {quote(hard)} --examples <(printf %s '{{}}')"
+    given, _, _ = worker("worker.yaml", DATA_BUCKET="s3://j", WORKER_WORDS=launched, **nodes)
+    own = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "10.0.0.7", *words]
+    assert given[7:-1] == [*own, "--system-prompt", hard, "--examples"]
+    assert given[-1].startswith("/dev/fd/")
 
 
 def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, worker):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from batchinfer.prompts import EngineRules, Sampling, finish_call, make_body
+from batchinfer.prompts.builder import finish_call
+from batchinfer.prompts.prompt_config import make_body
+from batchinfer.prompts.types import EngineRules, Sampling
 from pictures import as_hub, picture
 from prompt_rows import prepare
 

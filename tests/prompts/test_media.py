@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from batchinfer.prompts import EngineRules, MediaRef, Prepared, finish_call
+from batchinfer.prompts.builder import finish_call
 from batchinfer.prompts.media import read_media
-from batchinfer.prompts.types import MediaKind, Unfit
+from batchinfer.prompts.types import EngineRules, MediaKind, MediaRef, Prepared, Unfit
 from pictures import as_base64, as_data_url, as_hub, picture
 from prompt_rows import code, prepare, request, sent
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import Sampling, make_body
+from batchinfer.prompts.prompt_config import make_body
+from batchinfer.prompts.types import Sampling
 
 # The generation config of a batch guide for transformers, as it is.
 COPIED = (

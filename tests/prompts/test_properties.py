@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts import (
-    EngineRules,
-    Prepared,
-    PromptBuilder,
-    PromptConfig,
-    RawRow,
-    finish_call,
-)
+from batchinfer.prompts.builder import PromptBuilder, finish_call
+from batchinfer.prompts.types import EngineRules, Prepared, PromptConfig, RawRow
 
 RULES = EngineRules(model="m", max_model_len=100)
 CODES = {code.value for code in Code} - {"internal_error"}

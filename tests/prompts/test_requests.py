@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import BestOf, EngineRules, Prepared, RawRow
+from batchinfer.prompts.types import BestOf, EngineRules, Prepared, RawRow
 from prompt_rows import CHAT, PLAIN_RULES, builder, code, knows, prepare, request, sent
 from samples import SEED_REQUEST
 

@@ -25,7 +25,8 @@ from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Built, Published, Publisher
-from batchinfer.prompts import Prepared, PromptBuilder
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import Prepared
 from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import chunk as open_chunk

@@ -15,8 +15,7 @@ from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import RequestSource, Stop
-from batchinfer.prompts import MediaRef, PromptConfig
-from batchinfer.prompts.types import CHAT_URL
+from batchinfer.prompts.types import CHAT_URL, MediaRef, PromptConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.worker.background import Stopper

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from batchinfer.cli import main
-from batchinfer.engines import dispatch
+from batchinfer.engines import http
 from batchinfer.storage.opening import open_store
 from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
 from making import make_job, output_lines, read_marker, said
@@ -25,7 +25,7 @@ KEY = "sk-a1B2c3D4e5F6"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short waits, a key, and the signal handlers put back."""
-    monkeypatch.setattr(dispatch, "pause_seconds", lambda _: 0.02)
+    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield

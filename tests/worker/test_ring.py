@@ -112,7 +112,7 @@ def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
     idle = Idle(f"idle-{num_workers}", 300, num_workers=num_workers)
     for name in idle.names:
         idle.claim(name, "busy")
-    with mock.patch.object(survey, "_read_claim", wraps=survey._read_claim) as read:
+    with mock.patch.object(survey, "read_claim", wraps=survey.read_claim) as read:
         for _ in range(30):
             assert idle.ring.next() is None
             idle.tick(seconds=1.0)

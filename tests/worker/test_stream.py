@@ -14,7 +14,8 @@ from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import EngineRules, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.media_fetching import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks

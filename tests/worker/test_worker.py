@@ -25,7 +25,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.prompts import PromptConfig
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
