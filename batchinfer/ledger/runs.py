@@ -364,11 +364,9 @@ def find_job(
         return others[0]
     if asked_url:
         raise no_job(asked_url)
-    recorded = recorded_job(run)
-    raise InputError(
-        f"{run_url}: run.json names the job {recorded!r}, which is not where the run is, "
-        "so it is read only when asked for"
-        if recorded and not is_beside(recorded, run_url)
-        else f"{run_url}: neither run.json nor its place tells where its job lies",
-        hint="name it: --job JOB",
-    )
+    recorded, problem = recorded_job(run), "neither run.json nor its place tells where its job lies"
+    if run is None:
+        problem = "no engine has loaded yet, so there is no run.json to tell where its job lies"
+    elif recorded and not is_beside(recorded, run_url):
+        problem = f"run.json names the job {recorded!r}, which is not where the run is, so it is only read if asked for"
+    raise InputError(f"{run_url}: {problem}", hint="name it: --job JOB")

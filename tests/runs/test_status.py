@@ -127,6 +127,10 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(root: str) -> None
         change_worker(run, record.id, state="loading")
     seen = look(run)
     assert (seen.state, seen.model) == ("loading", "meta-llama/Llama-3.1-8B-Instruct")
+    put_worker(in_memory(f"{root}/else"), make_workers(SMALL)[0])
+    assert look(f"{root}/else", job=root).chunks.total == 20
+    with pytest.raises(InputError, match="no engine has loaded yet"):
+        look(f"{root}/else")
 
 
 # --------------------------------------------------------------------------- the screen

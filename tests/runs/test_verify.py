@@ -143,6 +143,7 @@ DEEP: dict[str, Callable[[Store], object]] = {
     "doubled line": with_lines(lambda lines: lines.__setitem__(2, lines[3])),
     "dropped line": with_lines(lambda lines: lines.pop()),
     "added line": with_lines(lambda lines: lines.append(lines[0])),
+    "changed row": with_lines(lambda it: it.__setitem__(4, it[4].replace(b":14,", b":41,", 1))),
     "changed id": with_lines(lambda it: it.__setitem__(4, it[4].replace(b'"14"', b'"41"'))),
     "broken line": with_lines(lambda lines: lines.__setitem__(4, lines[4][:-5])),
     "wrong counts": with_marker(rows_ok=9, rows_error=1),
@@ -266,7 +267,8 @@ def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
     overwrite(store, "chunks/part-00001.jsonl", data.replace(b"hello", b"hallo"))
     verdict = verify(run, deep=True)
     assert kinds(verdict) == {("corrupt", CHUNK)}
-    assert "the chunk itself" in verdict.findings[0].problem
+    (finding,) = verdict.findings
+    assert (finding.fix, "the chunk itself" in finding.problem) == ("chunk", True)
 
 
 REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
