@@ -171,8 +171,10 @@ def connect(scratch: Path) -> Any:
             "autoinstall_known_extensions": False,
         }
     )
-    # The bar would go to stdout where the program is no file, as the Python interface's command.
-    connection.execute("SET enable_progress_bar = false")
+    # The bar would go to stdout where the program is no file, as the Python interface's command. In a notebook without
+    # ipywidgets there is none, and to switch it off is an error.
+    if rows_of(connection, "SELECT current_setting('enable_progress_bar')")[0][0]:
+        connection.execute("SET enable_progress_bar = false")
     return connection
 
 

@@ -238,6 +238,8 @@ class HttpEngine:
         """Let the loop turn until some work in it is done. An interruption cancels the work."""
         with self._lock:
             if self._loop is None:
+                if isinstance(work, Coroutine):
+                    work.close()  # Python warns of work that nobody awaits
                 raise Interrupted("engine: closed")
             task = asyncio.ensure_future(work, loop=self._loop)
             try:

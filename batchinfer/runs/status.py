@@ -174,8 +174,9 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
     codes = (f"{units.count(number)} {code}" for code, number in totals.errors.items())
     yield Figure("failed rows", units.count(totals.rows_error), ", ".join(codes))
     if totals.reasoning_tokens:
-        share = f"tokens, {units.percent(totals.reasoning_tokens, totals.completion_tokens)} of the output"
-        yield Figure("reasoning", units.count(totals.reasoning_tokens), share)
+        share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
+        tokens = units.count(totals.reasoning_tokens)
+        yield Figure("reasoning", f"{tokens} tokens", f"{share} of the output")
     if seen.workers:
         yield Figure("workers", units.count(len(seen.workers)), workers_text(seen.workers))
     for launch in seen.launches:

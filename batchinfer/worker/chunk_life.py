@@ -108,10 +108,9 @@ class Hall:
         self._unlogged += num_rows
         now = self.clock.monotonic()
         if self._unlogged and (not num_rows or now - self._logged_at >= _LOG_SECONDS):
-            tell(
-                logger, "checkpoints", "checkpoints: {rows} more rows are safe", rows=self._unlogged
-            )
-            self._unlogged, self._logged_at = 0, now
+            # Before the line is written: threads of other chunks may come in meanwhile.
+            rows, self._unlogged, self._logged_at = self._unlogged, 0, now
+            tell(logger, "checkpoints", "checkpoints: {rows} more rows are safe", rows=rows)
 
 
 class Life:

@@ -22,9 +22,13 @@ def test_ten_workers_share_the_work_until_its_end() -> None:
 
 
 def test_machines_that_are_lost_cost_little() -> None:
-    """A machine that is lost with its last chunk alone costs a tenth of the time."""
-    result = Campaign(Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0)).run()
-    assert result["machines_lost"] > 5
-    assert 1.0 <= result["of_ideal"] < 1.4
-    assert result["done_twice"] < 0.03
-    assert result["dollars"] > 0
+    """A machine that is lost with its last chunk alone costs a tenth of the time, so one seed says little."""
+    plans = [
+        Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0, seed=seed) for seed in range(8)
+    ]
+    results = [Campaign(plan).run() for plan in plans]
+    assert min(each["of_ideal"] for each in results) >= 1.0
+    assert sum(each["of_ideal"] for each in results) / len(results) < 1.12
+    assert results[0]["machines_lost"] > 5
+    assert results[0]["done_twice"] < 0.03
+    assert results[0]["dollars"] > 0

@@ -40,7 +40,7 @@ from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.bucket import BucketStore
-from batchinfer.worker import joining, minutes
+from batchinfer.worker import joining, main_loop, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.worker_config import WorkerConfig
 from making import put_job
@@ -475,7 +475,7 @@ class Campaign:
 def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
-        mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
+        mock.patch.object(main_loop, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
         mock.patch.object(minutes.Minutes, "series", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunk_of_output", cache(layout.chunk_of_output)),
