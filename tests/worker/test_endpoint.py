@@ -101,7 +101,7 @@ def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
     assert "80 tokens, " in call("status", str(run))[2]
     page = tmp_path / "page.html"
     assert call("report", str(run), "-o", str(page))[0] == 0
-    assert '<td>of them reasoning</td><td class="num">80</td>' in page.read_text()
+    assert "<dt>reasoning</dt><dd>80 tokens</dd>" in page.read_text()
 
 
 def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
