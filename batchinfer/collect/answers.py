@@ -185,14 +185,17 @@ def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def sql_errors(what: str) -> Iterator[None]:
-    """Turn DuckDB's errors into ScratchFull if the disk or the memory do not suffice, else into InputError."""
+    """Turn DuckDB's errors into ScratchFull if the disk does not suffice, else into InputError."""
     import duckdb
 
     try:
         yield
-    except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+    except duckdb.IOException as error:
         hint = "free space in the scratch folder, or name another with --scratch-dir"
         raise ScratchFull(f"{what}: {error}", hint=hint) from error
+    except duckdb.OutOfMemoryException as error:
+        hint = "rows are too large to make columns of: name columns or rows, or use --format openai-batch"
+        raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=hint) from error
     except duckdb.Error as error:
         raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=ASK_VERIFY) from error
 

@@ -13,6 +13,7 @@ from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
+from batchinfer.collect.answers import sql_errors
 from batchinfer.collect.card import make_card
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
@@ -78,8 +79,9 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     if record is None:
         scratch = Scratch(config.scratch_dir)
         try:
-            rows = Collection(config, selection, store, open_store, scratch)
-            record = _write(config, selection, rows, dest, key, scratch)
+            with sql_errors(config.run):
+                rows = Collection(config, selection, store, open_store, scratch)
+                record = _write(config, selection, rows, dest, key, scratch)
         finally:
             scratch.close()
         status = "PARTIAL" if record.missing else "SUCCESS"

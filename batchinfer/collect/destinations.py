@@ -118,7 +118,8 @@ class StoreDestination:
             InputError: Another file is there, which must not be replaced.
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
-        if self._name and not self._overwrite and any(self._store.list(name)):
+        found = {info.key for info in self._store.list(name)}  # all names that begin like this one
+        if self._name and not self._overwrite and name in found:
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
             with there.open("rb") as opened:

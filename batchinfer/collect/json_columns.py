@@ -94,7 +94,12 @@ def shape_of(sql: Any, relation: str, value: str) -> Shape:
 
 
 def _group(sql: Any, relation: str, value: str) -> Shape:
-    [[found]] = rows_of(sql, f"SELECT json_group_structure({value}) FROM {relation}")
+    # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
+    rows = f"(SELECT {value} AS v, row_number() OVER () AS r FROM {relation})"
+    some = (
+        f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
+    )
+    [[found]] = rows_of(sql, f"SELECT json_group_structure(v) FROM ({some})")
     found = found or '"NULL"'
     return "JSON" if is_deep(found.encode()) else json.loads(found)
 

@@ -207,9 +207,9 @@ class Collection:
         """
         size = sum(marker.output_bytes for _, marker in self.answers.found)
         step = max(1, min(_MOST_ROWS, _WINDOW_BYTES * self.answers.num_rows // max(1, size)))
-        last, _ = self.answers.found[-1]
+        stop = max((ref.first_row + (ref.rows or 0) for ref, _ in self.answers.found), default=0)
         taker, next_log = self._taker(), time.monotonic() + _LOG_SECONDS
-        for row in range(0, last.first_row + (last.rows or 0), step):
+        for row in range(0, stop, step):
             yield self._fitting(self._window(row, row + step, taker))
             if time.monotonic() > next_log:
                 logger.info("row %d is read", row)

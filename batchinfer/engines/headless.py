@@ -43,11 +43,13 @@ class Nodes:
 
     def __init__(self) -> None:
         self.has_lost_one = False
+        self.revision = ""
+        """Revision of the model, which nodes are told when they come."""
         self._links: list[asyncio.StreamWriter] = []
         self._server: asyncio.Server | None = None
 
-    async def listen(self, config: EngineConfig, revision: str) -> None:
-        """Let nodes in from now on, and tell them the revision of the model.
+    async def listen(self, config: EngineConfig) -> None:
+        """Let nodes in while the loop turns from now on.
 
         Raises:
             ConfigError: this machine does not have the address --master-addr, or another program uses the port.
@@ -56,7 +58,7 @@ class Nodes:
         async def let_in(reader: asyncio.StreamReader, link: asyncio.StreamWriter) -> None:
             _keep_alive(link.get_extra_info("socket"))
             self._links.append(link)
-            link.write(f"{revision}\n".encode())
+            link.write(f"{self.revision}\n".encode())
             with contextlib.suppress(OSError):
                 await reader.read()  # a node sends nothing, so this is its end
             self.has_lost_one = True
@@ -73,6 +75,7 @@ class Nodes:
     async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
         if self._server is not None:
+            await asyncio.sleep(0.1)  # lets nodes in that have called before the loop turned
             self._server.close()
         for link in self._links:
             link.write(f"{status}\n".encode())

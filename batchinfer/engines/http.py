@@ -119,9 +119,10 @@ class HttpEngine:
             return [EchoTarget(f"echo {index}", config) for index in range(count)]
         # The path of a socket must be short, so sockets are in the system's own folder of temporary files.
         logs, sockets = self._folders = [Scratch(config.scratch_dir), Scratch()]
+        if config.nnodes > 1:  # at once, so that nodes hear of a failure from here on
+            self._run(self._nodes.listen(config))
         launches = plan(config, sockets.folder, stop)
-        if config.nnodes > 1:
-            self._run(self._nodes.listen(config, launches[0].revision))
+        self._nodes.revision = launches[0].revision
         return [
             OwnServer(launch, logs.folder / f"server-{index}.log")
             for index, launch in enumerate(launches)
@@ -180,6 +181,7 @@ class HttpEngine:
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
         has_more, is_idle = True, False
+        self._rest()
         try:
             while not stop.is_set():
                 self._check(is_idle=is_idle)
@@ -201,6 +203,11 @@ class HttpEngine:
         finally:
             if self._loop is not None:
                 self._run(self._drop())
+
+    def _rest(self) -> None:
+        """Let servers not be taken for hung because the loop has stood still before this."""
+        for server in self._servers:
+            server.rest()
 
     def _check(self, *, is_idle: bool) -> None:
         """Raise the error that ends the engine, if there is one."""
@@ -244,6 +251,11 @@ class HttpEngine:
             task = asyncio.ensure_future(work, loop=self._loop)
             try:
                 return self._loop.run_until_complete(task)
+            except (KeyboardInterrupt, SystemExit):
+                # It broke off a turn, whose end may still be in the queue and would end the next turn.
+                self._loop.call_soon(self._loop.stop)
+                self._loop.run_forever()
+                raise
             finally:
                 if not task.done():
                     task.cancel()
@@ -254,7 +266,8 @@ class HttpEngine:
         """Run work beside the rest. An error in it ends the engine."""
 
         def note_end(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Exception):  # a Ctrl-C that came just then ends no engine
                 self._failure = error
 
         assert self._loop is not None
@@ -265,6 +278,7 @@ class HttpEngine:
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
         found: list[Reply] = []
+        self._rest()
         try:
             while not found:
                 self._check(is_idle=True)
@@ -284,8 +298,14 @@ class HttpEngine:
         """See Engine.stream."""
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events = target.events(call)
+
+        async def following() -> bytes | None:
+            async for found in events:
+                return found
+            return None
+
         try:
-            while (found := self._run(anext(events, None))) is not None:
+            while (found := self._run(following())) is not None:
                 yield found
         except ConnectionError as error:
             raise EngineDied(f"{target.name}: {error}") from error

@@ -302,6 +302,10 @@ class OwnServer(Target):
             return f"no token and no answer for {config.stall_seconds:g} s with {waiting}"
         return ""
 
+    def rest(self) -> None:
+        """Count seconds without progress from now on: nobody has looked for a while."""
+        self._moved = time.monotonic()
+
     def look_at_process(self) -> str:
         """Copy the server's new log lines to our log. Returns how it ended, with the lines that say why, or ""."""
         if logger.isEnabledFor(logging.DEBUG):

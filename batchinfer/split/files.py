@@ -212,9 +212,10 @@ def opened(url: str) -> Iterator[BinaryIO]:
             file: Any = stack.enter_context(Path(path).open("rb"))
         else:  # fsspec's files lack some methods of Python's own
             file = io.BufferedReader(stack.enter_context(system.open(path, "rb")), _BUFFER_BYTES)
-        if url.lower().endswith(".gz"):
+        name = (url.partition("?")[0] if url.startswith(("http://", "https://")) else url).lower()
+        if name.endswith(".gz"):
             file = stack.enter_context(gzip.open(file, "rb"))
-        elif url.lower().endswith(".zst"):
+        elif name.endswith(".zst"):
             file = io.BufferedReader(ZstdFile(file), _BUFFER_BYTES)
         yield file
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.json_text import raw_members
 from batchinfer.split.blocks import Block, Wanted
 from batchinfer.split.files import DataFile, opened
 
@@ -86,9 +87,30 @@ def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
                 ids = column.cast(pl.String).cast(pl.Binary).drop_nulls()
             kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
             lines = io.BytesIO()
-            frame.select(*kept, number.alias("_row"), own.alias("_id")).write_ndjson(lines)
-            yield Block(frame.height, lines.getvalue(), ids)
+            try:
+                frame.select(*kept, number.alias("_row"), own.alias("_id")).write_ndjson(lines)
+            except pl.exceptions.PanicException as error:
+                raise InputError(
+                    f"{file.url}: rows {row} to {row + frame.height - 1} hold dates or times out of range",
+                    hint="leave their column out: --columns A,B,…",
+                ) from error
+            found = lines.getvalue()
+            yield Block(frame.height, found, ids, 0 if _is_text(table) else _num_broken(found))
             row += frame.height
+
+
+def _is_text(table: pa.Table) -> bool:
+    """Whether all texts are UTF-8, which Arrow does not check when it reads them."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _num_broken(lines: bytes) -> int:
+    """Return the number of rows that are no UTF-8, of which the worker makes error rows."""
+    return sum(raw_members(line) is None for line in lines.split(b"\n")[:-1])
 
 
 def _simple(kind: pa.DataType) -> pa.DataType:

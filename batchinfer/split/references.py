@@ -6,7 +6,7 @@ import contextlib
 import itertools
 
 from batchinfer.core import layout
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.chunk_files import fetch
@@ -28,7 +28,11 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
     """
     folder, name = split_name(url)
     store = open_store(folder)
-    places = [line.strip() for line in store.get(name).data.decode().split("\n") if line.strip()]
+    try:
+        listed = store.get(name).data.decode()
+    except ObjectNotFound as error:
+        raise InputError(f"{url}: no such file", hint="check the spelling") from error
+    places = [line.strip() for line in listed.split("\n") if line.strip()]
     chunks: dict[str, Chunk] = {}
     columns: dict[str, None] = {}
     row = 0

@@ -196,6 +196,8 @@ def _check_columns(found: list[DataFile], columns: list[str] | None) -> None:
         InputError: A column that is kept has a name of `split`'s own columns, or is there twice; or a table lacks a
             column that was chosen, or no row of JSON Lines has it.
     """
+    if columns and len({*columns}) < len(columns):
+        raise InputError("--columns: a name is there twice, expected each once")
     for file in found:
         refuse_columns(
             [name for name in file.columns if columns is None or name in columns], file.url

@@ -221,11 +221,17 @@ class MediaCache:
             future = self._kept.setdefault(place, Future())
             self._kept.move_to_end(place)
         if is_first:
+            found: bytes | BaseException
             try:
-                future.set_result(fetch())
+                found = fetch()
             except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
-                future.set_exception(error)
+                found = error
+            # In one step: a thread that makes room takes off what is done, so it must have been counted.
             with self._lock:
+                if isinstance(found, bytes):
+                    future.set_result(found)
+                else:
+                    future.set_exception(found)
                 self._settle(place, future)
         return future.result()
 

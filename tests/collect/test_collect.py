@@ -12,6 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from batchinfer.collect import answers
+from batchinfer.collect.json_columns import _group
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
@@ -462,6 +464,28 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
     assert rows[10]["prompt"].startswith("hello row 20")
 
 
+def test_a_part_of_which_every_output_is_damaged_is_an_empty_table(
+    job: Path, tmp_path: Path
+) -> None:
+    finish_run(job, job / "runs/a", leave_out=[1, 2])
+    store = open_store(str(job / "runs/a"))
+    key = output_key(store, "part-00000")
+    overwrite(store, key, store.get(key).data.replace(b"answer", b"damage"))
+    assert collect(job / "runs/a", tmp_path / "out", partial=True)["rows"] == 0
+
+
+def test_the_shape_of_many_answers_is_found_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MEMORY", "100MB")
+    sql = answers.connect(tmp_path)
+    texts = "SELECT '{\"a\":\"' || repeat('x', 2000) || '\"}' AS v FROM range(100000)"
+    sql.execute(
+        f"CREATE TABLE t AS SELECT v::JSON AS v FROM ({texts} UNION ALL SELECT '{{\"b\":1}}')"
+    )
+    assert _group(sql, "t", "v") == {"a": "VARCHAR", "b": "UBIGINT"}
+
+
 @pytest.mark.parametrize("how", ["changed", "gone"])
 def test_damage_is_noticed_before_a_row_is_written(
     how: str, run: Path, tmp_path: Path, monkeypatch: Any
@@ -541,6 +565,8 @@ def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == "mine"
+    (tmp_path / "b.jsonl.bak").write_text("mine")
+    collect(run, tmp_path / "b.jsonl")  # a name that another begins with
     collect(run, tmp_path / "a.jsonl", overwrite=True)
     assert (tmp_path / "a.jsonl").read_text().count("\n") == ROWS
     collect(run, tmp_path / "a.jsonl")  # what it would write is there

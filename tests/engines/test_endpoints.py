@@ -231,6 +231,18 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
         engine._run(engine._drop())
 
 
+def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    async def work():
+        engine._loop.call_soon(interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine._run(work())
+    assert engine.ask(call(0)).status == 200
+
+
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
     monkeypatch.setattr(targets, "OPEN_SECONDS", 0.5)
     begin = time.monotonic()

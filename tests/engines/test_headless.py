@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
-from batchinfer.engines import headless
+from batchinfer.engines import create_engine, headless, http
 from batchinfer.engines.engine_config import EngineConfig
 from engine_contract import Flag
 from tiny_model import write_model_stub
@@ -48,7 +48,8 @@ def as_node_0(config, status, work):
 
     async def run():
         nodes = headless.Nodes()
-        await nodes.listen(config, "abc")
+        nodes.revision = "abc"
+        await nodes.listen(config)
         found = await asyncio.to_thread(work, nodes)
         await nodes.close(status)
         return found
@@ -124,6 +125,19 @@ def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_
 
 def test_an_address_of_another_machine_is_refused(config):
     with pytest.raises(ConfigError, match="cannot listen"):
-        asyncio.run(headless.Nodes().listen(replace(config, master_addr="192.0.2.1"), ""))
+        asyncio.run(headless.Nodes().listen(replace(config, master_addr="192.0.2.1")))
     with pytest.raises(ConfigError, match="--node-rank"):
         headless.follow(config, loading=Flag(), stop=Flag())
+
+
+def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):
+    def fail(*_):
+        until(node.running)
+        raise ConfigError("the adapter does not fit the model")
+
+    monkeypatch.setattr(http, "plan", fail)
+    node = following(config)
+    with pytest.raises(ConfigError, match="does not fit"):
+        create_engine(config).open(Flag())
+    with pytest.raises(ConfigError, match="node 0 ended with exit status 2"):
+        node.result(5)

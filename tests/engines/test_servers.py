@@ -182,6 +182,19 @@ def test_an_idle_server_never_hangs(open_engine):
     assert engine.stats().restarts == 0
 
 
+def test_nobody_is_taken_for_hung_because_nobody_looked(open_engine, monkeypatch):
+    monkeypatch.setattr(http, "LOOK_SECONDS", 10.0)  # replicas load one after the other
+    engine = open_engine(stall_seconds=0.5, latency_seconds=0.1)
+    for server in engine.targets:
+        server.in_flight[call(99).key] = None  # as if the look came when rows are there
+    time.sleep(0.7)
+    engine._rest()
+    for server in engine.targets:
+        assert engine._run(server.look(engine.config)) == ""
+        server.in_flight.clear()
+    assert len(drive(engine, ListSource(calls(4)))) == 4
+
+
 def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
     engine = open_engine(kill="KILL", replicas=2)
     rows = [call(index, prompt="KILL") for index in range(200)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -18,9 +19,11 @@ import pytest
 import zstandard
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError
+from batchinfer.split.references import reference_job
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub, commit_of
+from web_server import WebServer, plain
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -151,6 +154,22 @@ def test_bad_input_is_refused_with_what_to_do(
     assert what in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
+
+
+def test_a_column_that_is_named_twice_and_a_list_that_is_not_there_are_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n":1}')
+    with pytest.raises(InputError, match="--columns: a name is there twice"):
+        count_sources([str(tmp_path / "a.jsonl")], columns=["n", "n"])
+    with pytest.raises(InputError, match="no such file"):
+        reference_job(str(tmp_path / "list.txt"), open_store)
+
+
+def test_an_address_with_a_query_is_unpacked_by_its_name() -> None:
+    with contextlib.closing(WebServer()) as server:
+        server.answers["/a.jsonl.gz?token=a.zst"] = plain(200, gzip.compress(b'{"n":1}'))
+        assert numbers(f"{server.url}/a.jsonl.gz?token=a.zst") == [1]
 
 
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> Non
     texts = pa.array(values, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"c": texts}), tmp_path / "x.parquet")
     assert lines_of(tmp_path)[1] == b'{"c":"\xff bad","_row":1,"_id":"1"}'
+    assert sum(block.num_broken for block in count_sources([str(tmp_path)]).blocks()) == 1
+
+
+def test_a_date_that_cannot_be_written_is_refused_with_its_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"c": pa.array([0, 2**31 - 1], pa.date32())}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="rows 0 to 1 hold dates or times out of range") as caught:
+        lines_of(tmp_path)
+    assert "--columns" in caught.value.hint
 
 
 def test_a_type_without_a_form_is_refused_with_its_column() -> None:
