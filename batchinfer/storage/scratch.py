@@ -63,10 +63,13 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     self._lock = (self.folder / _LOCK).open("wb")
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    if (self.folder / _LOCK).exists():
+                    if os.path.samestat(
+                        os.fstat(self._lock.fileno()), (self.folder / _LOCK).stat()
+                    ):
                         break
                     self._lock.close()
-                # Another worker's `_sweep` removed this folder before it was locked, so make another.
+                # Another `_sweep` removed this folder before it was locked, and perhaps a second one is just removing
+                # it again, with a lock of its own. So make another.
         self._numbers = itertools.count(1)  # Threads share this counter; next() is atomic.
 
     def new_path(self, name: str) -> Path:

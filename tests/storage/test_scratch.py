@@ -91,12 +91,16 @@ def test_a_folder_that_may_not_be_written_is_a_mistake(
     assert caught.value.exit_status == 2
 
 
-def test_a_folder_that_another_sweep_took_leaves_no_open_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_swept_twice", [False, True])
+def test_a_folder_that_another_sweep_took_is_not_used(tmp_path, monkeypatch, is_swept_twice):
+    """`verify --deep` lost files that its threads had just fetched: a second sweep had made a lock anew."""
     real, locks = fcntl.flock, []
 
     def flock(lock, operation):
         if not locks:  # the sweep has the lock first, and removes the folder
             (tmp_path / lock.name).unlink()
+            if is_swept_twice:
+                (tmp_path / lock.name).touch()
         locks.append(lock)
         real(lock, operation)
 
