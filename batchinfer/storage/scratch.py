@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from batchinfer.core.errors import ConfigError, ScratchFull, StorageError
 
@@ -63,9 +64,7 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     self._lock = (self.folder / _LOCK).open("wb")
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    if os.path.samestat(
-                        os.fstat(self._lock.fileno()), (self.folder / _LOCK).stat()
-                    ):
+                    if _is_at(self.folder / _LOCK, self._lock):
                         break
                     self._lock.close()
                 # Another `_sweep` removed this folder before it was locked, and perhaps a second one is just removing
@@ -96,6 +95,13 @@ def _making(base: Path) -> Iterator[None]:
         raise
 
 
+def _is_at(path: Path, lock: IO[bytes]) -> bool:
+    """Whether a lock is the one at its path: who removes a folder removes its lock, and others may make one anew."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    return False
+
+
 def _sweep(base: Path) -> None:
     """Remove the folders of processes that are gone."""
     for folder in base.glob(_PREFIX + "*"):
@@ -106,6 +112,7 @@ def _sweep(base: Path) -> None:
             # A lock is made where none is: the process was killed before it made one, or while it removed its folder.
             with (folder / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if _is_at(folder / _LOCK, lock):
+                    shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue  # The folder is in use, or gone.

@@ -110,3 +110,19 @@ def test_a_folder_that_another_sweep_took_is_not_used(tmp_path, monkeypatch, is_
     assert first.closed
     assert not second.closed
     made.close()
+
+
+def test_a_sweep_leaves_a_folder_whose_lock_was_made_anew(tmp_path, monkeypatch):
+    folder = tmp_path / "batchinfer-scratch-killed"
+    folder.mkdir()
+    real = fcntl.flock
+
+    def flock(lock, operation):
+        if operation & fcntl.LOCK_NB:
+            (folder / "lock").unlink()
+            (folder / "lock").touch()
+        real(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Scratch(tmp_path).close()
+    assert folder.exists()
