@@ -12,7 +12,7 @@ from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
-from batchinfer.collect.answers import Answers, connect
+from batchinfer.collect.answers import Answers, connect, sql_errors
 from batchinfer.collect.selection import select
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
@@ -59,7 +59,9 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
         sql = connect(scratch.folder)
         for name, store, selection in zip("ab", stores, found, strict=True):
             Answers(sql, selection, store, scratch, name)
-        sql.execute((importlib.resources.files("batchinfer.collect") / "compare.sql").read_text())
+        text = (importlib.resources.files("batchinfer.collect") / "compare.sql").read_text()
+        with sql_errors("these runs"):
+            sql.execute(text)
         sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
         a, b = (selection.run.config for selection in found)
         return {
@@ -76,9 +78,10 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
 
 
 def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
-    found = sql.execute(query)
-    names = [column[0] for column in found.description]
-    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    with sql_errors("these runs"):
+        found = sql.execute(query)
+        names = [column[0] for column in found.description]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
 
 def render(found: dict[str, Any]) -> Any:

@@ -93,6 +93,15 @@ def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_p
         compare(runs[0], str(tmp_path / "job/runs/none"))
 
 
+def test_answers_that_are_too_large_are_an_error_with_what_to_do(
+    runs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchinfer.collect.answers._MEMORY", "5MB")
+    with pytest.raises(InputError, match="Out of Memory") as caught:
+        compare(*runs)
+    assert "too large" in caught.value.hint
+
+
 def test_a_pipe_gets_a_narrow_table_without_control_characters(runs: tuple[str, str]) -> None:
     done = run_process(["compare", *runs, "--rows", "2"])
     assert done.status == 0
