@@ -96,7 +96,7 @@ def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_p
 def test_answers_that_are_too_large_are_an_error_with_what_to_do(
     runs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchinfer.collect.answers._MEMORY", "5MB")
+    monkeypatch.setattr("batchinfer.collect.answers._MEMORY", "6MB")
     with pytest.raises(InputError, match="Out of Memory") as caught:
         compare(*runs)
     assert "too large" in caught.value.hint
