@@ -237,6 +237,16 @@ def run_url(job_url: str, run_name: str) -> str:
     return f"{job_url.rstrip('/')}/runs/{run_name}"
 
 
+def job_beside(run_url: str) -> str:
+    """URL of the job in the work folder of `batchinfer run`, beside the run; empty for a run with another name.
+
+    >>> job_beside("s3://bucket/answers.batchinfer/run"), job_beside("s3://bucket/job/runs/llama")
+    ('s3://bucket/answers.batchinfer/job', '')
+    """
+    work, _, name = run_url.rstrip("/").rpartition("/")
+    return f"{work}/job" if work and name == "run" else ""
+
+
 def job_above(run_url: str) -> str:
     """URL of the job that a run's URL is below; empty if the run is not at its default place below a job.
 

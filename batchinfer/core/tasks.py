@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 Task = Literal[
     "generate",
@@ -16,8 +16,6 @@ Task = Literal[
     "translate",
 ]
 GENERATE: Literal["generate"] = "generate"
-TASKS: tuple[str, ...] = get_args(Task)
-"""All tasks."""
 
 
 def is_pooling(task: str) -> bool:

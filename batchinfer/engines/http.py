@@ -181,7 +181,6 @@ class HttpEngine:
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
         has_more, is_idle = True, False
-        self._rest()
         try:
             while not stop.is_set():
                 self._check(is_idle=is_idle)
@@ -203,11 +202,6 @@ class HttpEngine:
         finally:
             if self._loop is not None:
                 self._run(self._drop())
-
-    def _rest(self) -> None:
-        """Let servers not be taken for hung because the loop has stood still before this."""
-        for server in self._servers:
-            server.rest()
 
     def _check(self, *, is_idle: bool) -> None:
         """Raise the error that ends the engine, if there is one."""
@@ -278,13 +272,12 @@ class HttpEngine:
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
         found: list[Reply] = []
-        self._rest()
         try:
             while not found:
                 self._check(is_idle=True)
                 if stop is not None and stop.is_set():
                     raise Interrupted("engine: stopped before it answered")
-                if not any(target.in_flight for target in self.targets):
+                if not self._replies and not any(target.in_flight for target in self.targets):
                     self._give([call], [target.free_slots for target in self.targets])
                 found = self._turn(_LONGEST_WAIT_SECONDS)
         finally:

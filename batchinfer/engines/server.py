@@ -254,7 +254,7 @@ class OwnServer(Target):
     def start(self) -> None:
         """Start the process. Returns at once."""
         self.num_answered = 0
-        self._started = self._moved = time.monotonic()
+        self._started = self._moved = self._looked = time.monotonic()
         self._progress: Any = None
         self._counters_before, self._counters = self.counters, Counter()
         if self.launch.socket:
@@ -286,14 +286,17 @@ class OwnServer(Target):
             return why
         now = time.monotonic()
         if not self.is_ready:
-            self.is_ready, self._moved = await self.is_healthy(), now
+            self.is_ready, self._moved, self._looked = await self.is_healthy(), now, now
             seconds = config.load_timeout_seconds
             if self.is_ready:
                 logger.info("%s: loaded", self.name)
             elif now - self._started > seconds:
                 return f"not loaded after {seconds:g} s{self._last_lines()}"
             return ""
+        # The loop may have stood still since the last look, as after Ctrl-Z. One such time alone makes no stall.
+        self._moved += max(0.0, now - self._looked - config.stall_seconds / 2)
         await self.read_counters(config.stall_seconds)
+        self._looked = time.monotonic()
         tokens = (self._counters["prompt_tokens"], self._counters["completion_tokens"])
         if (self.num_answered, tokens) != self._progress or not self.in_flight:
             self._progress, self._moved = (self.num_answered, tokens), now
@@ -301,10 +304,6 @@ class OwnServer(Target):
             waiting = f"{len(self.in_flight)} calls in flight"
             return f"no token and no answer for {config.stall_seconds:g} s with {waiting}"
         return ""
-
-    def rest(self) -> None:
-        """Count seconds without progress from now on: nobody has looked for a while."""
-        self._moved = time.monotonic()
 
     def look_at_process(self) -> str:
         """Copy the server's new log lines to our log. Returns how it ended, with the lines that say why, or ""."""

@@ -60,9 +60,7 @@ def look_at(store: Store, open_store: OpenStore, clock: Clock, job_url: str = ""
     run = read_run(store)
     workers, notes = read_workers(store)
     checkpointed = chunks_with_checkpoints(store)
-    markers = newest_markers(
-        store
-    )  # last: a chunk that is done meanwhile is still in one of the others
+    markers = newest_markers(store)  # last: a chunk that is done meanwhile is in one of both
     if not (run or markers or workers or any(store.list(layout.LAUNCHES))):
         raise no_run(store)
     job, url, sha256 = find_job(run, store.url, open_store, asked_url=job_url)

@@ -303,9 +303,10 @@ def job_places(run: Run | None, run_url: str) -> list[str]:
 
     The folder above the run comes first, because a job that is moved usually takes its runs along. The URL in run.json
     comes second, and only if it is in the run's own bucket, or if both are local folders: people who can write run.json
-    must not be able to send this program's requests elsewhere.
+    must not be able to send this program's requests elsewhere. Without a run.json the engine of `batchinfer run` may be
+    loading.
     """
-    recorded = recorded_job(run)
+    recorded = layout.job_beside(run_url) if run is None else recorded_job(run)
     beside = recorded if is_beside(recorded, run_url) else ""
     return list(dict.fromkeys(filter(None, (layout.job_above(run_url), beside))))
 

@@ -81,7 +81,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     request_format: Literal["rows", "completions", "openai-batch"] = "rows"
     """rows of a data set, or rows that are requests of the OpenAI API themselves."""
     task: Annotated[str, NO_OPTION] = "generate"
-    """One of `core.tasks.TASKS`. It chooses the path for rows of columns; see `TASK_PATHS`."""
+    """One of `core.tasks.Task`. It chooses the path for rows of columns; see `TASK_PATHS`."""
     messages_column: Annotated[str, FIRST] = ""
     """Column with a conversation; texts: --prompt-column."""
     turns: str = "first"

@@ -186,6 +186,10 @@ def overview(
         for one in views
         if one.replicas_lost
     ]
+    if any(view.state == "gone" for view in views) and not any(view.is_alive for view in views):
+        lost.append(
+            "workers count as gone by this machine's clock; one that is ahead is wrong about it"
+        )
     models = [run and run.config.get("model"), *(view.engine.get("model") for view in views)]
     return Overview(
         run=snapshot.url,

@@ -88,6 +88,7 @@ def test_places_of_a_job_are_named_once() -> None:
     )
     assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"]
     assert job_places(msgspec.structs.replace(run, recorded={}), "s3://b/elsewhere") == []
+    assert job_places(None, "s3://b/a.batchinfer/run") == ["s3://b/a.batchinfer/job"]  # it loads
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock() -> None
     assert seen.recent.output_tokens == pytest.approx(RECENT_MINUTES * 600 / seconds)
     assert seen.eta_seconds == pytest.approx(860 / seen.recent.rows)
     assert look(running(), GONE).recent == seen.recent, "one that is gone makes nothing"
+    assert not look(running(), GONE).notes
+    assert "this machine's clock" in look(GONE).notes[0]
     assert look(LOADING, done=0).eta_seconds is None
 
 
