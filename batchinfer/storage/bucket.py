@@ -309,10 +309,10 @@ class _ObjectFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read into `buffer` and return the number of bytes; 0 at the end. See io.RawIOBase."""
         length = max(0, min(len(buffer), self._size - self._place))
-        if length:
-            buffer[:length] = self._read(self._place, length)
-            self._place += length
-        return length
+        found = self._read(self._place, length) if length else b""
+        buffer[: len(found)] = found  # fewer bytes if the object has been replaced by a shorter one
+        self._place += len(found)
+        return len(found)
 
 
 def interruptible(work: Callable[[], T]) -> T:
