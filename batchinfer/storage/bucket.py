@@ -310,8 +310,10 @@ class _ObjectFile(io.RawIOBase):
         """Read into `buffer` and return the number of bytes; 0 at the end. See io.RawIOBase."""
         length = max(0, min(len(buffer), self._size - self._place))
         found = self._read(self._place, length) if length else b""
-        buffer[: len(found)] = found  # fewer bytes if the object has been replaced by a shorter one
+        buffer[: len(found)] = found
         self._place += len(found)
+        if len(found) < length:  # the object has been replaced by a shorter one
+            self._size = self._place
         return len(found)
 
 

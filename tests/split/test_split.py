@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import chunk_key, load_job
+from batchinfer.split.sources import Sources
 from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.split.writer import even_bounds, usual_num_chunks
 from batchinfer.storage.local import LocalStore
@@ -480,3 +482,19 @@ def test_the_command_line_says_what_it_did_in_one_object(source: Path, tmp_path:
     done = run_process(["split", "", "--output", str(tmp_path / "job")])
     assert done.status == 2
     assert "an unset variable of the shell?" in done.stderr
+
+
+def test_a_source_that_changes_after_it_was_read_makes_no_job(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Sources.blocks
+
+    def blocks(self: Sources) -> Any:
+        found = list(real(self))
+        os.utime(source, ns=(1, 1))
+        yield from found
+
+    monkeypatch.setattr(Sources, "blocks", blocks)
+    with pytest.raises(InputError, match="changed while it was being split"):
+        split(source, tmp_path / "job")
+    assert load_job(str(tmp_path / "job"), open_store) is None

@@ -1,0 +1,28 @@
+"""Which chunks are done again with --retry-errors, and with which generation."""
+
+from __future__ import annotations
+
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.worker.own_markers import to_repair
+from fakes import marker_record
+
+OWN = [ChunkRef(name, "memory://job", f"chunks/{name}.jsonl") for name in "abcd"]
+
+
+def goals(done: dict[str, int], failed: str, unread: str = "") -> dict[str, tuple[int, int | None]]:
+    markers = {
+        name: marker_record(rows_error=int(name in failed)) for name in done if name not in unread
+    }
+    return {ref.name: (ref.generation, ref.base) for ref in to_repair(OWN, done, markers)}
+
+
+def test_a_repair_that_was_begun_is_brought_to_its_end_before_the_next() -> None:
+    everything = dict.fromkeys("abcd", 0)
+    assert goals(everything, "ab") == {"a": (1, 0), "b": (1, 0)}
+    assert goals(everything | {"a": 1}, "ab") == {"b": (1, 0)}
+    assert goals(everything | {"a": 1, "b": 1}, "a") == {"a": (2, 1)}
+    assert goals(everything, "") == {}
+
+
+def test_what_is_not_done_or_has_a_marker_that_cannot_be_read_is_done_from_the_start() -> None:
+    assert goals({"a": 0, "b": 2, "c": 0}, "", unread="b") == {"b": (2, None), "d": (0, None)}
