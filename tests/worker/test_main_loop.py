@@ -32,9 +32,11 @@ def test_finished_rows_are_saved_when_a_stop_is_asked_and_not_only_when_the_last
     stopper.raise_if_requested.side_effect = Interrupted("SIGTERM")
     config: Any = SimpleNamespace(checkpoint_rows=0, max_error_rate=None)
     clock = Mock(monotonic=Mock(return_value=-1e9))
+    telemetry = MagicMock()
+    telemetry.counts.rows_error = 0
     loop = MainLoop(
         Mock(generate=replies), stream, chunks, config,
-        MagicMock(stopper=stopper, clock=clock), MagicMock(), Mock(),
+        MagicMock(stopper=stopper, clock=clock), telemetry, Mock(),
     )  # fmt: skip
     with pytest.raises(Interrupted):
         loop.run()
