@@ -9,7 +9,7 @@ an HTTP library nor vllm.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
@@ -25,7 +25,6 @@ __all__ = [
     "has_model",
     "identify_model",
     "is_remote",
-    "share_out",
 ]
 
 
@@ -177,31 +176,3 @@ def identify_model(config: EngineConfig) -> str:
     from batchinfer.engines.models import describe_model
 
     return describe_model(config).identity
-
-
-# --------------------------------------------------------------------------- several replicas
-
-
-def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> list[int]:
-    """Divide `count` calls among replicas so that all hold about equally many. Pure.
-
-    Args:
-        held: Number of calls that each replica holds already.
-        free_slots: Number of calls that each replica can take.
-        count: Number of calls to divide.
-
-    Returns:
-        Number of calls for each replica. The sum is smaller than `count` if there are too few free slots.
-
-    >>> share_out([4, 0, 0], [9, 9, 9], 5)
-    [0, 3, 2]
-    >>> share_out([0, 0], [2, 9], 6)
-    [2, 4]
-    """
-    shares = [0] * len(held)
-    for _ in range(count):
-        places = [index for index, free in enumerate(free_slots) if shares[index] < free]
-        if not places:
-            break
-        shares[min(places, key=lambda index: held[index] + shares[index])] += 1
-    return shares

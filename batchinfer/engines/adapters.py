@@ -7,7 +7,6 @@ far as they go, and then answers wrongly; so their shapes are compared here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -18,7 +17,7 @@ from typing import Any
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.models import hub_folder, local_copy
+from batchinfer.engines.models import hash_files, hub_folder, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +66,7 @@ def _describe(name: str, place: str) -> AdapterInfo:
         weights = next(
             (each for each in WEIGHT_FILES if (folder / each).is_file()), WEIGHT_FILES[0]
         )
-        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-        with (folder / weights).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        identity = hash_files([folder / CONFIG_FILE, folder / weights])
         if not 0 < max(ranks) <= RANKS[-1]:
             raise ValueError(f"r is {max(ranks)}, expected 1 to {RANKS[-1]}")
         for layer, pair in _matrices(folder).items():
@@ -80,8 +77,8 @@ def _describe(name: str, place: str) -> AdapterInfo:
             f"{subject}: {place} is no adapter, or is damaged: {error}",
             hint="vLLM takes plain LoRA adapters in PEFT's format",
         ) from error
-    folder, identity = folder.resolve(), digest.hexdigest()[:40]
-    return AdapterInfo(name=name, folder=str(folder), identity=identity, rank=max(ranks))
+    place = str(folder.resolve())
+    return AdapterInfo(name=name, folder=place, identity=identity, rank=max(ranks))
 
 
 def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import NamedTuple
 from batchinfer.core.errors import ConfigError, Interrupted, ScratchFull, StorageError
 from batchinfer.core.units import size
 from batchinfer.engines import Stop
-from batchinfer.storage import ObjectInfo
 from batchinfer.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
@@ -36,17 +35,14 @@ _MODULE_FOLDER = re.compile(r"\d+_\w+/[^/]+")
 """Keys of the parts of a sentence-transformers model, such as 1_Pooling/config.json."""
 
 
-class BucketModel(NamedTuple):
-    """The files of a model in a bucket that a server loads, as one listing shows them."""
+class ModelFiles(NamedTuple):
+    """The files of a model, wherever they are. Of those in a bucket only the ones that a server loads."""
 
-    url: str
-    files: tuple[ObjectInfo, ...]
-
-    @property
-    def identity(self) -> str:
-        """Hash of the names, sizes and etags of the files."""
-        lines = sorted(f"{info.key}\0{info.bytes}\0{info.etag}\n" for info in self.files)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
+    identity: str
+    revision: str
+    sizes: dict[str, int]
+    """Bytes of each file by its name."""
+    read: Callable[[str], bytes]
 
 
 def is_in_bucket(name: str) -> bool:
@@ -72,7 +68,7 @@ def weight_files(names: Iterable[str]) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def list_model(url: str) -> BucketModel:
+def list_model(url: str) -> ModelFiles:
     """List a model's files. A process lists a model only once, so that all its parts use the same version.
 
     Raises:
@@ -81,8 +77,9 @@ def list_model(url: str) -> BucketModel:
         AccessDenied: the store refuses access.
         StorageError: the store failed after its retries.
     """
-    there = {info.key: info for info in open_store(url).list("")}
-    weights = {*weight_files(name for name in there if "/" not in name)}
+    store = open_store(url)
+    there = {info.key: info for info in store.list("")}
+    weights = weight_files(name for name in there if "/" not in name)
     files = [
         info
         for name, info in there.items()
@@ -95,30 +92,44 @@ def list_model(url: str) -> BucketModel:
             f"{url}: has no model: there is no such folder",
             hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
         )
-    return BucketModel(url.rstrip("/"), tuple(files))
+    lines = sorted(f"{info.key}\0{info.bytes}\0{info.etag}\n" for info in files)
+    identity = hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
+    sizes = {info.key: info.bytes for info in files}
+    return ModelFiles(identity, "", sizes, lambda name: store.get(name).data)
 
 
-def fetch(model: BucketModel, stop: Stop | None = None) -> Path:
+def fetch(url: str, stop: Stop | None = None) -> Path:
     """Bring a model's files to this machine, and return the folder with them. If it is there, the store is not asked.
 
     Raises:
-        ConfigError: the cache folder cannot be written, or is full.
-        AccessDenied, StorageError: the store refuses access, or failed after its retries.
+        ConfigError: the cache folder cannot be written, or is full; or as `list_model`.
+        InputError, AccessDenied, StorageError: as `list_model`.
         Interrupted: `stop` was set.
     """
-    name = model.url.rpartition("/")[2]
+    files, name = list_model(url), url.rstrip("/").rpartition("/")[2]
     cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "batchinfer"
-    folder = cache.absolute() / model.identity[:20] / name
+    folder = cache.absolute() / files.identity[:20] / name
     if folder.is_dir():
         return folder
-    building = folder.parent.with_name(f".{uuid.uuid4().hex}") / name
+    building, store = folder.parent.with_name(f".{uuid.uuid4().hex}"), open_store(url)
+
+    def download(key: str) -> None:
+        if stop is not None and stop.is_set():
+            raise Interrupted(f"{url}: stopped while it was fetched")
+        path = building / name / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.download(key, path)
+        if path.stat().st_size != files.sizes[key]:
+            raise StorageError(f"{url}: {key} has changed while it was fetched")
+
+    total = size(sum(files.sizes.values()))
+    logger.info("fetching %s (%d files, %s)", url, len(files.sizes), total)
+    largest_first = sorted(files.sizes, key=files.sizes.__getitem__, reverse=True)
     try:
-        building.mkdir(parents=True)
-        total = sum(info.bytes for info in model.files)
-        logger.info("fetching %s (%d files, %s)", model.url, len(model.files), size(total))
-        _download(model, building, stop)
+        with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+            list(threads.map(download, largest_first))
         try:
-            building.parent.rename(folder.parent)
+            building.rename(folder.parent)
         except OSError:
             if not folder.is_dir():  # else another process was quicker
                 raise
@@ -127,23 +138,5 @@ def fetch(model: BucketModel, stop: Stop | None = None) -> Path:
             f"{cache}: cannot be used: {error}", hint="name another folder in HF_HOME"
         ) from error
     finally:
-        shutil.rmtree(building.parent, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
     return folder
-
-
-def _download(model: BucketModel, folder: Path, stop: Stop | None) -> None:
-    """Copy a model's files to a folder, several at a time."""
-    store = open_store(model.url)
-
-    def download(info: ObjectInfo) -> None:
-        if stop is not None and stop.is_set():
-            raise Interrupted(f"{model.url}: stopped while it was fetched")
-        path = folder / info.key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.download(info.key, path)
-        if path.stat().st_size != info.bytes:
-            raise StorageError(f"{model.url}/{info.key}: has changed while it was fetched")
-
-    with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        for _ in threads.map(download, sorted(model.files, key=lambda info: -info.bytes)):
-            pass

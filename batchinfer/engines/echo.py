@@ -21,8 +21,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import math
-import struct
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator
@@ -68,8 +68,8 @@ def answer(call: Call, config: EngineConfig) -> Reply:
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         refused = error if isinstance(error, Refused) else Refused(f"not a request: {error!r}")
         return Reply(key=call.key, status=refused.status, body=refused.body)
-    head = {"id": f"echo-{_digest(call.body)}", "object": "echo", "created": 0}
-    head["model"] = body.get("model") or config.served_names[0]
+    model = body.get("model") or config.served_names[0]
+    head = {"id": f"echo-{_digest(call.body)}", "object": "echo", "created": 0, "model": model}
     return Reply(key=call.key, status=200, body=_encode(head | found))
 
 
@@ -106,15 +106,15 @@ def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
     if kind in ("transcriptions", "translations"):
         return {"text": texts[0]}
     if kind == "responses":
-        part = {"type": "output_text", "text": texts[0]}
-        message = {"type": "message", "role": "assistant", "content": [part]}
+        content = [{"type": "output_text", "text": texts[0]}]
+        message = {"type": "message", "role": "assistant", "content": content}
         return {"status": "completed", "output": [message]}
     usage = {"prompt_tokens": sum(num_words), "completion_tokens": 0}
     if kind == "completions":
         found = {"choices": _choices(texts, body, usage)}
     elif kind == "rerank":
-        scores = [{"relevance_score": share_of(texts[0] + text)} for text in texts[1:]]
-        items = [{"index": index, **score} for index, score in enumerate(scores)]
+        scores = [share_of(texts[0] + text) for text in texts[1:]]
+        items = [{"index": n, "relevance_score": score} for n, score in enumerate(scores)]
         found = {"results": sorted(items, key=lambda item: -item["relevance_score"])}
     else:
         if kind == "score":
@@ -146,32 +146,25 @@ def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body
 
 def _pooled(kind: str, text: str, body: _Body) -> _Body:
     """Return what a pooling model says of a text."""
-
-    def shown(numbers: list[float]) -> Any:
-        is_packed = body.get("encoding_format") == "base64"
-        return base64.b64encode(array("f", numbers)).decode() if is_packed else numbers
-
+    if kind in ("embeddings", "pooling"):
+        words = text.split(SPACE) if kind == "pooling" else [text]
+        vectors = [vector_of(word, body.get("dimensions") or WIDTH) for word in words]
+        shown: Any = vectors if kind == "pooling" else vectors[0]
+        if body.get("encoding_format") == "base64":
+            shown = base64.b64encode(array("f", itertools.chain(*vectors))).decode()
+        return {"data" if kind == "pooling" else "embedding": shown}
     share = share_of(text)
-    if kind == "embeddings":
-        return {"embedding": shown(vector_of(text, body.get("dimensions") or WIDTH))}
-    if kind == "pooling" and body.get("task", "token_embed") == "token_embed":
-        vectors = [vector_of(word, WIDTH) for word in text.split(SPACE)]
-        packed = shown([number for vector in vectors for number in vector])
-        return {"data": packed if isinstance(packed, str) else vectors}
-    known: dict[str, _Body] = {
-        "pooling": {"data": [share]},
-        "classify": {"label": ("no", "yes")[share > 0.5], "probs": [1 - share, share]},
-        "score": {"score": share},
-    }
-    if kind not in known:
+    if kind == "classify":
+        return {"label": ("no", "yes")[share > 0.5], "probs": [1 - share, share]}
+    if kind != "score":
         raise Refused("Not Found", None, 404)
-    return known[kind]
+    return {"score": share}
 
 
 def vector_of(text: str, width: int) -> list[float]:
     """Return the embedding of a text: numbers of length 1 together, made of the text's hash."""
     data = hashlib.shake_128(text.encode("utf-8", "surrogatepass")).digest(4 * width)
-    numbers = [number / 2**31 for number in struct.unpack(f"<{width}i", data)]
+    numbers = [number - 2**31 for number in array("I", data)]
     length = math.hypot(*numbers)
     return [number / length for number in numbers]
 

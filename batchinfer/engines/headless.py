@@ -11,19 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from batchinfer.core.errors import (
-    ConfigError,
-    EngineDied,
-    EngineLoadError,
-    Interrupted,
-)
+from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import Stop, create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import OwnServer, plan
@@ -113,18 +108,19 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
             hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
         )
     create_engine(config)  # refuses what cannot work
-    with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
-        revision = _receive(link, loading) or None
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(_reach(config, loading))
+        told = stack.enter_context(link.makefile("rb"))
+        scratch = stack.enter_context(contextlib.closing(Scratch(config.scratch_dir)))
+        revision = _receive(told, loading) or None
         config = msgspec.structs.replace(config, revision=config.revision or revision)
-        scratch = Scratch(config.scratch_dir)
-        stack.callback(scratch.close)
-        [launch] = plan(config, Path(scratch.folder), loading)
+        [launch] = plan(config, scratch.folder, loading)
         launch.environment["VLLM_HOST_IP"] = str(link.getsockname()[0])
         server = OwnServer(launch, scratch.folder / "server.log")
         server.start()
         stack.callback(server.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        status = int(_receive(link, stop, server))
+        status = int(_receive(told, stop, server))
     if status:
         raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
@@ -146,28 +142,25 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
             time.sleep(POLL_SECONDS)
         else:
             _keep_alive(link)
-            link.settimeout(POLL_SECONDS)
+            link.settimeout(None)
             return link
     raise Interrupted("stopped while it waited for node 0")
 
 
-def _receive(link: socket.socket, stop: Stop, server: OwnServer | None = None) -> str:
+def _receive(told: BinaryIO, stop: Stop, server: OwnServer | None = None) -> str:
     """Wait for a line of node 0, while this node's server runs.
 
     Raises:
         EngineDied: node 0 has gone, or the server has ended.
         Interrupted: `stop` was set.
     """
-    received = b""
-    while not received.endswith(b"\n"):
+    # A second line that came with the first one is not waited for: the end of the connection follows it.
+    while not select.select([told], [], [], POLL_SECONDS)[0]:
         if stop.is_set():
             raise Interrupted("stopped by a signal")
         if server is not None and (why := server.look_at_process()):
             raise EngineDied(f"this node's server: {why}")
-        with contextlib.suppress(TimeoutError):
-            with contextlib.suppress(ConnectionError):
-                if data := link.recv(1):
-                    received += data
-                    continue
-            raise EngineDied("node 0 has gone")
-    return received.decode().strip()
+    with contextlib.suppress(OSError):
+        if line := told.readline():
+            return line.decode().strip()
+    raise EngineDied("node 0 has gone")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.records import Record
@@ -19,6 +19,7 @@ from batchinfer.engines import Stop
 from batchinfer.engines.buckets import (
     ANSWER_SUFFIXES,
     WEIGHT_SUFFIXES,
+    ModelFiles,
     fetch,
     is_in_bucket,
     list_model,
@@ -26,7 +27,7 @@ from batchinfer.engines.buckets import (
 )
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_url, local_path, open_store
+from batchinfer.storage.opening import local_path
 
 CONFIG_FILE = "config.json"
 # Small files that are read of a model on the Hub; params.json is its config in Mistral's own format.
@@ -58,16 +59,6 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     num_heads: int = 0
     num_kv_heads: int = 0
     is_multimodal: bool = False
-
-
-class ModelFiles(NamedTuple):
-    """The files of a model, wherever they are."""
-
-    identity: str
-    revision: str
-    sizes: dict[str, int]
-    """Bytes of each file by its name."""
-    read: Callable[[str], bytes]
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
@@ -108,15 +99,11 @@ def describe_model(config: EngineConfig) -> ModelInfo:
 
 def model_files(name: str, revision: str | None = None) -> ModelFiles:
     """List a model's files; see `describe_model` for the errors."""
-    check_url(name)
     if is_in_bucket(name):
-        model = list_model(name)
-        store = open_store(name)
-        sizes = {info.key: info.bytes for info in model.files}
-        return ModelFiles(model.identity, "", sizes, lambda key: store.get(key).data)
-    path = _plain_path(name)
+        return list_model(name)
+    path = local_path(name)
     if path.is_file():  # weights in GGUF's format
-        return ModelFiles(_hash([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
+        return ModelFiles(hash_files([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
     if path.is_dir():
         return _files_in(path)
     subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
@@ -127,17 +114,11 @@ def end_mark(config: EngineConfig) -> str:
     """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
     name = str(config.server_options.get("tokenizer") or config.model)
     try:
-        files = model_files(name, config.revision)
-        values = json.loads(files.read("tokenizer_config.json"))
-        found = values["eos_token"]
+        text = model_files(name, config.revision).read("tokenizer_config.json")
+        found = json.loads(text)["eos_token"]
     except (BatchinferError, OSError, LookupError, TypeError, ValueError):
         return ""
     return str(found.get("content", "") if isinstance(found, dict) else found or "")
-
-
-def _plain_path(name: str) -> Path:
-    """Return a model's name as a local path; it may be a file:// URL."""
-    return local_path(name) if name.lower().startswith("file://") else Path(name).expanduser()
 
 
 def local_copy(name: str, stop: Stop | None = None) -> Path | None:
@@ -147,30 +128,21 @@ def local_copy(name: str, stop: Stop | None = None) -> Path | None:
         BatchinferError: as `buckets.fetch`.
     """
     if is_in_bucket(name):
-        return fetch(list_model(name), stop)
-    path = _plain_path(name)
+        return fetch(name, stop)
+    path = local_path(name)
     return path if path.exists() else None
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a model's name can only be a path, since no name on the Hub looks like it.
-
-    >>> looks_like_path("Qwen/Qwen3-0.6B"), looks_like_path("./model"), looks_like_path("a/b/c")
-    (False, True, True)
-    """
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 def _files_in(folder: Path) -> ModelFiles:
     paths = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     weights = weight_files(paths)
     hashed = [path for name, path in paths.items() if name.endswith(ANSWER_SUFFIXES)]
-    identity = _hash([*hashed, *(paths[name] for name in weights)])
+    identity = hash_files([*hashed, *(paths[name] for name in weights)])
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     return ModelFiles(identity, "", sizes, lambda name: paths[name].read_bytes())
 
 
-def _hash(paths: list[Path]) -> str:
+def hash_files(paths: list[Path]) -> str:
     """Return a hash of names, sizes and content. Of weights only both ends are read, since they are large."""
     digest = hashlib.sha256()
     for path in paths:
@@ -200,7 +172,7 @@ def hub_folder(
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
-    if looks_like_path(name):
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ConfigError(
             f"{subject} is no folder on this machine",
             hint="give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B",

@@ -17,7 +17,7 @@ from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.checks import check_config
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
-from batchinfer.prompts.media import holds_media, multipart, put_contents, take_links
+from batchinfer.prompts.media import data_url, multipart, places_in, put_url, take_links
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.types import (
@@ -48,7 +48,6 @@ _EXCLUSIVE = (
     {"tools", "tool_choice", "parallel_tool_calls"},
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
-_CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 _GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
@@ -152,10 +151,11 @@ class PromptBuilder:
         if self._config.column("tools") and not body.get("tools"):
             body.pop("tool_choice", None)  # a row without tools is answered as text
         best_of = _take_best_of(path, body)
-        if self._config.truncate_prompt != "error" and not holds_media(body):
+        places = places_in(body)
+        if self._config.truncate_prompt != "error" and not places:
             self._truncate(path, body)
         may_stay = self._rules.fetches_links and path not in SPEECH_URLS
-        media = take_links(body, fetches_links=may_stay)
+        media = take_links(places, fetches_links=may_stay)
         if self._reader.path == COMPLETIONS_URL and self._rules.max_model_len:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             body.setdefault("max_tokens", self._rules.max_model_len)
@@ -168,12 +168,9 @@ class PromptBuilder:
 
     def _known(self, path: str) -> frozenset[str]:
         """Return the fields that bodies of a path may get from the run."""
-        fields = frozenset({*self._config.body, "truncate_prompt_tokens"})
-        if path == COMPLETIONS_URL:
-            fields = fields.difference(_CHAT_ONLY)
-        elif path not in (CHAT_URL, self._task_path):
-            fields = frozenset()
-        return self._rules.parameters(path) or fields
+        is_likely = path in (*_GENERATING, self._task_path)
+        fields = {*self._config.body, "truncate_prompt_tokens"} if is_likely else ()
+        return self._rules.parameters(path) or frozenset(fields)
 
     def _make_fields(self, path: str) -> dict[str, Any]:
         """Return the run's fields for bodies of a path, in the form that they have there."""
@@ -250,16 +247,11 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     return BestOf(n=n, keeps_logprobs=keeps)
 
 
-def finish_call(prepared: Prepared, contents: Sequence[bytes | None]) -> Prepared:
-    """Put the fetched media of a row into its body, and return the row with its call.
-
-    Args:
-        prepared: A row with `media`.
-        contents: Content of each of its media, in order. None leaves the fetching of this one to the server.
-    """
-    assert prepared.draft is not None, "the row has its call already"
+def finish_call(prepared: Prepared, contents: Sequence[bytes]) -> Prepared:
+    """Put the fetched media of a row, in order, into its body, and return the row with its call."""
     try:
-        put_contents(prepared.draft, contents, prepared.media)
+        for ref, content in zip(prepared.media, contents, strict=True):
+            put_url(ref.holder, ref.field, data_url(content, ref.kind))
         return _with_call(prepared)
     except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
         failure = internal_failure(error)

@@ -113,7 +113,8 @@ class RowsReader:
             if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
             if self._is_chat:
-                return self._chat(columns, [{"role": "user", "content": value}])
+                content = [{"type": "text", "text": value}]
+                return self._chat(columns, [{"role": "user", "content": content}])
         return {"input" if self._is_judged else "prompt": value}
 
     def _without_end(self, text: str) -> str:
@@ -132,6 +133,12 @@ class RowsReader:
         """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
             add_media(messages, kind, self._media(columns, kind))
+        for message in messages:
+            match message["content"]:
+                case []:
+                    message["content"] = None
+                case [{"type": "text", "text": text}]:
+                    message["content"] = text
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]

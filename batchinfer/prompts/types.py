@@ -162,6 +162,10 @@ class MediaRef(Record, frozen=True, kw_only=True, gc=False):
     place: str
     """URL or path at which it is."""
     kind: MediaKind = "image"
+    holder: dict[str, Any] = {}
+    """The object in the row's body where it belongs."""
+    field: str = ""
+    """Field of that object for its URL."""
 
 
 class BestOf(Record, frozen=True, kw_only=True, gc=False):
@@ -188,7 +192,7 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     call: Call | None = None
     failure: Failure | None = None
     media: list[MediaRef] = []
-    """Media to fetch, in the order in which the draft has their places."""
+    """Media to fetch, for places in the draft."""
     draft: dict[str, Any] | None = None
     """Body without the media, whose places are empty texts."""
     best_of: BestOf | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -208,12 +209,16 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
         drive(engine, ListSource(calls(9)))
 
 
-def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
-    def interrupt():
-        raise KeyboardInterrupt
+@pytest.fixture
+def ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
+
+def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, ctrl_c):
     endpoint.delay_seconds = 0.5
-    engine._loop.call_later(0.1, interrupt)
+    engine._runner.get_loop().call_later(0.1, ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(call(0, stream=True)))
     assert len(drive(engine, ListSource(calls(3)))) == 3
@@ -231,12 +236,9 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
         engine._run(engine._drop())
 
 
-def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine):
-    def interrupt():
-        raise KeyboardInterrupt
-
+def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine, ctrl_c):
     async def work():
-        engine._loop.call_soon(interrupt)
+        engine._runner.get_loop().call_soon(ctrl_c)
 
     with pytest.raises(KeyboardInterrupt):
         engine._run(work())

@@ -282,7 +282,7 @@ def test_every_gpu_of_the_machine_works(
     notes, program = dest.parent / "notes", dest.parent / "server.py"
     notes.mkdir()
     total = 23034 << 20
-    gpus = [(Gpu(id=str(n), name="NVIDIA L4", total_bytes=total), f"GPU-{n}a") for n in range(4)]
+    gpus = [Gpu(id=str(n), uuid=f"GPU-{n}a", name="NVIDIA L4", total_bytes=total) for n in range(4)]
     monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: gpus)
     program.write_text(NOTING_SERVER)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
