@@ -33,7 +33,6 @@ class Stop(Protocol):
 
     def is_set(self) -> bool:
         """Whether to drop all work and return now."""
-        ...
 
 
 class RequestSource(Protocol):
@@ -51,14 +50,12 @@ class RequestSource(Protocol):
         Returns:
             The calls, or None if the source will never have another one.
         """
-        ...
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until a call may be ready, but at most `timeout_seconds`.
 
         An engine calls this only while it has no call in flight.
         """
-        ...
 
 
 class Engine(Protocol):
@@ -74,7 +71,6 @@ class Engine(Protocol):
             StorageError: the files of a model in a bucket cannot be fetched.
             Interrupted: `stop` was set while the model was loading.
         """
-        ...
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """Take calls whenever slots are free, and yield the replies that came, in any order.
@@ -91,7 +87,6 @@ class Engine(Protocol):
                 called afterwards.
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
         """
-        ...
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """Send one call by itself and wait for its reply, with the same retries as `generate`. Not during `generate`.
@@ -101,7 +96,6 @@ class Engine(Protocol):
             AccessDenied: an endpoint refuses the key.
             Interrupted: `stop` was set.
         """
-        ...
 
     def stream(self, call: Call) -> Iterator[bytes]:
         """Send one call whose body has ``"stream": true``, and yield the data of each server-sent event as it comes.
@@ -111,19 +105,15 @@ class Engine(Protocol):
         Raises:
             EngineDied: the connection broke.
         """
-        ...
 
     def parameters(self, path: str) -> frozenset[str]:
         """Return the body fields that the server names for this path; empty if it does not say. After `open`."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the engine's counters since `open`. Returns at once."""
-        ...
 
     def close(self) -> None:
         """End all processes of the engine and free its memory. May be called twice, and after a failure."""
-        ...
 
 
 # --------------------------------------------------------------------------- the engines

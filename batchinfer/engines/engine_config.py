@@ -62,13 +62,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Commit, tag or branch of the model. Default: the run's, else the latest."""
     loras: Annotated[
         dict[str, str],
-        Opt(
-            form="adapters",
-            flag="--lora",
-            section="model",
-            metavar="NAME=PATH",
-            is_recorded=True,
-        ),
+        Opt(form="adapters", flag="--lora", section="model", metavar="NAME=PATH", is_recorded=True),
     ] = {}
     """LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated."""
     replicas: Annotated[Count | Literal["auto"], Opt(form="auto")] = "auto"

@@ -7,12 +7,7 @@ from typing import Any
 
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
-from batchinfer.prompts.conversation import (
-    Message,
-    check_turns,
-    read_conversation,
-    select_turns,
-)
+from batchinfer.prompts.conversation import Message, check_turns, read_conversation, select_turns
 from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
