@@ -18,6 +18,7 @@ from batchinfer.engines.engine_config import EngineConfig, check_engine
 
 __all__ = [
     "Engine",
+    "OneCall",
     "RequestSource",
     "Stop",
     "check_engine",
@@ -56,6 +57,21 @@ class RequestSource(Protocol):
 
         An engine calls this only while it has no call in flight.
         """
+
+
+class OneCall:
+    """A source of one call. Implements RequestSource."""
+
+    def __init__(self, call: Call) -> None:
+        self._left = [call]
+
+    def take(self, max_calls: int) -> list[Call] | None:
+        """Return the call, the first time."""
+        taken, self._left = self._left[:max_calls], []
+        return taken or None
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return at once: the call is there from the beginning."""
 
 
 class Engine(Protocol):

@@ -19,9 +19,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from batchinfer.core.errors import EngineDied, Interrupted
-from batchinfer.core.events import event
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines import RequestSource, Stop, is_remote, lists
+from batchinfer.engines import OneCall, RequestSource, Stop, is_remote, lists
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
@@ -36,10 +35,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTARTS = 3
-"""Starts of a server after deaths in a row without an answered row."""
-RESTART_PAUSE_SECONDS = 5.0
-"""Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
 LOOK_SECONDS = 1.0
@@ -48,8 +43,6 @@ LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
 _LONGEST_WAIT_SECONDS = 0.25
-# Most seconds that a server has to tell its counters when the last row has come.
-_LAST_STATS_SECONDS = 2.0
 
 
 class HttpEngine:
@@ -62,7 +55,6 @@ class HttpEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.targets: Sequence[Target] = []
-        """The servers."""
         self._runner: asyncio.Runner | None = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         """The loop; None when the engine is closed."""
         self._lock = threading.RLock()
@@ -78,10 +70,7 @@ class HttpEngine:
         self._failure: BaseException | None = None
         """Why the engine cannot go on."""
         self._is_open = False
-        self._num_restarts = 0
         self._outage = Outage(config.stall_seconds)
-
-    # ------------------------------------------------------------------ life
 
     def open(self, stop: Stop) -> EngineInfo:
         """Start the servers and wait until they have loaded, or reach the endpoints; see Engine.open."""
@@ -168,8 +157,6 @@ class HttpEngine:
         await asyncio.gather(*self._watches, *ends, return_exceptions=True)
         await self._nodes.close(getattr(self._failure, "exit_status", 33) if is_kill else 0)
 
-    # ------------------------------------------------------------------ work
-
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
         has_more, is_idle = True, False
@@ -204,12 +191,9 @@ class HttpEngine:
             self._failure = self._failure or EngineDied(message)
         if self._failure is not None:
             raise self._failure
-        if self._outage.since is not None and not self._servers:
-            places = {key: target for target in self.targets for key in target.in_flight}
-            name = self.targets[0].name
-            for reply in self._outage.given_up([*places], name, is_idle=is_idle):
-                places[reply.key].in_flight[reply.key].cancel()
-                self._deliver(places[reply.key], reply)
+        for target, reply in self._outage.given_up(self.targets, is_idle=is_idle):
+            target.in_flight[reply.key].cancel()
+            self._deliver(target, reply)
 
     def _give(self, calls: list[Call], free: list[int]) -> None:
         """Give each target calls that follow each other, so that prompts which begin alike meet in one cache."""
@@ -226,8 +210,7 @@ class HttpEngine:
 
         async def wait() -> None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._has_news.wait()
+                await asyncio.wait_for(self._has_news.wait(), seconds)
 
         self._run(wait())
         self._has_news.clear()
@@ -264,7 +247,7 @@ class HttpEngine:
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
-        batches = self.generate(_One(call), stop or threading.Event())
+        batches = self.generate(OneCall(call), stop or threading.Event())
         replies = [reply for batch in batches for reply in batch]
         if not replies:
             raise Interrupted("engine: stopped before it answered")
@@ -301,10 +284,8 @@ class HttpEngine:
         return EngineStats(
             **sum((server.counters for server in self._servers), Counter[str]()),
             replicas_lost=sum(server.is_lost for server in self._servers),
-            restarts=self._num_restarts,
+            restarts=sum(server.num_starts - 1 for server in self._servers),
         )
-
-    # ------------------------------------------------------------------ calls
 
     def _begin(self, target: Target, calls: Sequence[Call]) -> None:
         task = self._spawn(self._answer(target, calls))
@@ -376,11 +357,9 @@ class HttpEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._replies.clear()
         self._outage.last_replies.clear()
-        self._outage.since = None
+        self._outage.since = 0.0
         ready = [server for server in self._servers if server.is_ready]
-        await asyncio.gather(*(server.read_counters(_LAST_STATS_SECONDS) for server in ready))
-
-    # ------------------------------------------------------------------ deaths of servers
+        await asyncio.gather(*(server.read_counters() for server in ready))
 
     async def _watch(self, target: Target) -> None:
         """Wait until a target is ready. One of ours is watched on, and started again when it is dead.
@@ -407,15 +386,8 @@ class HttpEngine:
         """End a server that hangs or is dead, hand back its rows, and start it again unless it has died too often."""
         server.is_ready = False
         await asyncio.to_thread(server.end, is_kill=True)
-        server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
-        server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
-        message, rows = f"{server.name}: {reason}", len(server.in_flight)
-        if server.is_lost:
-            logger.error("%s", message, extra=event("replica_lost", replica=server.name))
-        else:
-            again = f"it is started again, and its {rows} rows are tried again"
-            fields = event("replica_restarted", replica=server.name, rows=rows)
-            logger.warning("%s; %s", message, again, extra=fields)
+        pause = server.note_death(reason, may_start=self.config.nnodes == 1)
+        message = f"{server.name}: {reason}"
         for key, task in list(server.in_flight.items()):
             task.cancel()
             self._deliver(server, Reply(key=key, status=0, body=message.encode()))
@@ -423,22 +395,5 @@ class HttpEngine:
             self._failure = EngineDied(message)  # is raised when those rows have been taken
         await server.close()
         if not server.is_lost:
-            self._num_restarts += 1
-            if server.num_deaths > 1:
-                await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))
+            await asyncio.sleep(pause)
             server.start()
-
-
-class _One:
-    """A source of one call. Implements RequestSource."""
-
-    def __init__(self, call: Call) -> None:
-        self._left = [call]
-
-    def take(self, max_calls: int) -> list[Call] | None:
-        """Return the call, the first time."""
-        taken, self._left = self._left[:max_calls], []
-        return taken or None
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Return at once: the call is there from the beginning."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from batchinfer.core.errors import EngineDied
 from batchinfer.core.records import Reply, RowKey
+from batchinfer.engines.targets import Endpoint, Target
 
 MOST_ATTEMPTS = 5
 """Attempts at a row whose failure the server's other answers do not share."""
@@ -25,14 +26,14 @@ class Outage:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._has_answered = False
-        self.since: float | None = None
-        """Time of the first failed attempt since an endpoint last answered."""
+        self.since = 0.0
+        """Time of the first failed attempt since an endpoint last answered; 0 if there was none."""
         self.last_replies: dict[RowKey, Reply] = {}
         """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
 
     def note_answer(self) -> None:
         """Take note that a row was answered."""
-        self._has_answered, self.since = True, None
+        self._has_answered, self.since = True, 0.0
 
     def note_failure(self, reply: Reply, num_failed: int) -> None:
         """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""
@@ -40,29 +41,29 @@ class Outage:
         if num_failed >= MOST_ATTEMPTS:
             self.last_replies[reply.key] = reply
 
-    def given_up(self, left: Sequence[RowKey], name: str, *, is_idle: bool) -> list[Reply]:
-        """Return the replies to all rows in flight if they are given up; none if they are tried again.
+    def given_up(self, targets: Sequence[Target], *, is_idle: bool) -> list[tuple[Target, Reply]]:
+        """Return the replies to all rows in flight, each with its target, if they are given up; else none.
 
         Args:
-            left: The rows in flight.
-            name: Name of the endpoints for the message.
+            targets: The endpoints.
             is_idle: Whether the source had no further row when it was last asked.
 
         Raises:
             EngineDied: the endpoints are down.
         """
-        if self.since is None or not left:
+        left = [(each, key) for each in targets for key in each.in_flight] if self.since else []
+        if not left or not isinstance(targets[0], Endpoint):
             return []
         is_late = time.monotonic() - self.since >= self._seconds
-        replies = [self.last_replies[key] for key in left if key in self.last_replies]
+        found = [(each, self.last_replies[key]) for each, key in left if key in self.last_replies]
         is_own = is_idle and self._has_answered and len(left) <= FEW
-        is_own = is_own and all(reply.status == 500 for reply in replies)
-        if len(replies) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
-            self.since = None
-            return replies
+        is_own = is_own and all(reply.status == 500 for _, reply in found)
+        if len(found) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
+            self.since = 0.0
+            return found
         if is_late:
             raise EngineDied(
-                f"{name}: answered nothing for {self._seconds:g} s",
+                f"{targets[0].name}: answered nothing for {self._seconds:g} s",
                 hint="no row is lost; start the same command again when it answers",
             )
         return []

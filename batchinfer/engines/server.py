@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.events import event
 from batchinfer.core.printable import printable
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
@@ -38,6 +39,10 @@ from batchinfer.engines.targets import Target, slots_for
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
+MOST_RESTARTS = 3
+"""Starts of a server after deaths in a row without an answered row."""
+RESTART_PAUSE_SECONDS = 5.0
+"""Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
 _VARIABLES = {
@@ -239,6 +244,7 @@ class OwnServer(Target):
         self.launch = launch
         self.is_lost = False
         """Whether it has died so often that it is not started again."""
+        self.num_starts = 0
         self.num_deaths = 0
         """Deaths since it last answered a row."""
         self.guard: subprocess.Popen[bytes] | None = None
@@ -253,6 +259,7 @@ class OwnServer(Target):
 
     def start(self) -> None:
         """Start the process. Returns at once."""
+        self.num_starts += 1
         self.num_answered = 0
         self._started = self._moved = self._looked = time.monotonic()
         self._progress: Any = None
@@ -328,7 +335,7 @@ class OwnServer(Target):
         status = (await self.get("/health")).status
         return (status if status != 404 else (await self.get("/v1/models")).status) == 200
 
-    async def read_counters(self, most_seconds: float) -> None:
+    async def read_counters(self, most_seconds: float = 2.0) -> None:
         """Read the server's counters. Servers without any answer something else, which changes nothing."""
         found = Counter[str]()
         for name, value in _COUNTER.findall((await self.get("/metrics", most_seconds)).body):
@@ -362,6 +369,20 @@ class OwnServer(Target):
             return ConfigError(message, hint=_MEMORY_ADVICE)
         hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
         return EngineLoadError(message, hint=hint)
+
+    def note_death(self, reason: str, *, may_start: bool) -> float:
+        """Count a death, and decide whether the server is lost. Returns the seconds before it may be started again."""
+        self.num_deaths = 1 if self.num_answered else self.num_deaths + 1
+        self.is_lost = self.num_deaths > MOST_RESTARTS or not may_start
+        rows = len(self.in_flight)
+        if self.is_lost:
+            fields = event("replica_lost", replica=self.name)
+            logger.error("%s: %s", self.name, reason, extra=fields)
+        else:
+            again = f"it is started again, and its {rows} rows are tried again"
+            fields = event("replica_restarted", replica=self.name, rows=rows)
+            logger.warning("%s: %s; %s", self.name, reason, again, extra=fields)
+        return RESTART_PAUSE_SECONDS * 2 ** (self.num_deaths - 2) if self.num_deaths > 1 else 0.0
 
     def end(self, *, is_kill: bool = False) -> None:
         """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it."""

@@ -39,7 +39,7 @@ from tiny_model import write_model_stub
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(http, "RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("batchinfer.engines.server.RESTART_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(http, "LOOK_SECONDS", 0.1)
 
 
@@ -208,7 +208,7 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
-    monkeypatch.setattr(http, "MOST_RESTARTS", 0)
+    monkeypatch.setattr("batchinfer.engines.server.MOST_RESTARTS", 0)
     engine = open_engine(kill="row 3 says", replicas=1, latency_seconds=0.5)
     batches = engine.generate(ListSource(calls(8)), Flag())
     found: list = []
