@@ -17,7 +17,7 @@ from typing import Any
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.models import hash_files, hub_folder, local_copy
+from batchinfer.engines.model_files import hash_files, hub_folder, local_copy
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -190,18 +190,15 @@ def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option with the values that follow it. Values before the first option are left out."""
-    option, values = "", list[str]()
+def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each option with the values that follow it. Values before the first option are left out."""
+    found: list[tuple[str, list[str]]] = []
     for word in words:
-        if not OPTION.match(word):
-            values.append(word)
-            continue
-        if option:
-            yield option, values
-        option, values = word, []
-    if option:
-        yield option, values
+        if OPTION.match(word):
+            found.append((word, []))
+        elif found:
+            found[-1][1].append(word)
+    return found
 
 
 def _value(text: str) -> Any:

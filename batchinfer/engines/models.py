@@ -6,33 +6,16 @@ the run's fingerprint), how long may a sequence be, and about how much memory do
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines import Stop
-from batchinfer.engines.buckets import (
-    ANSWER_SUFFIXES,
-    WEIGHT_SUFFIXES,
-    ModelFiles,
-    fetch,
-    is_in_bucket,
-    list_model,
-    weight_files,
-)
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import local_path
+from batchinfer.engines.model_files import ModelFiles, model_files, weight_files
 
 CONFIG_FILE = "config.json"
-# Small files that are read of a model on the Hub; params.json is its config in Mistral's own format.
-_SMALL_FILES = ("*config.json", "chat_template*", "params.json")
-_SAMPLE_BYTES = 1 << 20
 # Names of config entries that state the longest sequence. If a config has several of them, the smallest value counts.
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -97,19 +80,6 @@ def describe_model(config: EngineConfig) -> ModelInfo:
     )
 
 
-def model_files(name: str, revision: str | None = None) -> ModelFiles:
-    """List a model's files; see `describe_model` for the errors."""
-    if is_in_bucket(name):
-        return list_model(name)
-    path = local_path(name)
-    if path.is_file():  # weights in GGUF's format
-        return ModelFiles(hash_files([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
-    if path.is_dir():
-        return _files_in(path)
-    subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
-    return _files_on_hub(name, hub_folder(subject, name, _SMALL_FILES, revision))
-
-
 def end_mark(config: EngineConfig) -> str:
     """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
     name = str(config.server_options.get("tokenizer") or config.model)
@@ -119,85 +89,6 @@ def end_mark(config: EngineConfig) -> str:
     except (BatchinferError, OSError, LookupError, TypeError, ValueError):
         return ""
     return str(found.get("content", "") if isinstance(found, dict) else found or "")
-
-
-def local_copy(name: str, stop: Stop | None = None) -> Path | None:
-    """Return the place of a model or an adapter on this machine, fetched from its bucket; None for a name on the Hub.
-
-    Raises:
-        BatchinferError: as `buckets.fetch`.
-    """
-    if is_in_bucket(name):
-        return fetch(name, stop)
-    path = local_path(name)
-    return path if path.exists() else None
-
-
-def _files_in(folder: Path) -> ModelFiles:
-    paths = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    weights = weight_files(paths)
-    hashed = [path for name, path in paths.items() if name.endswith(ANSWER_SUFFIXES)]
-    identity = hash_files([*hashed, *(paths[name] for name in weights)])
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
-    return ModelFiles(identity, "", sizes, lambda name: paths[name].read_bytes())
-
-
-def hash_files(paths: list[Path]) -> str:
-    """Return a hash of names, sizes and content. Of weights only both ends are read, since they are large."""
-    digest = hashlib.sha256()
-    for path in paths:
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name}\0{num_bytes}\n".encode())
-        with path.open("rb") as file:
-            if path.suffix in WEIGHT_SUFFIXES:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(max(0, num_bytes - _SAMPLE_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:40]
-
-
-def hub_folder(
-    subject: str, name: str, patterns: Sequence[str], revision: str | None = None
-) -> Path:
-    """Fetch files from the Hub to its cache. If it cannot be reached, the cache's own copy is taken.
-
-    Returns:
-        The folder with the files, whose name is the commit.
-
-    Raises:
-        ConfigError: the name can only be a path, and there is nothing.
-        InputError, AccessDenied: the Hub has no such repository, or refuses access.
-        EngineLoadError: the Hub cannot be reached, and the cache has no copy.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub import constants, errors
-
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
-        raise ConfigError(
-            f"{subject} is no folder on this machine",
-            hint="give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B",
-        )
-    with hub_errors(subject):
-        try:
-            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-        except errors.LocalEntryNotFoundError as error:
-            raise (ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError)(
-                f"{subject} is no folder on this machine and not in its cache, and the Hub is not reached",
-                hint="check the spelling, the network, and HF_HUB_OFFLINE",
-            ) from error
-
-
-def _files_on_hub(name: str, folder: Path) -> ModelFiles:
-    """Return the files of a model on the Hub whose small ones are in a folder."""
-    import huggingface_hub as hub
-
-    commit, local = folder.name, _files_in(folder)
-    sizes = local.sizes
-    with contextlib.suppress(BatchinferError), hub_errors(name):
-        info = hub.HfApi().model_info(name, revision=commit, files_metadata=True, timeout=30.0)
-        found = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        sizes = {key: each for key, each in found.items() if "/" not in key}
-    return ModelFiles(commit, commit, sizes, local.read)
 
 
 # --------------------------------------------------------------------------- config.json

@@ -32,7 +32,8 @@ from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
 from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
-from batchinfer.engines.models import ModelInfo, describe_model, local_copy
+from batchinfer.engines.model_files import local_copy
+from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
 from batchinfer.engines.targets import Target, slots_for
 

@@ -15,9 +15,9 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.checks import check_config
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
 from batchinfer.prompts.media import data_url, multipart, places_in, put_url, take_links
+from batchinfer.prompts.prompt_config import check_config
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.types import (

@@ -19,10 +19,10 @@ from batchinfer.core.errors import (
     Interrupted,
     StorageError,
 )
-from batchinfer.engines import buckets, identify_model
+from batchinfer.engines import identify_model, model_files
 from batchinfer.engines.adapters import check_fit, describe_adapters, write_options
-from batchinfer.engines.buckets import fetch, list_model
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
 from batchinfer.storage.opening import open_store
 from engine_contract import Flag
@@ -167,7 +167,7 @@ def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, mon
     put(url, "model.safetensors", b"x" * 1000)
     assert identify_model(EngineConfig(model=url)) != first
     assert fetch(url) != folder
-    monkeypatch.setattr(buckets, "open_store", None)
+    monkeypatch.setattr(model_files, "open_store", None)
     assert fetch(url).is_dir()
 
 
