@@ -204,7 +204,7 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 def _value(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+    except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
 
 

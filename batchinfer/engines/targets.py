@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of an object; None if there is none."""
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             return msgspec.json.decode(self.body)[name] if self.status == 200 else None
         return None
 
@@ -255,9 +255,7 @@ def pause_seconds(num_failed: int) -> float:
 def read_parameters(description: bytes, path: str) -> frozenset[str]:
     """Return the fields that an /openapi.json names for the body of a POST to a path; empty if it does not. Pure."""
     names: set[str] = set()
-    with contextlib.suppress(
-        msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError
-    ):
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         found = msgspec.json.decode(description)
         content = found["paths"][path]["post"]["requestBody"]["content"]
         schemas = found.get("components", {}).get("schemas", {})

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -263,6 +264,13 @@ def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
 def test_a_command_that_is_not_there_is_the_users_fault(model):
     with pytest.raises(ConfigError, match="nosuchprogram"):
         opening(model, "nosuchprogram {port}")
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_said(model, tmp_path, monkeypatch):
+    (tmp_path / ("deep" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 30)))
+    with pytest.raises(EngineLoadError, match="AF_UNIX path too long"):
+        opening(model, echo_command("{socket}"))
 
 
 def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
