@@ -22,13 +22,12 @@ from batchinfer.core.errors import EngineDied, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import OneCall, RequestSource, Stop, is_remote, lists
 from batchinfer.engines.echo import EchoTarget
+from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.outage import MOST_ATTEMPTS, Outage
-from batchinfer.engines.pace import Pace
 from batchinfer.engines.replies import judge
 from batchinfer.engines.server import OwnServer, plan
-from batchinfer.engines.targets import Endpoint, Target, pause_seconds, read_parameters
+from batchinfer.engines.targets import Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from batchinfer.core.errors import (
     EngineLoadError,
     Interrupted,
 )
-from batchinfer.engines import create_engine, http, targets
+from batchinfer.engines import create_engine, endpoints, http
+from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.pace import Pace, estimate_tokens
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
 from fake_endpoint import fake_endpoint, half_a_body, raw, refusal, reply, slow_bytes
 
@@ -197,7 +197,7 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
     ids=["other models", "key", "down", "no endpoint"],
 )
 def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, error, said):
-    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
+    monkeypatch.setattr(endpoints, "OPEN_SECONDS", 0.3)
     endpoint.models = models
     with pytest.raises(error, match=said):
         opened(endpoint)
@@ -246,7 +246,7 @@ def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine
 
 
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
-    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.5)
+    monkeypatch.setattr(endpoints, "OPEN_SECONDS", 0.5)
     begin = time.monotonic()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
