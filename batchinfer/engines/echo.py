@@ -245,15 +245,13 @@ class EchoTarget(Target):
         self._running = asyncio.Semaphore(num_seqs)
         self._loaded = time.monotonic() + config.echo.load_seconds
 
-    async def look(self, config: EngineConfig) -> str:
+    async def look(self, _config: EngineConfig) -> str:
         """See Target.look."""
-        del config
         self.is_ready = time.monotonic() >= self._loaded
         return ""
 
-    async def get(self, path: str, most_seconds: float = 0.0) -> Answer:
+    async def get(self, _path: str, _most_seconds: float = 0.0) -> Answer:
         """Answer what `HttpEngine` asks a server when it opens."""
-        del path, most_seconds
         models = [{"max_model_len": self._config.typed_number("max_model_len")}]
         return Answer(200, _encode({"version": __version__, "data": models}))
 

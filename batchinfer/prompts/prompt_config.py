@@ -185,22 +185,19 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     given = {x: f"--{x.replace('_', '-')}" for x in (*_PROMPTS, *_OTHERS) if getattr(config, x)}
     given |= {kind: f"--column {kind}" for kind in config.columns if kind != "id"}
     if config.request_format != "rows":
+        such = f"rows of --request-format {config.request_format} hold their prompts"
         for option in given.values():
-            yield (
-                f"{option} with --request-format {config.request_format}: such rows hold their prompts",
-                f"leave out {option}, or use --request-format rows",
-            )
+            yield f"{option}: {such}", "leave it out, or use --request-format rows"
         return
     task, prompts = f"--task {config.task}", [given[x] for x in _PROMPTS if x in given]
-    is_speech, sounds = TASK_PATHS.get(config.task) in SPEECH_URLS, config.media_columns["audio"]
+    is_speech, sounds = TASK_PATHS.get(config.task) in SPEECH_URLS, config.columns.get("audio", [])
     if is_speech and (prompts or len(sounds) != 1):
         found = " and ".join(prompts) or f"{len(sounds)} columns of sounds"
         yield f"{task}: {found}, expected one column of sounds", "name it: --column audio=NAME"
     elif not is_speech and len(prompts) != 1:
-        yield (
-            f"{' and '.join(prompts) or 'no prompt option'}: expected one way to make prompts",
-            "--messages-column, --prompt-column, or --prompt-template FILE",
-        )
+        found = " and ".join(prompts) or "no prompt option"
+        hint = "--messages-column, --prompt-column, or --prompt-template FILE"
+        yield f"{found}: expected one way to make prompts", hint
     num_columns = 2 if config.task in ("score", "rerank") else 0
     if len(config.pair_columns) != num_columns:
         found = f"{len(config.pair_columns)} columns, expected {num_columns}"

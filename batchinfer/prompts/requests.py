@@ -52,12 +52,9 @@ class RequestsReader:
         if self._is_batch:
             path, given = _envelope(columns)
         else:
-            own_id = self._config.column("id")
-            path, others = COMPLETIONS_URL, {"engine", *({own_id} - {"prompt"})}
+            others = {"engine", self._config.column("id")}
             given = {name: value for name, value in columns.items() if name not in others}
-            if not given.get("prompt"):
-                message = "prompt: is missing or empty, expected a prompt"
-                raise RowProblem(Code.INVALID_REQUEST, message, param="prompt")
+            path = COMPLETIONS_URL
         body = {name: given[name] for name in _PROMPTS if name in given} | given
         if body.get("stream"):
             message = "stream: expected the request without it; each answer comes whole"

@@ -35,17 +35,14 @@ class RowsReader:
     def __init__(self, config: PromptConfig, rules: EngineRules) -> None:
         self._config = config
         self._rules = rules
-        self._messages_column = config.messages_column
-        self._template: PromptTemplate | None = None
-        if config.prompt_template:
-            if text := template_text(config.prompt_template):
-                self._template = PromptTemplate(text, {"system_prompt": config.system_prompt})
-            else:
-                self._messages_column = CONVERSATIONS
-        self._is_chat = config.is_chat
+        text = template_text(config.prompt_template) if config.prompt_template else ""
+        values = {"system_prompt": config.system_prompt}
+        self._template = PromptTemplate(text, values) if text else None
+        is_conversation = config.prompt_template and not text
+        self._messages_column = CONVERSATIONS if is_conversation else config.messages_column
         self._is_judged = is_pooling(config.task)
         self._turns = check_turns(config.turns)
-        self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
+        self.path = TASK_PATHS.get(config.task, CHAT_URL if config.is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
 
     @property
@@ -55,7 +52,7 @@ class RowsReader:
         needed["--prompt-column"] = [config.prompt_column]
         needed["--messages-column"] = [self._messages_column]
         needed["--pair-columns"] = config.pair_columns
-        needed |= {f"--column {kind}": config.media_columns[kind] for kind in MEDIA_KINDS}
+        needed |= {f"--column {kind}": config.columns.get(kind, []) for kind in MEDIA_KINDS}
         if self._template is not None:
             read = [x for x in self._template.needed_columns if x not in config.blank_columns]
             needed["the template: the variable"] = read
@@ -105,9 +102,9 @@ class RowsReader:
                 value = column(columns, name)
             value = self._without_end(value) if isinstance(value, str) else value
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-            if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
+            if not value or not (isinstance(value, str) or (is_ids and not config.is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
-            if self._is_chat:
+            if config.is_chat:
                 content = [{"type": "text", "text": value}]
                 return self._chat(columns, [{"role": "user", "content": content}])
         return {"input" if self._is_judged else "prompt": value}
@@ -141,7 +138,7 @@ class RowsReader:
 
     def _media(self, columns: Mapping[str, Any], kind: str) -> list[str]:
         found: list[str] = []
-        for name in self._config.media_columns[kind]:
+        for name in self._config.columns.get(kind, ()):
             value = column(columns, name)
             with reading(f"column {name!r}", Code.INVALID_MEDIA):
                 found += read_media(value, kind)

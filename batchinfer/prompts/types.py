@@ -121,15 +121,10 @@ class PromptConfig(Record, frozen=True, kw_only=True):
         return self.columns.get(kind, [""])[0]
 
     @property
-    def media_columns(self) -> dict[str, list[str]]:
-        """Columns with media, by their kind."""
-        return {kind: self.columns.get(kind, []) for kind in MEDIA_KINDS}
-
-    @property
     def optional_columns(self) -> dict[str, list[str]]:
         """Columns that the options name and that a row may lack. Keys are the options."""
-        own = {f"--column {kind}": self.columns.get(kind, []) for kind in _MAY_LACK}
-        return {"--blank-columns": self.blank_columns, **{k: v for k, v in own.items() if v}}
+        found = {f"--column {x}": self.columns[x] for x in _MAY_LACK if x in self.columns}
+        return {"--blank-columns": self.blank_columns, **found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
