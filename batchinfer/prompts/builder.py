@@ -18,8 +18,7 @@ from batchinfer.core.row_codes import Code
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
 from batchinfer.prompts.media import data_url, multipart, places_in, put_url, take_links
 from batchinfer.prompts.prompt_config import check_config
-from batchinfer.prompts.requests import RequestsReader
-from batchinfer.prompts.rows import RowsReader
+from batchinfer.prompts.readers import RequestsReader, RowsReader
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import rows
+from batchinfer.prompts import readers
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import EngineRules, PromptConfig, RawRow
 from prompt_rows import builder, code, prepare, sent
@@ -97,7 +97,7 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
     def fail(value: Any) -> str:
         return str(1 // len(value))
 
-    monkeypatch.setattr(rows, "shown", fail)
+    monkeypatch.setattr(readers, "shown", fail)
     failure = prepare({"p": []}, prompt_column="p").failure
     assert failure is not None
     assert (failure.code, failure.status) == ("internal_error", 500)
