@@ -59,10 +59,7 @@ PATHS = {
     "/v1/completions": ({"prompt": [[5, 6], "b"]}, lambda b: [x["text"] for x in b["choices"]] == ["5 6", "b"]),
     "/v1/responses": ({"input": "a b"}, lambda b: b["output"][0]["content"][0]["text"] == "a b"),
     "/v1/embeddings": ({"input": ["a", "b"]}, lambda b: len(b["data"][1]["embedding"]) == 16),
-    "/classify": ({"input": "a"}, lambda b: b["data"][0]["label"] in ("yes", "no")),
     "/pooling": ({"input": "a b"}, lambda b: len(b["data"][0]["data"]) == 2),
-    "/score": ({"text_1": "q", "text_2": ["a", "b"]}, lambda b: 0 <= b["data"][1]["score"] <= 1),
-    "/rerank": ({"query": "q", "documents": ["a", "b"]}, lambda b: {x["index"] for x in b["results"]} == {0, 1}),
 }  # fmt: skip
 
 

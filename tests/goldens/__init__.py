@@ -272,7 +272,9 @@ async def _send_or_die(engine: HttpEngine, target: Target, call: Call) -> Reply:
             await asyncio.sleep(0.001)
         target.is_ready = False
         message = f"echo: a prompt held {DEATH!r}"
-        engine._hand_back(target, message)
+        for key, task in list(target.in_flight.items()):
+            task.cancel()
+            engine._deliver(target, Reply(key=key, status=0, body=message.encode()))
         engine._failure = EngineDied(message)
     return await _send(engine, target, call)
 

@@ -308,7 +308,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     ("options", "message"),
     [
         ({}, "no prompt option"),
-        ({"messages_column": "m", "prompt_column": "p"}, "--messages-column and --prompt-column"),
         ({"messages_column": "m", "turns": "some"}, "--turns some"),
         ({"messages_column": "m", "turns": "0"}, "--turns 0"),
         ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
@@ -319,10 +318,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
         ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
         ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
         ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
-        ({"task": "score", "prompt_column": "p"}, "--pair-columns"),
-        ({"pair_columns": ["a", "b"]}, "--pair-columns"),
-        ({"task": "embed", "prompt_column": "p", "columns": {"tools": ["t"]}}, "--column tools"),
-        ({"task": "transcribe", "prompt_column": "p"}, "--column audio"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
