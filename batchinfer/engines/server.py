@@ -195,12 +195,12 @@ def write_vllm_command(
     """
     typed, is_cpu = config.server_options, is_cpu_build()
     ours = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
-    # in a form that the worker does not know must not be fetched by the server in its stead.
-    ours += ["--allowed-media-domains", "none.invalid"]
     ours += ["--max-num-seqs", str(seqs)]
     if tokens:
         ours += ["--max-num-batched-tokens", str(tokens)]
+    # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
+    # in a form that the worker does not know must not be fetched by the server in its stead.
+    ours += ["--allowed-media-domains", "none.invalid"]
     named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]
@@ -267,13 +267,9 @@ class OwnServer(Target):
         self._counters_before, self._counters = self.counters, Counter()
         if self.launch.socket:
             Path(self.launch.socket).unlink(missing_ok=True)
-        variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
-        additions = {
-            **variables,
-            **self.launch.environment,
-            ENGINE_VARIABLE: "1",
-            "VLLM_API_KEY": "",  # only the worker reaches the socket
-        }
+        additions = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
+        additions |= {**self.launch.environment, ENGINE_VARIABLE: "1"}
+        additions["VLLM_API_KEY"] = ""  # only the worker reaches the socket
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
         with self._log.open("ab") as log:
             self._start_bytes = log.tell()

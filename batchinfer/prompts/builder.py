@@ -73,6 +73,8 @@ class PromptBuilder:
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
+        is_batch = config.request_format == "openai-batch"
+        self._id_column = config.column("id") or ("custom_id" if is_batch else "")
         reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
         self._reader: RowsReader | RequestsReader = reader_of(config, rules)
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
@@ -126,10 +128,8 @@ class PromptBuilder:
             columns = decode_object(data)
             columns.pop(ROW_FIELD, None)
             own_id = columns.pop(ID_FIELD, None)
-            if column := self._config.column("id"):
-                own_id = columns.get(column)
-            if self._config.request_format == "openai-batch":
-                own_id = columns.get("custom_id") or own_id
+            if self._id_column:
+                own_id = columns.get(self._id_column, own_id)
             if own_id is not None:
                 prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
             return self._finish(prepared, *self._reader.read(columns), seed_of)
