@@ -17,20 +17,26 @@ if others=$(grep -vE '^(File|batchinfer(-[0-9.]+\.dist-info)?/)' <<<"$files"); t
   exit 1
 fi
 
+if command -v pyenv >/dev/null; then
+  PYENV_VERSION=$(pyenv versions --bare | grep -E '^3\.1[1-4]\.' | paste -sd:)
+  export PYENV_VERSION
+fi
 bare=$(mktemp -d)
 trap 'rm -rf "$bare"' EXIT
 printf '{"text": "one"}\n{"text": "two"}\n' >"$bare/two.jsonl"
 for python in python3.11 python3.12 python3.13 python3.14; do
-  command -v "$python" >/dev/null || continue
+  "$python" --version >/dev/null 2>&1 || continue
   "$python" -m venv "$bare/$python"
-  "$bare/$python/bin/pip" install --quiet --disable-pip-version-check "$wheel"
+  "$bare/$python/bin/pip" install --quiet --quiet --disable-pip-version-check "$wheel"
   (
     cd "$bare"
     export PATH="$bare/$python/bin:$PATH"
     batchinfer --help >/dev/null
     [ "$(batchinfer --version)" = "batchinfer, version $(basename "$wheel" | cut -d- -f2)" ]
-    batchinfer split two.jsonl --output "job-$python" --num-chunks 2 2>log || { cat log; exit 1; } >&2
-    batchinfer run two.jsonl -o "$python.jsonl" --engine echo --prompt-column text 2>log >&2 || { cat log; exit 1; } >&2
+    {
+      batchinfer split two.jsonl --output "job-$python" --num-chunks 2
+      batchinfer run two.jsonl -o "$python.jsonl" --engine echo --prompt-column text
+    } >log 2>&1 || { cat log >&2; exit 1; }
     [ "$(grep -c '"text":"two"' "$python.jsonl")" = 1 ]
   )
   echo "build: $(basename "$wheel"), $((size / 1000)) KB, works with $("$python" --version)"
