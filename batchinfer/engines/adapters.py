@@ -73,10 +73,9 @@ def _describe(name: str, place: str) -> AdapterInfo:
             if len({pair["A"][0], pair["B"][1]}) > 1 or pair["A"][0] not in ranks:
                 raise ValueError(f"r is {max(ranks)}, and the matrices of {layer} are {pair}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{subject}: {place} is no adapter, or is damaged: {error}",
-            hint="vLLM takes plain LoRA adapters in PEFT's format",
-        ) from error
+        hint = "vLLM takes plain LoRA adapters in PEFT's format"
+        message = f"{subject}: {place} is no adapter, or is damaged: {error}"
+        raise ConfigError(message, hint=hint) from error
     place = str(folder.resolve())
     return AdapterInfo(name=name, folder=place, identity=identity, rank=max(ranks))
 
@@ -104,11 +103,9 @@ def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None 
             made_for = [pairs[layer]["B"][0], pairs[layer]["A"][1]]
             if shape not in (made_for, made_for[::-1]):
                 has = f"has {shape}" if shape else "has no such layer"
-                raise ConfigError(
-                    f"--lora {adapter.name}: was made for another model: {layer} is {made_for} there, "
-                    f"and {model} {has}",
-                    hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
-                )
+                message = f"--lora {adapter.name}: was made for another model: {layer} is "
+                hint = f"see base_model_name_or_path in its {CONFIG_FILE}"
+                raise ConfigError(f"{message}{made_for} there, and {model} {has}", hint=hint)
 
 
 def _layers(model: str, revision: str | None) -> dict[str, list[int]]:
@@ -169,11 +166,9 @@ def write_options(
     slots = len(adapters) + 1 if is_cpu else min(len(adapters), MOST_SLOTS)
     slots = asked_slots or slots
     if is_cpu and slots <= len(adapters):
-        raise ConfigError(
-            f"--max-loras: is {slots}, expected more than the {len(adapters)} adapters: on a CPU, vLLM answers "
-            "rows without an adapter by the adapter in the last slot",
-            hint="leave it out",
-        )
+        why = "vLLM answers rows without an adapter by the adapter in the last slot"
+        hint = "leave it out"
+        raise ConfigError(f"--max-loras: is {slots}, too few on a CPU: {why}", hint=hint)
     rank = next(each for each in RANKS if each >= max(one.rank for one in adapters))
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
     options += ["--max-loras", str(slots), "--max-cpu-loras", str(max(slots, len(adapters) + 1))]

@@ -46,11 +46,8 @@ class Endpoint(Target):
     def __init__(self, url: str, config: EngineConfig) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ConfigError(
-                "--base-url: is no URL of an endpoint",
-                hint="give it up to and without /chat/completions, as in http://127.0.0.1:8000/v1; "
-                f"a key belongs into {KEY_VARIABLE}",
-            )
+            hint = f"as in http://127.0.0.1:8000/v1; a key belongs into {KEY_VARIABLE}"
+            raise ConfigError("--base-url: is no URL of an endpoint", hint=hint)
         key = os.environ.get(KEY_VARIABLE, "").strip()
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
         super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
@@ -79,27 +76,20 @@ class Endpoint(Target):
             return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
         listed = found.field("data")
         if found.status < 400 and not isinstance(listed, list):
-            raise ConfigError(
-                f"{self.name}: answers, but not as an endpoint of the OpenAI API",
-                hint="is --base-url right? It usually ends with /v1",
-            )
+            hint = "is --base-url right? It usually ends with /v1"
+            raise ConfigError(f"{self.name}: answers not as the OpenAI API does", hint=hint)
         names = [each.get("id") for each in listed or () if isinstance(each, dict)]
         if names and config.model not in names:  # an endpoint need not list its models
-            raise ConfigError(
-                f"{self.name}: has no model {config.model!r}, but {', '.join(map(str, names[:10]))}",
-                hint="--model takes the name that the endpoint gives it",
-            )
+            known, hint = ", ".join(map(str, names[:10])), "--model takes the endpoint's name of it"
+            raise ConfigError(f"{self.name}: has no model {config.model!r}, but {known}", hint=hint)
         self.is_ready = True
         return ""
 
     def denied(self, found: Answer) -> AccessDenied:
         """Return the error for an endpoint that refuses the key or the account."""
         said = problem_of(found.body).message[:200]
-        return AccessDenied(
-            f"{self.name}: {found.status}: {said}",
-            hint=f"look at the key in the environment variable {KEY_VARIABLE}, and at the account behind it; "
-            "finished rows are kept",
-        )
+        hint = f"look at {KEY_VARIABLE}, and at the account behind it; finished rows are kept"
+        return AccessDenied(f"{self.name}: {found.status}: {said}", hint=hint)
 
 
 class Pace:
@@ -180,8 +170,7 @@ class Outage:
             self.since = 0.0
             return found
         if is_late:
-            raise EngineDied(
-                f"{targets[0].name}: answered nothing for {self._seconds:g} s",
-                hint="no row is lost; start the same command again when it answers",
-            )
+            message = f"{targets[0].name}: answered nothing for {self._seconds:g} s"
+            hint = "no row is lost; start the same command again when it answers"
+            raise EngineDied(message, hint=hint)
         return []

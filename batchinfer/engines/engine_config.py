@@ -221,28 +221,19 @@ def check_engine(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names the option that is wrong.
     """
-    if config.engine == "openai" and not config.base_urls:
-        raise ConfigError(
-            "--engine openai: no --base-url says where the endpoint is",
-            hint="add --base-url http://127.0.0.1:8000/v1, for example",
-        )
-    if not config.model and config.engine != "echo":
-        raise ConfigError(
-            "--model: is missing, expected a model's folder or its name on the Hub",
-            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
-        )
     command = config.server_command
+    if config.engine == "openai" and not config.base_urls:
+        raise ConfigError("--engine openai: no --base-url", hint="as in http://127.0.0.1:8000/v1")
+    if not config.model and config.engine != "echo":
+        hint = "add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model"
+        raise ConfigError("--model: is missing, expected a folder or a name on the Hub", hint=hint)
     if command and "{port}" not in command and "{socket}" not in command:
-        raise ConfigError(
-            f"--server-command {command}: says nowhere where the server shall listen",
-            hint="put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it, and {model}",
+        hint = "put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it"
+        raise ConfigError(f"--server-command {command}: says not where to listen", hint=hint)
+    if config.nnodes > 1 and not (config.master_addr and 0 <= config.node_rank < config.nnodes):
+        message = (
+            f"--nnodes {config.nnodes}: expected --master-addr, and --node-rank below --nnodes"
         )
-    if config.nnodes == 1:
-        return
-    if not config.master_addr or not 0 <= config.node_rank < config.nnodes:
-        raise ConfigError(
-            f"--nnodes {config.nnodes}: expected --master-addr, the address of node 0, and --node-rank below --nnodes",
-            hint="give --master-addr, and the same --master-port, to every node",
-        )
-    if config.replicas not in {1, "auto"}:
+        raise ConfigError(message, hint="--master-addr is the address of node 0, for every node")
+    if config.nnodes > 1 and config.replicas not in {1, "auto"}:
         raise ConfigError("--replicas with --nnodes: several nodes run one replica together")

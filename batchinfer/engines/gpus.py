@@ -78,11 +78,11 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
         why = f"{replicas} x tensor parallel {size} on {config.nnodes} machines with {count} GPUs"
         return Layout(tensor_parallel_size=size, replicas=replicas, explanation=why)
     if (needed := replicas * (size or 1) * pipeline) > count:
-        options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
-        raise ConfigError(
-            f"{options}: {replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
-            hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
+        product = f"{replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for"
+        hint = (
+            "--replicas x --tensor-parallel-size x --pipeline-parallel-size: leave out one of them"
         )
+        raise ConfigError(f"{product}, {count} are visible", hint=hint)
     if not size:
         size, why = smallest_size(model, gpus, config, count // (replicas * pipeline))
     replicas = count // (size * pipeline) if config.replicas == "auto" else replicas

@@ -62,10 +62,9 @@ class Nodes:
         try:
             self._server = await asyncio.start_server(let_in, *place)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})",
-                hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
-            ) from error
+            message = f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})"
+            hint = "node 0 needs an address of its own, and the two ports from --master-port on"
+            raise ConfigError(message, hint=hint) from error
 
     async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
@@ -103,10 +102,8 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         Interrupted: a stop signal was set.
     """
     if config.node_rank == 0:
-        raise ConfigError(
-            "--headless without --node-rank: node 0 is the worker itself",
-            hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
-        )
+        hint = "give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines"
+        raise ConfigError("--headless with --node-rank 0: node 0 is the worker itself", hint=hint)
     create_engine(config)  # refuses what cannot work
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(_reach(config, loading))
@@ -135,10 +132,9 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
             link = socket.create_connection(place, timeout=5.0)
         except OSError as error:
             if time.monotonic() > end:
-                raise EngineLoadError(
-                    f"node 0 does not answer at {place[0]}, port {place[1]} ({error})",
-                    hint="node 0 is the worker with --node-rank 0; it listens at the port after --master-port",
-                ) from error
+                message = f"node 0 does not answer at {place[0]}, port {place[1]} ({error})"
+                hint = "node 0 is the worker without --headless; it listens after --master-port"
+                raise EngineLoadError(message, hint=hint) from error
             time.sleep(POLL_SECONDS)
         else:
             _keep_alive(link)

@@ -126,10 +126,8 @@ def list_model(url: str) -> ModelFiles:
         or _MODULE_FOLDER.fullmatch(name)
     ]
     if not files:
-        raise ConfigError(
-            f"{url}: has no model: there is no such folder",
-            hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
-        )
+        hint = "give the URL of the folder that holds config.json, or adapter_config.json"
+        raise ConfigError(f"{url}: there is no such folder with a model", hint=hint)
     lines = sorted(f"{info.key}\0{info.bytes}\0{info.etag}\n" for info in files)
     identity = hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
     sizes = {info.key: info.bytes for info in files}
@@ -172,9 +170,8 @@ def fetch(url: str, stop: Stop | None = None) -> Path:
             if not folder.is_dir():  # else another process was quicker
                 raise
     except (OSError, ScratchFull) as error:
-        raise ConfigError(
-            f"{cache}: cannot be used: {error}", hint="name another folder in HF_HOME"
-        ) from error
+        hint = "name another folder in HF_HOME"
+        raise ConfigError(f"{cache}: cannot be used: {error}", hint=hint) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
@@ -223,10 +220,8 @@ def hub_folder(
     from huggingface_hub import constants, errors
 
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
-        raise ConfigError(
-            f"{subject} is no folder on this machine",
-            hint="give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B",
-        )
+        hint = "give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B"
+        raise ConfigError(f"{subject} is no folder on this machine", hint=hint)
     with hub_errors(subject):
         try:
             return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))

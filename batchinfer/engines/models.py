@@ -103,10 +103,9 @@ def _read_config(name: str, files: ModelFiles) -> dict[str, Any]:
         values = json.loads(files.read(CONFIG_FILE))
         return {**values, **(values.get("text_config") or {})}
     except (LookupError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"--model: {name} has no {CONFIG_FILE} that describes the model's shape ({error!r})",
-            hint="is this the model's folder, and is it there whole?",
-        ) from error
+        message = f"--model: {name} has no {CONFIG_FILE} that describes its shape ({error!r})"
+        hint = "is this the model's folder, and is it there whole?"
+        raise ConfigError(message, hint=hint) from error
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:

@@ -113,10 +113,8 @@ def read_line(data: bytes) -> OutputLine:
         if is_deep(data):
             raise ValueError("nested too deep")
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"output line: not readable ({error})",
-            hint="`batchinfer verify` checks a run's outputs against their markers",
-        ) from error
+        hint = "`batchinfer verify` checks a run's outputs against their markers"
+        raise InputError(f"output line: not readable ({error})", hint=hint) from error
     return line
 
 

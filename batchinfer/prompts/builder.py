@@ -195,10 +195,8 @@ class PromptBuilder:
         known = frozenset[str]().union(*map(self._rules.parameters, paths))
         for name in self._config.body if known else ():
             if name not in known | {"best_of", "max_tokens"}:
-                raise ConfigError(
-                    f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}",
-                    hint="leave the option out; --sampling sets parameters by their names",
-                )
+                text = f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}"
+                raise ConfigError(text, hint="--sampling sets parameters by the server's names")
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""

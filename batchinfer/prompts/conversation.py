@@ -103,9 +103,7 @@ def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
 
 def _content(content: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(content, str | list):
-        raise Unfit(
-            f"message {index}: content is {shown(content)}, expected a text or a list of parts"
-        )
+        raise Unfit(f"message {index}: content is {shown(content)}, expected a text or parts")
     parts: list[dict[str, Any]] = []
     for item in [content] if isinstance(content, str) else content:
         part = {"type": "text", "text": item} if isinstance(item, str) else item
@@ -128,10 +126,8 @@ def check_turns(turns: str) -> int:
         return 0
     number = 1 if turns == "first" else int(turns) if turns.isdecimal() else 0
     if number < 1:
-        raise ConfigError(
-            f"--turns {turns}: expected first, all or a number from 1",
-            hint="`--turns all` answers the last user message of each conversation",
-        )
+        hint = "`--turns all` answers the last user message of each conversation"
+        raise ConfigError(f"--turns {turns}: expected first, all or a number from 1", hint=hint)
     return number
 
 

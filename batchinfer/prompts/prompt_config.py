@@ -129,9 +129,7 @@ def read_constraint(value: Any) -> Fields:
     if kind != "json":
         return {"structured_outputs": {kind: value}}
     if not isinstance(value, dict) or not _RULES & value.keys():
-        raise Unfit(
-            f"{shown(value)}, expected a JSON schema, with type, properties, enum or the like"
-        )
+        raise Unfit(f"{shown(value)}, expected a JSON schema, with type, properties or the like")
     schema = {"name": "answer", "schema": value}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 

@@ -49,11 +49,9 @@ def template_text(given: str) -> str:
         ConfigError: there is no template of this name. The message suggests the most similar one.
     """
     if given not in NAMED_TEMPLATES and re.fullmatch("[a-z-]+", given):
-        raise ConfigError(
-            f"--prompt-template {given}: no such template, expected one of {', '.join(NAMED_TEMPLATES)}"
-            + near(given, NAMED_TEMPLATES),
-            hint="`--prompt-template list` describes them; a file of your own is named as --prompt-template ./FILE",
-        )
+        known = f"expected one of {', '.join(NAMED_TEMPLATES)}{near(given, NAMED_TEMPLATES)}"
+        hint = "`--prompt-template list` describes them; a file of your own is named as ./FILE"
+        raise ConfigError(f"--prompt-template {given}: no such template, {known}", hint=hint)
     return NAMED_TEMPLATES.get(given, ("", given))[1]
 
 
@@ -92,10 +90,8 @@ class PromptTemplate:
             read = meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, RecursionError) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-            raise ConfigError(
-                f"--prompt-template{line}: {error}, expected a Jinja template over the row's columns",
-                hint="see the section on templates in docs/format.md",
-            ) from error
+            text = f"--prompt-template{line}: {error}, expected Jinja over the row's columns"
+            raise ConfigError(text, hint="docs/format.md has a section on templates") from error
         self.variables = sorted(read - {"row", *self._values, *environment.globals})
         """Columns that the template may read."""
         may_do_without = re.search(r"{%|\b(defined|default|d|if|or|and)\b", source)
