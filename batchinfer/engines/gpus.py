@@ -79,9 +79,7 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
         return Layout(tensor_parallel_size=size, replicas=replicas, explanation=why)
     if (needed := replicas * (size or 1) * pipeline) > count:
         product = f"{replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for"
-        hint = (
-            "--replicas x --tensor-parallel-size x --pipeline-parallel-size: leave out one of them"
-        )
+        hint = "lower --replicas, --tensor-parallel-size or --pipeline-parallel-size"
         raise ConfigError(f"{product}, {count} are visible", hint=hint)
     if not size:
         size, why = smallest_size(model, gpus, config, count // (replicas * pipeline))

@@ -105,10 +105,7 @@ class HttpEngine:
             self._run(self._nodes.listen(config))
         launches = plan(config, sockets.folder, stop)
         self._nodes.revision = launches[0].revision
-        return [
-            OwnServer(launch, logs.folder / f"server-{index}.log")
-            for index, launch in enumerate(launches)
-        ]
+        return [OwnServer(one, logs.folder / f"server-{n}.log") for n, one in enumerate(launches)]
 
     @property
     def _servers(self) -> list[OwnServer]:

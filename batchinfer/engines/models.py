@@ -22,6 +22,8 @@ _LENGTHS = (
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 _BYTES_OF_A_NUMBER = 2
+_MEDIA = ("vision_", "image_", "mm_", "audio_")
+"""Beginnings of entries that only models have which take images or sounds."""
 
 
 class ModelInfo(Record, frozen=True, kw_only=True):
@@ -74,9 +76,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         kv_bytes_per_token=layers * cached * _BYTES_OF_A_NUMBER,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        is_multimodal=any(
-            each.startswith(("vision_", "image_", "mm_", "audio_")) for each in values
-        ),
+        is_multimodal=any(each.startswith(_MEDIA) for each in values),
     )
 
 

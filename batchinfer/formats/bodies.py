@@ -111,18 +111,16 @@ def _raw(value: Any) -> msgspec.Raw:
 def usage_of(body: Body) -> Usage:
     """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        found = msgspec.json.decode(body["usage"])
-        prompt, answer = (
-            found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
-            for one, other in (("prompt", "input"), ("completion", "output"))
-        )
-        counts = {
-            "prompt_tokens": found.get("prompt_tokens") or found.get("input_tokens") or 0,
-            "cached_tokens": prompt.get("cached_tokens") or 0,
-            "completion_tokens": found.get("completion_tokens") or found.get("output_tokens") or 0,
-            "reasoning_tokens": answer.get("reasoning_tokens"),
-        }
-        return codec.convert(counts, Usage)
+        given = msgspec.json.decode(body["usage"])
+        found = {name: each for name, each in given.items() if each is not None}
+        if "input_tokens" in found:
+            names = (
+                x.replace("input_", "prompt_").replace("output_", "completion_") for x in found
+            )
+            found = dict(zip(names, found.values(), strict=True))
+        found["cached_tokens"] = found.get("prompt_tokens_details", {}).get("cached_tokens") or 0
+        details = found.get("completion_tokens_details", {})
+        return codec.convert(found | {"reasoning_tokens": details.get("reasoning_tokens")}, Usage)
     except (KeyError, AttributeError, ValueError, RecursionError):
         return Usage()
 

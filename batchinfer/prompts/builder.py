@@ -96,10 +96,7 @@ class PromptBuilder:
             rows: Some lines of this chunk, in any order.
         """
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk_name)
-        return [
-            self._build((chunk_name, row.line_index), first_row + row.line_index, row.data, seed_of)
-            for row in rows
-        ]
+        return [self._build(chunk_name, first_row, row, seed_of) for row in rows]
 
     def probe(self) -> Call | None:
         """Return a tiny call with the run's own fields, whose refusal means that every row would be refused.
@@ -122,10 +119,11 @@ class PromptBuilder:
 
     # ------------------------------------------------------------------ a row
 
-    def _build(self, key: tuple[str, int], row: int, data: bytes, seed_of: _Seed) -> Prepared:
-        prepared = Prepared(key=key, row=row, id=str(row))
+    def _build(self, chunk_name: str, first_row: int, row: RawRow, seed_of: _Seed) -> Prepared:
+        number = first_row + row.line_index
+        prepared = Prepared(key=(chunk_name, row.line_index), row=number, id=str(number))
         try:
-            columns = decode_object(data)
+            columns = decode_object(row.data)
             columns.pop(ROW_FIELD, None)
             own_id = columns.pop(ID_FIELD, None)
             if self._id_column:
@@ -149,7 +147,7 @@ class PromptBuilder:
         body["model"] = body.get("model") or self._rules.model
         if self._config.column("tools") and not body.get("tools"):
             body.pop("tool_choice", None)  # a row without tools is answered as text
-        best_of = _take_best_of(path, body)
+        best = _take_best_of(path, body)
         places = places_in(body)
         if self._config.truncate_prompt != "error" and not places:
             self._truncate(path, body)
@@ -160,9 +158,7 @@ class PromptBuilder:
             body.setdefault("max_tokens", self._rules.max_model_len)
         if seed_of is not None and self._is_sampled(path, body):
             body["seed"] = seed_of(prepared.key[1])
-        found = msgspec.structs.replace(
-            prepared, path=path, media=media, draft=body, best_of=best_of
-        )
+        found = msgspec.structs.replace(prepared, path=path, media=media, draft=body, best_of=best)
         return found if media else _with_call(found)
 
     def _known(self, path: str) -> frozenset[str]:
@@ -216,11 +212,9 @@ class PromptBuilder:
         """Whether the answer is drawn by chance, and the row has no seed of its own."""
         temperature = body.get("temperature", 0 if path in SPEECH_URLS else None)
         is_greedy = isinstance(temperature, int | float) and temperature <= 0
-        if is_greedy or body.get("seed") is not None:
-            return False
-        return path in (*_GENERATING, *SPEECH_URLS) or (
-            {"seed", "temperature"} <= self._rules.parameters(path)
-        )
+        takes_seeds = {"seed", "temperature"} <= self._rules.parameters(path)
+        is_drawn = path in (*_GENERATING, *SPEECH_URLS) or takes_seeds
+        return is_drawn and not is_greedy and body.get("seed") is None
 
 
 def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:

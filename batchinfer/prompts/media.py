@@ -171,7 +171,11 @@ def places_in(body: dict[str, Any]) -> list[Place]:
 
 
 def _places(value: Any, *, is_top: bool = False) -> Iterator[Place]:
-    for name, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    if isinstance(value, list):  # perhaps of thousands of token ids
+        for item in (each for each in value if isinstance(each, (dict, list))):
+            yield from _places(item)
+        return
+    for name, item in list(value.items()):
         is_medium = name in _URL_FIELDS or (is_top and name == SOUND)
         if is_medium and isinstance(_url_of(item), str):
             yield value, name

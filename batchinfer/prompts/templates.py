@@ -109,9 +109,7 @@ class PromptTemplate:
             text.encode()
         except Exception as error:  # a template runs arbitrary expressions on the row
             # A template may test whether a column exists, so the cause is only a column that Jinja's message names.
-            missing = [
-                each for each in self.variables if each not in row and f"'{each}'" in str(error)
-            ]
+            missing = [x for x in self.variables if x not in row and f"'{x}'" in str(error)]
             if isinstance(error, UndefinedError) and missing:
                 column(row, missing[0])
             message = f"--prompt-template: {type(error).__name__}: {str(error)[:500]}"
