@@ -75,7 +75,8 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
     count, why = len(gpus), "as asked for"
     if config.nnodes > 1 or not gpus:
         size = size or max(1, max(1, count) * config.nnodes // pipeline)
-        why = f"{replicas} x tensor parallel {size} on {config.nnodes} machines with {count} GPUs"
+        where = "the CPU (no GPU is visible)" if config.nnodes == 1 else f"{config.nnodes} nodes"
+        why = f"{replicas} x tensor parallel {size} on {where}"
         return Layout(tensor_parallel_size=size, replicas=replicas, explanation=why)
     if (needed := replicas * (size or 1) * pipeline) > count:
         product = f"{replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for"

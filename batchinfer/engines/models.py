@@ -29,7 +29,6 @@ _MEDIA = ("vision_", "image_", "mm_", "audio_")
 class ModelInfo(Record, frozen=True, kw_only=True):
     """A model's description. If the model's config lacks a value, the number is 0 or the text is empty."""
 
-    name: str
     identity: str
     """Text that identifies the model in a run's fingerprint. For a model on the Hub it is the commit. For local files
     it is a hash of the small files and of samples of the weights. For a model in a bucket it is a hash of the names,
@@ -68,7 +67,6 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         cached, kv_heads = latent + _number(values, "qk_rope_head_dim"), 1
     layers = _number(values, "num_hidden_layers", "n_layer", "n_layers")
     return ModelInfo(
-        name=config.model,
         identity=files.identity,
         revision=files.revision,
         max_model_len=longest_length(values),

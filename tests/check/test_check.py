@@ -24,7 +24,6 @@ from tiny_model import DEMO_MODEL
 MODEL = str(DEMO_MODEL)
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
 LLAMA_8B = ModelInfo(
-    name="llama-8b",
     identity="",
     max_model_len=8192,
     parameter_bytes=16 << 30,

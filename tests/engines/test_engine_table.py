@@ -117,7 +117,7 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     ],
 )
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
-    model = ModelInfo(name="m", identity="", max_model_len=8192)
+    model = ModelInfo(identity="", max_model_len=8192)
     assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
 
 

@@ -23,7 +23,6 @@ from batchinfer.engines.models import ModelInfo
 def model(parameters_gib: float, **changes) -> ModelInfo:
     """A model with grouped heads like Llama 3's: 32 and 8, 128 KiB of KV cache a token."""
     values = {
-        "name": "m",
         "identity": "",
         "max_model_len": 8192,
         "parameter_bytes": int(parameters_gib * GIB),
