@@ -11,14 +11,7 @@ from batchinfer.core.errors import Interrupted
 from batchinfer.engines import create_engine
 from batchinfer.engines.echo import answer
 from batchinfer.engines.engine_config import EchoOptions, EngineConfig
-from engine_contract import (
-    CHAT,
-    EngineContract,
-    Flag,
-    body_of,
-    call,
-    code_of,
-)
+from engine_contract import CHAT, EngineContract, Flag, body_of, call, code_of
 
 LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
 

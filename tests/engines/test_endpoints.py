@@ -192,7 +192,7 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
         (["other", "names"], ConfigError, "other, names"),
         (refusal(401), AccessDenied, "401"),
         (refusal(503), EngineLoadError, "503"),
-        (reply(200, "<html>hello</html>", "text/html"), ConfigError, "not as an endpoint"),
+        (reply(200, "<html>hello</html>", "text/html"), ConfigError, "not as the OpenAI API"),
     ],
     ids=["other models", "key", "down", "no endpoint"],
 )

@@ -185,7 +185,7 @@ def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypa
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot be used"):
         fetch(url)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no such folder with a model"):
         describe_model(EngineConfig(model=f"{url}-nothing"))
 
 
