@@ -79,7 +79,7 @@ class EchoServer:
 
 async def serve(config: EngineConfig, place: str, *marks: str) -> None:
     """Load for as long as the options say, and then answer until a signal ends the process."""
-    await asyncio.sleep(config.echo.load_seconds)
+    await asyncio.sleep(config.echo_load_seconds)
     runner = web.AppRunner(EchoServer(config, *marks).app(), keepalive_timeout=3600)
     await runner.setup()
     if place.isdigit():

@@ -8,12 +8,12 @@ of everything but the engine, and for tests. Use it with::
 A token is a word: the text between two single spaces. `max_tokens` cuts the answer after that many words (finish_reason
 "length"), and `n` gives equal choices; there are no log-probabilities, and responses are never cut. An image or a sound
 is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that depend on
-nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options (`config.EchoOptions`):
+nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options of `EngineConfig`:
 
-* `latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an exponential
-  distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
+* `echo_latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an
+  exponential distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
   `max_num_seqs` calls run at once; the others wait.
-* `load_seconds`: seconds that `open` takes.
+* `echo_load_seconds`: seconds that `open` takes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def answer(call: Call, config: EngineConfig) -> Reply:
 def latency_of(call: Call, config: EngineConfig) -> float:
     """Return the seconds that a call runs."""
     fraction = int(_digest(call.body), 16) / 2**48
-    return -config.echo.latency_seconds * math.log1p(-fraction)
+    return -config.echo_latency_seconds * math.log1p(-fraction)
 
 
 def _digest(data: bytes) -> str:
@@ -236,14 +236,14 @@ def stream_of(reply: Reply) -> Iterator[bytes]:
 
 
 class EchoTarget(Target):
-    """What answers in this process instead of a server. It is open when `load_seconds` are over."""
+    """What answers in this process instead of a server. It is open when `echo_load_seconds` are over."""
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         num_seqs = config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS
         super().__init__(name, "", slots_for(num_seqs))
         self._config = config
         self._running = asyncio.Semaphore(num_seqs)
-        self._loaded = time.monotonic() + config.echo.load_seconds
+        self._loaded = time.monotonic() + config.echo_load_seconds
 
     async def look(self, _config: EngineConfig) -> str:
         """See Target.look."""

@@ -34,17 +34,6 @@ OPTION = re.compile(r"--?[A-Za-z]")
 """An option in a command line: two dashes or one, and a letter. A negative number is none."""
 
 
-class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of ``--engine echo``; `batchinfer.engines.echo` describes them."""
-
-    SECTION: ClassVar[str] = "rehearsal"
-
-    latency_seconds: Annotated[NotNegative, Opt(flag="--echo-latency-seconds")] = 0.0
-    """Mean latency of a row."""
-    load_seconds: Annotated[NotNegative, Opt(flag="--echo-load-seconds")] = 0.0
-    """Seconds that loading takes."""
-
-
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine that a user asks for, with its options. A field that is None is left to the engine or the model."""
 
@@ -92,6 +81,11 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     request_timeout_seconds: Annotated[Positive, Opt(section="endpoint")] = 600.0
     """Longest time that one attempt at a request may take."""
 
+    echo_latency_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
+    """Mean latency of a row."""
+    echo_load_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
+    """Seconds that loading takes."""
+
     server_args: Annotated[list[str], NO_OPTION] = []
     """Further options of the server, as typed: ["--max-model-len", "8192", "--enforce-eager"]."""
     tensor_parallel_size: Annotated[int | None, NO_OPTION] = None
@@ -109,7 +103,6 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     seed: Annotated[int, NO_OPTION] = 0
     scratch_dir: Annotated[str | None, NO_OPTION] = None
     """Folder under which the servers' logs and sockets are; None for the system's folder of temporary files."""
-    echo: EchoOptions = EchoOptions()
 
     @property
     def is_pooling(self) -> bool:

@@ -24,7 +24,7 @@ from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig, parallel_options
+from batchinfer.engines.engine_config import EngineConfig, parallel_options
 from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import PromptConfig, Sampling
 from batchinfer.worker.worker_config import Limits, WorkerConfig
@@ -318,7 +318,6 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     check_server_args(server_args, fields["engine"])
     return EngineConfig(
         **fields | parallel_options(server_args),
-        echo=EchoOptions(**values_of(EchoOptions, options)),
         server_args=server_args,
         seed=(value_of(WorkerConfig, "run_seed", options) or 0) % _MOST_SEEDS,
         scratch_dir=value_of(WorkerConfig, "scratch_dir", options),

@@ -10,23 +10,21 @@ import pytest
 from batchinfer.core.errors import Interrupted
 from batchinfer.engines import create_engine
 from batchinfer.engines.echo import answer
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from engine_contract import CHAT, EngineContract, Flag, body_of, call, code_of
 
 LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
 
 
 def config(**options):
-    fields = {"engine": "echo", "server_args": LENGTH}
-    echo = {
-        name: options.pop(name) for name in list(options) if name in EchoOptions.__struct_fields__
-    }
-    return EngineConfig(**{**fields, **options}, echo=EchoOptions(**echo))
+    return EngineConfig(**{"engine": "echo", "server_args": LENGTH, **options})
 
 
 class TestContract(EngineContract):
     @pytest.fixture(
-        scope="class", params=[{}, {"latency_seconds": 0.002, "replicas": 2}], ids=["one", "two"]
+        scope="class",
+        params=[{}, {"echo_latency_seconds": 0.002, "replicas": 2}],
+        ids=["one", "two"],
     )
     @classmethod
     def opened(cls, request):
@@ -80,4 +78,4 @@ def test_a_stop_ends_the_loading():
     stop = Flag()
     stop.set()
     with pytest.raises(Interrupted):
-        create_engine(config(load_seconds=60)).open(stop)
+        create_engine(config(echo_load_seconds=60)).open(stop)

@@ -22,7 +22,7 @@ import pytest
 import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import create_engine, http
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from engine_contract import (
     EngineContract,
     Flag,
@@ -92,9 +92,8 @@ def app(*routes: str, before: str = "", rest: str = "") -> str:
 def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
     """A --server-command that starts an echo server of 512 tokens."""
     length = ["--max-model-len", "512", "--max-num-seqs", "8"]
-    echo = EchoOptions(latency_seconds=latency_seconds)
-    config = EngineConfig(engine="echo", server_args=length, echo=echo)
-    given = msgspec.json.encode(config).decode()
+    options = {"server_args": length, "echo_latency_seconds": latency_seconds}
+    given = msgspec.json.encode(EngineConfig(engine="echo", **options)).decode()
     return shlex.join([sys.executable, echo_server.__file__, given, place, *marks])
 
 

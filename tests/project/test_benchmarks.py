@@ -145,9 +145,9 @@ def test_rows_of_the_stepped_worker_come_together() -> None:
     from stepped_worker import STEP_SECONDS, stepped_latency_of
 
     from batchinfer.core.records import Call
-    from batchinfer.engines.engine_config import EchoOptions, EngineConfig
+    from batchinfer.engines.engine_config import EngineConfig
 
-    config = EngineConfig(engine="echo", echo=EchoOptions(latency_seconds=1.0))
+    config = EngineConfig(engine="echo", echo_latency_seconds=1.0)
     for index in range(9):
         call = Call(key=("c", index), path="/v1/completions", body=b"%d" % index)
         before = time.monotonic()
