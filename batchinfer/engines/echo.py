@@ -11,8 +11,8 @@ is one word: the beginning of the sha256 of its part of the message. Pooling pat
 nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options of `EngineConfig`:
 
 * `echo_latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an
-  exponential distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
-  `max_num_seqs` calls run at once; the others wait.
+  exponential distribution. They depend only on the call's body, so they are the same in every worker and at every
+  attempt. At most `max_num_seqs` calls run at once; the others wait.
 * `echo_load_seconds`: seconds that `open` takes.
 """
 

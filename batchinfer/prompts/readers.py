@@ -74,16 +74,18 @@ class RowsReader:
         Raises:
             RowProblem: the row is bad.
         """
+        config = self._config
         if self.path in SPEECH_URLS:
             sounds = self._media(columns, "audio")
             if len(sounds) != 1:
                 raise RowProblem(Code.INVALID_MEDIA, f"{len(sounds)} sounds, expected one")
             body: dict[str, Any] = {SOUND: sounds[0]}
-        elif self._config.pair_columns:
-            body = self._pair(columns)
+        elif config.pair_columns:
+            fields = ("query", "documents") if config.task == "rerank" else ("text_1", "text_2")
+            named = zip(fields, config.pair_columns, strict=True)
+            body = {field: column(columns, name) for field, name in named}
         else:
             body = self._prompt(columns)
-        config = self._config
         if config.adapters:  # a single one answers every row
             name = config.column("lora")
             body["model"] = columns.get(name) if name else config.adapters[0]
@@ -124,12 +126,6 @@ class RowsReader:
         while mark and text.endswith(mark, 0, end):
             end -= len(mark)
         return text[:end]
-
-    def _pair(self, columns: dict[str, Any]) -> dict[str, Any]:
-        is_rerank = self._config.task == "rerank"
-        fields = ("query", "documents") if is_rerank else ("text_1", "text_2")
-        named = zip(fields, self._config.pair_columns, strict=True)
-        return {field: column(columns, name) for field, name in named}
 
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media and the system prompt."""
