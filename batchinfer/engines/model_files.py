@@ -226,10 +226,9 @@ def hub_folder(
         try:
             return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
         except errors.LocalEntryNotFoundError as error:
-            raise (ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError)(
-                f"{subject} is no folder on this machine and not in its cache, and the Hub is not reached",
-                hint="check the spelling, the network, and HF_HUB_OFFLINE",
-            ) from error
+            kind = ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError
+            hint = "check the spelling, the network, and HF_HUB_OFFLINE"
+            raise kind(f"{subject} is not here, and the Hub is not reached", hint=hint) from error
 
 
 def _files_on_hub(name: str, folder: Path) -> ModelFiles:
