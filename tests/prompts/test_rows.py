@@ -16,6 +16,7 @@ from prompt_rows import builder, code, prepare, sent
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 LOOK = {"type": "function", "function": {"name": "look", "description": "d"}}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+NAMED = {"name": "answer", "schema": SCHEMA}
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
@@ -82,11 +83,9 @@ def test_a_missing_column_is_named_with_its_nearest_match() -> None:
 
 
 def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
-    assert prepare({"p": "x", "_id": "abc"}, prompt_column="p").id == "abc"
-    assert (
-        prepare({"p": "x", "k": 7, "_id": "abc"}, prompt_column="p", columns={"id": ["k"]}).id
-        == "7"
-    )
+    row, options = {"p": "x", "k": 7, "_id": "abc"}, {"prompt_column": "p"}
+    assert prepare(row, **options).id == "abc"
+    assert prepare(row, **options, columns={"id": ["k"]}).id == "7"
     assert prepare({"p": "x", "_id": {"$oid": "1"}}, prompt_column="p").id == '{"$oid":"1"}'
     assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
 
@@ -254,15 +253,7 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
         ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
-        (
-            SCHEMA,
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": SCHEMA},
-                }
-            },
-        ),
+        (SCHEMA, {"response_format": {"type": "json_schema", "json_schema": NAMED}}),
         ({"type": "json_object"}, {"response_format": {"type": "json_object"}}),
         ({"type": "text"}, {"structured_outputs": {"regex": "a"}}),
     ],
@@ -270,9 +261,8 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
 def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[str, Any]) -> None:
     run = {"structured_outputs": {"regex": "a"}}
     row = {"p": "x", "c": value}
-    body = sent(
-        prepare(row, prompt_column="p", as_chat=True, columns={"constraint": ["c"]}, body=run)
-    )
+    options = {"prompt_column": "p", "as_chat": True, "columns": {"constraint": ["c"]}}
+    body = sent(prepare(row, body=run, **options))
     assert body == {"messages": [{"role": "user", "content": "x"}], **fields}
 
 
