@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -35,8 +34,7 @@ _encode = msgspec.json.Encoder().encode
 def read_body(data: bytes) -> Body:
     """Read a server's body.
 
-    Bytes that are no UTF-8 and surrogates without a partner become U+FFFD, NaN and infinities null: readers of the
-    output would refuse the whole file for one of them.
+    Bytes that are no UTF-8 become U+FFFD: readers of the output would refuse the whole file for one of them.
 
     Returns:
         The body's members, each as JSON on one line.
@@ -51,12 +49,7 @@ def read_body(data: bytes) -> Body:
     try:
         return _decode(msgspec.json.format(data, indent=-1) if b"\n" in data else data)
     except (ValueError, RecursionError) as error:
-        try:
-            value = json.loads(data, parse_constant=lambda _name: None)
-            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-            return _decode(with_whole_characters(text).encode())
-        except (ValueError, RecursionError):
-            raise InputError(f"the answer is no JSON object ({error})", hint="") from error
+        raise InputError(f"the answer is no JSON object ({error})", hint="") from error
 
 
 def with_whole_characters(text: str) -> str:
