@@ -205,7 +205,7 @@ def test_what_is_no_run_is_said_with_what_to_give_instead(root: str) -> None:
     with pytest.raises(InputError, match="no run there"):
         look(root)
     run = write_in_memory(root, SMALL)
-    with pytest.raises(InputError, match="is a job, expected one of its runs") as caught:
+    with pytest.raises(InputError, match="holds runs, expected one of them") as caught:
         look(root)
     assert caught.value.hint == f"give {run}"
     overwrite(in_memory(run), layout.RUN_KEY, b'{"format_version": 99}')
