@@ -97,12 +97,7 @@ def run_split(
     if counted is not None:
         counted.check_apart(config.output)
     job = _make(config, existing, store, counted)
-    rows = existing.rows if existing else 0
-    more: dict[str, Any] = {}
-    if existing is not None and config.append:
-        chunks = len(job.chunks) - len(existing.chunks)
-        more = {"rows_appended": job.rows - rows, "chunks_appended": chunks}
-        more["generation"] = job.generation
+    rows, chunks = (existing.rows, len(existing.chunks)) if existing else (0, 0)
     is_new = job.rows > rows
     if not is_new:
         logger.info("%s: holds these rows already, nothing changed", config.output)
@@ -114,6 +109,7 @@ def run_split(
         )
     if is_new and job.broken_lines:
         logger.warning("lines that are no JSON object, and become error rows: %d", job.broken_lines)
+    appended = {"rows_appended": job.rows - rows, "chunks_appended": len(job.chunks) - chunks}
     return {
         "status": "done" if is_new else "unchanged",
         "job": config.output,
@@ -124,7 +120,7 @@ def run_split(
         "bytes": sum(chunk.bytes for chunk in job.chunks),
         "broken_lines": job.broken_lines,
         "duplicate_ids": job.duplicate_ids,
-        **more,
+        **(appended | {"generation": job.generation} if config.append else {}),
         "seconds": round(time.monotonic() - started, 3),
     }
 
@@ -194,30 +190,29 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
 def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
     """Make the job, or append to it, unless it is there already."""
     from batchinfer.split import writer
-    from batchinfer.split.append import append, complete_manifests
-    from batchinfer.split.references import reference_job
+    from batchinfer.split.sources import reference_job
     from batchinfer.storage.opening import open_store
 
-    if counted is None:
-        job = reference_job(config.by_reference, open_store)
-    elif config.append:
-        return append(store, counted, num_chunks=config.num_chunks)
-    else:
-        job = counted.as_job()
-    job = msgspec.structs.replace(
-        job, num_workers=config.num_workers, limit=config.limit, compression=config.compression
+    if counted is not None and config.append:
+        return writer.append(store, counted, num_chunks=config.num_chunks)
+    wanted = msgspec.structs.replace(
+        counted.as_job() if counted else reference_job(config.by_reference, open_store),
+        num_workers=config.num_workers,
+        limit=config.limit,
+        compression=config.compression,
     )
     if existing is not None:
-        _check_same(config, existing, job)
+        _check_same(config, existing, wanted)
         if existing.generation:
-            complete_manifests(store)
+            writer.complete_manifests(store)
         return existing
     bounds: list[int] = []
     if counted is not None:
-        usual = writer.usual_num_chunks(counted.rows, counted.num_bytes, config.num_workers)
+        num_bytes = sum(file.bytes for file in counted.files)
+        usual = writer.usual_num_chunks(counted.rows, num_bytes, config.num_workers)
         bounds = writer.even_bounds(counted.rows, config.num_chunks or usual)
         bounds = sorted({*bounds, config.border})
-    num_chunks = len(job.chunks) or len(bounds) - 1
+    num_chunks = len(wanted.chunks) or len(bounds) - 1
     if config.num_workers > num_chunks:
         raise ConfigError(
             f"--num-workers {config.num_workers}: more than the {units.many(num_chunks, 'chunk')}",
@@ -227,9 +222,9 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
     if config.overwrite:
         store.delete([layout.JOB_KEY])
     if counted is not None:
-        job = writer.write_chunks(store, job, counted, bounds)
-    writer.complete_job(store, job)
-    return job
+        wanted = writer.write_chunks(store, wanted, counted, bounds)
+    writer.complete_job(store, wanted)
+    return wanted
 
 
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:

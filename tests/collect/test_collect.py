@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from batchinfer.collect import answers
-from batchinfer.collect.json_columns import _group
+from batchinfer.collect.columns import _group
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure

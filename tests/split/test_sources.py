@@ -19,8 +19,7 @@ import pytest
 import zstandard
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError
-from batchinfer.split.references import reference_job
-from batchinfer.split.sources import Sources, count_sources
+from batchinfer.split.sources import Sources, count_sources, reference_job
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub, commit_of
 from web_server import WebServer, plain
@@ -160,7 +159,7 @@ def test_a_column_that_is_named_twice_and_a_list_that_is_not_there_are_refused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"n":1}')
-    with pytest.raises(InputError, match="--columns: a name is there twice"):
+    with pytest.raises(InputError, match="--columns: column 'n' is there twice"):
         count_sources([str(tmp_path / "a.jsonl")], columns=["n", "n"])
     with pytest.raises(InputError, match="no such file"):
         reference_job(str(tmp_path / "list.txt"), open_store)

@@ -33,8 +33,6 @@ MODULES = [
     for name in (
         "split.sources",
         "split.writer",
-        "split.append",
-        "split.references",
         "storage.local",
     )
 ]
@@ -259,7 +257,7 @@ def test_a_split_that_meets_a_finished_one_gives_way(
     [
         ({"num_chunks": 101}, "--num-chunks 101: more than the 100 rows"),
         ({"num_workers": 6, "num_chunks": 5}, "--num-workers 6: more than the 5 chunks"),
-        ({"columns": ["_id"]}, "has no column '_id'"),
+        ({"columns": ["_id"]}, "has a column '_id'"),
         ({"append": True}, "no job.json there"),
         ({"append": True, "overwrite": True}, "--overwrite: not together with --append"),
         ({"by_reference": "list.txt"}, "SOURCE, --by-reference: expected one of them"),
