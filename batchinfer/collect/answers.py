@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
 from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Job, Marker, Run
@@ -49,6 +50,8 @@ _OPTIONAL = ("results", "model", *_COUNTS, "reasoning_tokens")
 class Selection(NamedTuple):
     """The sound chunks of a run in input order with their markers, and the gaps: why others cannot be collected."""
 
+    store: Store
+    open_store: OpenStore
     run: Run
     job: Job
     job_url: str
@@ -58,21 +61,22 @@ class Selection(NamedTuple):
 
 
 def select(
-    store: Store, open_store: OpenStore, *, now: float, job_url: str | None = None
+    url: str, open_store: OpenStore, clock: Clock, *, job_url: str | None = None
 ) -> Selection:
     """Select the chunks of a run that can be collected: those with a sound marker and output.
 
     Args:
-        store: Store of the run.
-        open_store: Opens the store of the job.
-        now: The present time in Unix seconds.
+        url: The run.
+        open_store: Opens its store and that of the job.
+        clock: Tells the time.
         job_url: URL of the job, where run.json and the run's place do not tell.
 
     Raises:
         InputError: there is no run, the run is of a newer format version, its job cannot be found, the run was made
             from another job.json, or run.json was edited.
     """
-    inventory = take_inventory(store, now=now)
+    store = open_store(url)
+    inventory = take_inventory(store, now=clock.now())
     target = find_target(store, inventory, open_store, job_url=job_url)
     refuse_edited(target.run, url=store.url)
     audit = Audit(target, inventory)
@@ -87,7 +91,8 @@ def select(
         for found in audit.findings
         if found.kind != LEFTOVER and found.subject in target.expected
     }
-    return Selection(target.run, target.job, target.job_url, sound, list(gaps.values()))
+    where = target.run, target.job, target.job_url
+    return Selection(store, open_store, *where, sound, list(gaps.values()))
 
 
 def _fetch_output(store: Store, ref: ChunkRef, marker: Marker, scratch: Scratch) -> Path | Finding:
@@ -117,10 +122,9 @@ class Answers:
     Args:
         sql: Connection of `connect`.
         selection: The chunks of a run.
-        store: Store of the run.
         scratch: Place for copies.
         name: Name of the table.
-        open_sources: Opens the stores of the chunks, if the lines of these are wanted, too, as the column `source`.
+        with_sources: Whether the lines of the chunks are kept, too, as the column `source`.
         with_lines: Whether the output lines themselves are kept, as the column `line`.
 
     Raises:
@@ -131,11 +135,10 @@ class Answers:
         self,
         sql: Any,
         selection: Selection,
-        store: Store,
         scratch: Scratch,
         name: str = "answers",
         *,
-        open_sources: OpenStore | None = None,
+        with_sources: bool = False,
         with_lines: bool = False,
     ) -> None:
         self._sql, self._name = sql, name
@@ -144,14 +147,13 @@ class Answers:
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
         self._ends, self._room = [0], 0
-        open_sources = functools.cache(open_sources) if open_sources else None
+        open_store = functools.cache(selection.open_store)
 
         def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path | Finding, Path]:
-            ref = pair[0]
-            output, source = _fetch_output(store, *pair, scratch), Path(os.devnull)
-            if open_sources and isinstance(output, Path):
-                source = fetch(open_sources(ref.root), ref, scratch).path
-            return output, source
+            output, ref = _fetch_output(selection.store, *pair, scratch), pair[0]
+            if with_sources and isinstance(output, Path):
+                return output, fetch(open_store(ref.root), ref, scratch).path
+            return output, Path(os.devnull)
 
         columns = f"FROM columns_of('some_lines', {with_lines})"
         self._insert = f"INSERT INTO {name} {columns}"
@@ -168,7 +170,7 @@ class Answers:
                     self._read(ref, marker, output, source)
                 self.found.append((ref, marker))
                 remove_quietly(output)
-                if open_sources:
+                if with_sources:
                     remove_quietly(source)
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 

@@ -63,8 +63,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     """
     started = clock.monotonic()
     check_options(config)
-    store = open_store(config.run)
-    selection = select(store, open_store, now=clock.now(), job_url=config.job)
+    selection = select(config.run, open_store, clock, job_url=config.job)
     if not selection.sound:
         raise RunUnsound(
             f"{config.run}: no chunk is done yet",
@@ -85,7 +84,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     record, status = dest.prepare(key), "UNCHANGED"
     if record is None:
         with closing(Scratch(config.scratch_dir)) as scratch, sql_errors(config.run):
-            rows = Collection(config, selection, store, open_store, scratch)
+            rows = Collection(config, selection, scratch)
             _refuse_gaps(config, rows.answers.damaged, len(selection.sound))
             record = _write(config, selection, rows, dest, key, scratch)
         status = "PARTIAL" if record.result["missing_chunks"] else "SUCCESS"
@@ -135,15 +134,12 @@ def _write(
     files = {}
     for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
         files[dest.put(file, index)] = file
-    prompts, answers, failed = rows.answers.one(
-        "sum(prompt_tokens)", "sum(completion_tokens)", "count(error_code)"
-    )
     missing = [gap.subject for gap in (*selection.gaps, *rows.answers.damaged)]
     result = {
         "fingerprint": selection.run.fingerprint,
         "format": config.kind,
         "rows": rows.answers.num_rows,
-        "rows_error": failed,
+        "rows_error": rows.answers.one("count(error_code)")[0],
         "chunks": len(rows.answers.found),
         "files": len(files),
         "file_rows": sum(file.rows for file in files.values()),
@@ -155,35 +151,28 @@ def _write(
     if rows.num_broken:
         text = "%d finished answers break the run's JSON schema: answer_valid is false there"
         logger.warning(text, rows.num_broken)
-    facts = {
-        "rows": f"{result['file_rows']:,}",
-        "condition": config.where or None,
-        "drawn at random": None if config.sample is None else f"seed {config.seed}",
-        "failed rows of the run": f"{failed:,} of {rows.answers.num_rows:,}",
-        "prompt tokens": f"{prompts or 0:,}",
-        "completion tokens": f"{answers or 0:,}",
-        "chunks that are missing": len(missing) or None,
-    }
-    sha256 = {name: file.sha256 for name, file in files.items()}
-    record = Collected(key=key, result=result, sha256=sha256)
-    path = f"data/part-*{FORMATS[config.kind]}"
-    dest.finish(record, lambda: make_card(selection.run, selection.job, config.dest, path, facts))
+    record = Collected(
+        key=key, result=result, sha256={name: file.sha256 for name, file in files.items()}
+    )
+    facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
+    facts |= {"condition": config.where or None, "sample": config.sample}
+    dest.finish(record, lambda: make_card(selection.run, selection.job, config, facts))
     return record
 
 
 # --------------------------------------------------------------------------- the card of a data set
 
 
-def make_card(run: Run, job: Job, url: str, path: str, facts: dict[str, Any]) -> str:
+def make_card(run: Run, job: Job, config: CollectConfig, facts: dict[str, Any]) -> str:
     """Return the card as Markdown, with a line for the licence, which the user fills in.
 
-    Of local sources it has the last parts of their URLs only. The same arguments give the same card.
+    It is the README.md of the data set's repository on the Hub, and says how the data was made. Of local sources it has
+    the last parts of their URLs only. The same arguments give the same card.
 
     Args:
         run: The run.
         job: The job.
-        url: URL of the data set.
-        path: Glob pattern that matches the data files in the repository.
+        config: Where the data set is, and its form.
         facts: What is known of the rows, by names; None is left out.
     """
     import jinja2
@@ -192,8 +181,9 @@ def make_card(run: Run, job: Job, url: str, path: str, facts: dict[str, Any]) ->
     sources = [source.url for source in job.sources]
     hub = [each.removeprefix("hf://datasets/") for each in sources if each.startswith("hf://")]
     model = str(run.config.get("model") or "")
+    data = {"split": "train", "path": f"data/part-*{FORMATS[config.kind]}"}
     front_matter = DatasetCardData(
-        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path}]}],
+        configs=[{"config_name": "default", "data_files": [data]}],
         source_datasets=["/".join(each.partition("@")[0].split("/")[:2]) for each in hub] or None,
         tags=["synthetic", "batchinfer"],
         base_model=model if model.count("/") == 1 and model[0] not in "./~" else None,
@@ -205,7 +195,7 @@ def make_card(run: Run, job: Job, url: str, path: str, facts: dict[str, Any]) ->
     options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
     template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
     card: str = template.render(
-        title=_plain(url.partition("@")[0].rpartition("/")[2]),
+        title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
         front_matter=front_matter.to_yaml(),
         rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
         # An indented block, because the text itself could close a fenced one.

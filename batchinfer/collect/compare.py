@@ -45,8 +45,7 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
         InputError: there is no such run, or the runs are of different jobs.
     """
     runs = config.runs
-    stores = [open_store(url) for url in runs]
-    found = [select(store, open_store, now=clock.now(), job_url=config.job) for store in stores]
+    found = [select(url, open_store, clock, job_url=config.job) for url in runs]
     sha256s = [selection.run.config.get("job_sha256") for selection in found]
     if not sha256s[0] or sha256s[0] != sha256s[1]:
         raise InputError(
@@ -55,8 +54,8 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
         )
     with closing(Scratch(config.scratch_dir)) as scratch, sql_errors("these runs"):
         sql = connect(scratch.folder)
-        for name, store, selection in zip("ab", stores, found, strict=True):
-            Answers(sql, selection, store, scratch, name)
+        for name, selection in zip("ab", found, strict=True):
+            Answers(sql, selection, scratch, name)
         sql.execute(text_of("compare.sql"))
 
         def rows(query: str) -> list[dict[str, Any]]:

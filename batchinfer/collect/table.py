@@ -25,8 +25,6 @@ from batchinfer.collect.source import RowTaker, chosen, open_parquet
 from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.tasks import GENERATE, is_pooling
-from batchinfer.ledger.jobs import OpenStore
-from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -40,8 +38,6 @@ class Collection:
     Args:
         config: What to take.
         selection: The chunks.
-        store: Store of the run.
-        open_store: Opens the stores of the chunks.
         scratch: Folder for copies, and for what does not fit into memory.
 
     Raises:
@@ -49,14 +45,7 @@ class Collection:
         ConfigError: the condition is none, or the source has no such column.
     """
 
-    def __init__(
-        self,
-        config: CollectConfig,
-        selection: Selection,
-        store: Store,
-        open_store: OpenStore,
-        scratch: Scratch,
-    ) -> None:
+    def __init__(self, config: CollectConfig, selection: Selection, scratch: Scratch) -> None:
         self._config = config
         self._is_table = config.kind in TABLES
         self._sql = connect(scratch.folder)
@@ -65,9 +54,8 @@ class Collection:
         self.answers = Answers(
             self._sql,
             selection,
-            store,
             scratch,
-            open_sources=open_store if needs_chunks else None,
+            with_sources=needs_chunks,
             with_lines=not self._is_table,
         )
         self._json_texts = {"tool_calls", "logprobs"}

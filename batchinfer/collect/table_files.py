@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,38 +43,29 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
 
     Without any row there is one file, which has the columns only.
     """
+    tables = _groups(rows.tables())
     with scratch_errors(scratch.folder):
-        for _, pieces in groupby(_pieces(rows, most), itemgetter(0)):
-            path, count = scratch.new_path("table"), 0
+        left, index = next(tables, None), 0
+        while left is not None or not index:
+            path, count, index = scratch.new_path("table"), 0, index + 1
             with closing(_open_writer(path, kind, rows)) as writer:
-                for _, table in pieces:
-                    if len(table):
-                        writer.write_table(table)
-                        count += len(table)
+                while left is not None and count < most:
+                    part = left.slice(0, most - count)
+                    writer.write_table(part)
+                    count += len(part)
+                    left = left.slice(len(part)) if len(part) < len(left) else next(tables, None)
             with path.open("rb") as file:
                 sha256 = codec.sha256_file(file)
             yield TableFile(path, count, path.stat().st_size, sha256)
 
 
-def _pieces(rows: Rows, most: int) -> Iterator[tuple[int, Any]]:
-    """Yield the rows in tables of the size of row groups, each with the index of its file, after one without a row."""
-    yield 0, rows.schema.empty_table()
-    done = 0
-    for table in _groups(rows.tables()):
-        start = 0
-        while start < len(table):
-            index, used = divmod(done, most)
-            part = table.slice(start, most - used)
-            yield index, part
-            start, done = start + len(part), done + len(part)
-
-
 def _groups(tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield rows in tables of the size of row groups."""
     import pyarrow as pa
 
     held: list[Any] = []
     for table in tables:
-        held.append(table)
+        held += [table] if len(table) else []
         size, count = sum(each.nbytes for each in held), sum(map(len, held))
         if count >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield pa.concat_tables(held)

@@ -209,8 +209,7 @@ class WorkFolder:
         Raises:
             ErrorRateExceeded: a larger share failed, and `at_least` so many.
         """
-        store, now = self._open_store(self.run_url), self._clock.now()
-        found = select(store, self._open_store, now=now, job_url=self.job_url)
+        found = select(self.run_url, self._open_store, self._clock, job_url=self.job_url)
         failed = sum(marker.rows_error for _, marker in found.sound)
         done = failed + sum(marker.rows_ok for _, marker in found.sound)
         if failed >= at_least and failed > rate * done:

@@ -10,7 +10,8 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -97,22 +98,20 @@ class Block(NamedTuple):
     """Number of rows that are no JSON object."""
 
 
-def refuse_columns(names: Iterable[str], where: str) -> None:
+def refuse_columns(names: Collection[str], where: str) -> None:
     """Raise InputError if a column is there twice, or has a name that `split` gives to a column of its own."""
-    seen = set[str]()
-    for name in names:
-        if name in ("_row", "_id"):
+    for name in ("_row", "_id"):
+        if name in names:
             raise InputError(
                 f"{where}: has a column {name!r}, which is a name of split's own columns",
                 hint="answers of an earlier run? narrow the source; else rename it in the source, or leave it out: "
                 "--columns A,B,…",
             )
-        if name in seen:
-            raise InputError(
-                f"{where}: column {name!r} is there twice, expected unique names",
-                hint="rename one of them and write the file again; in --columns, name it once",
-            )
-        seen.add(name)
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(
+            f"{where}: column {twice[0]!r} is there twice, expected unique names",
+            hint="rename one of them and write the file again; in --columns, name it once",
+        )
 
 
 # --------------------------------------------------------------------------- finding

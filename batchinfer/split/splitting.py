@@ -91,7 +91,12 @@ def run_split(
     _check_options(config)
     existing = _existing(config, store)
     if config.append:
-        counted = _count(config, _appended_id(config, existing))
+        if existing is None:
+            raise InputError(
+                f"{config.output}: no job.json there, expected a job to append to",
+                hint="make the job first, without --append",
+            )
+        counted = _count(config, existing.id_column or "_row")
     elif not config.by_reference:
         counted = counted or _count(config, config.id_column)
     if counted is not None:
@@ -144,35 +149,15 @@ def _check_options(config: SplitConfig) -> None:
             hint="an unset variable of the shell? The present folder is `.`",
         )
     refused = {
-        "append": "overwrite limit by_reference",
-        "by_reference": "append limit columns id_column delimiter num_chunks",
+        "append": ("overwrite", "limit", "num_workers", "id_column", "compression"),
+        "by_reference": ("append", "limit", "columns", "id_column", "delimiter", "num_chunks"),
     }
+    usual = SplitConfig(sources=[], output="")
     for option, names in refused.items():
-        for name in names.split() if getattr(config, option) else ():
-            if getattr(config, name):
-                raise ConfigError(f"{_spelled(name)}: not together with {_spelled(option)}")
-
-
-def _appended_id(config: SplitConfig, job: Job | None) -> str:
-    """Return the --id-column of the job to append to, which is there with these options."""
-    if job is None:
-        raise InputError(
-            f"{config.output}: no job.json there, expected a job to append to",
-            hint="make the job first, without --append",
-        )
-    plain = SplitConfig(sources=[], output="")
-    for name in ("num_workers", "id_column", "compression"):
-        there, here = getattr(job, name), getattr(config, name)
-        if here not in (there, getattr(plain, name)):
-            raise ConfigError(
-                f"{_spelled(name)} {here}: the job has {there!r}, which cannot change",
-                hint="leave it out: the job's own is taken",
-            )
-    return job.id_column or "_row"
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        for name in names if getattr(config, option) else ():
+            if getattr(config, name) != getattr(usual, name):
+                this, other = (f"--{each.replace('_', '-')}" for each in (name, option))
+                raise ConfigError(f"{this}: not together with {other}", hint=f"leave {this} out")
 
 
 def _count(config: SplitConfig, id_column: str) -> Sources:

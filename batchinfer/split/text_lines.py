@@ -91,7 +91,8 @@ def read_lines(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
 def _body(members: dict[str, msgspec.Raw], line: bytes, wanted: Wanted, where: str) -> bytes:
     """Return a JSON object as far as its end, with a comma after the last member."""
     if wanted.columns is None:
-        files.refuse_columns(members, where)
+        if "_row" in members or "_id" in members:
+            files.refuse_columns(members, where)
         body = line.rstrip()[:-1]
     else:
         kept = {name: members[name] for name in wanted.columns if name in members}
