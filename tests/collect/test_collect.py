@@ -91,6 +91,7 @@ def test_runs_in_buckets(place: str, request: pytest.FixtureRequest, tmp_path: P
 
 
 CALL = {"id": "chatcmpl-tool-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SPOKEN = {"type": "function_call", "name": "f"}
 USAGE = {"input_tokens": 7, "output_tokens": 2, "output_tokens_details": {"reasoning_tokens": 1}}
 SAID = [
     {"type": "reasoning", "id": "rs_1", "content": [{"text": "hm"}]},
@@ -100,7 +101,7 @@ SCORES = [{"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": 
 BODIES: list[tuple[Any, dict[str, Any]]] = [
     (
         chat(None, reasoning="thinking", tool_calls=[CALL]),
-        {"text": None, "reasoning": "thinking", "tool_calls": [CALL]},
+        {"text": None, "reasoning": "thinking"},
     ),
     (
         {"choices": [{"text": "plain", "finish_reason": "length", "logprobs": {"tokens": ["a"]}}]},
@@ -112,9 +113,8 @@ BODIES: list[tuple[Any, dict[str, Any]]] = [
         | {"reasoning_tokens": 1},
     ),
     (
-        {"output": [CALL | {"type": "function_call"}]}
-        | {"incomplete_details": {"reason": "max_output_tokens"}},
-        {"tool_calls": [CALL | {"type": "function_call"}], "text": "", "finish_reason": "length"},
+        {"output": [SPOKEN], "incomplete_details": {"reason": "max_output_tokens"}},
+        {"tool_calls": [SPOKEN], "text": "", "finish_reason": "length"},
     ),
     ({"text": "spoken", "usage": {"type": "duration", "seconds": 1}}, {"text": "spoken"}),
     (
@@ -132,6 +132,7 @@ def test_what_servers_answer_becomes_columns(job: Path) -> None:
         for name in ("tool_calls", "logprobs"):
             row[name] = json.loads(row[name] or "null")
         assert row | wanted == row
+    assert found[0]["tool_calls"][0]["function"] == CALL["function"]
 
 
 def test_several_answers_are_lists(job: Path) -> None:
