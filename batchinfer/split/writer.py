@@ -54,12 +54,18 @@ def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
     There are at least 50 for each worker, so that workers end together, unless a chunk would have fewer than 20 rows:
     then at least 4. There are at most 100,000 in all.
 
+    >>> [usual_num_chunks(rows, 0, 1) for rows in (3, 999, 100_001, 10**10)]
+    [3, 49, 51, 100000]
     >>> (
-    ...     usual_num_chunks(1_000_000, 0, 4),
+    ...     usual_num_chunks(1000, 0, 16),
     ...     usual_num_chunks(1000, 0, 4),
-    ...     usual_num_chunks(10**10, 0, 4),
-    ... )
-    (500, 50, 100000)
+    ... )  # where that gives each worker four
+    (64, 50)
+    >>> (
+    ...     usual_num_chunks(10**6, 3 << 30, 16),
+    ...     usual_num_chunks(1000, 1 << 30, 1),
+    ... )  # of 4 rows of a megabyte
+    (800, 256)
     """
     enough = max(-(-rows // _USUAL_ROWS), -(-num_bytes // _USUAL_BYTES))
     enough = max(enough, min(_CHUNKS_PER_WORKER * num_workers, rows // _FEW_ROWS))

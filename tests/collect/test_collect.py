@@ -462,22 +462,3 @@ def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
     collect(run, tmp_path / "a.jsonl", overwrite=True)
     assert (tmp_path / "a.jsonl").read_text().count("\n") == ROWS
     collect(run, tmp_path / "a.jsonl")  # what it would write is there
-
-
-@pytest.mark.parametrize(
-    ("dest", "options"),
-    [
-        ("out.json", {}),
-        ("out.parquet", {"format": "csv"}),
-        ("hf://datasets/a/b", {"format": "lines"}),
-        ("out", {"columns": ["prompt"]}),
-        ("out", {"format": "completions", "with_source": True}),
-        ("job/runs/a/out", {}),
-        ("job/out.jsonl", {}),
-    ],
-)
-def test_wrong_places_and_options_are_refused(
-    dest: str, options: Any, run: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError):
-        collect(run, dest if "://" in dest else tmp_path / dest, **options)
