@@ -16,7 +16,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.ledger.runs import read_run
 from batchinfer.prompts.types import MediaRef
-from batchinfer.runs.resume_command import worker_command
+from batchinfer.runs.verify import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
