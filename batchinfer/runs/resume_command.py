@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.cli.options import options_of
+from batchinfer.cli.options import words_of
 from batchinfer.core.printable import printable
 from batchinfer.core.records import Run
-from batchinfer.core.shell import in_bash, quote
+from batchinfer.core.shell import quote
 from batchinfer.runs.pairs import prompt_of
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -28,13 +28,7 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
     values = _values_of(run)
-    parts: list[
-        tuple[str, str]
-    ] = []  # a flag, or a word of the server's, and how bash spells the word
-    for option in options_of(WorkerConfig):
-        is_known = values and option.field in values
-        for flag, word in option.spell(values[option.field]) if values and is_known else ():
-            parts += [(flag, flag)] if word is None else [(flag, flag), ("", in_bash(word))]
+    parts = list(words_of(WorkerConfig, values or {}))
     parts += [(str(word), quote(str(word))) for word in run.recorded.get("server_args") or ()]
     words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
     left_out, is_unsafe = list[str](), False
