@@ -22,7 +22,7 @@ from batchinfer.core.errors import AccessDenied, ConfigError, InputError
 from batchinfer.split.references import reference_job
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.storage.opening import open_store
-from fake_hub import TOKEN, FakeHub, commit_of
+from fixtures_hub import TOKEN, Hub
 from web_server import WebServer, plain
 
 
@@ -303,7 +303,7 @@ os._exit(0)
 
 
 def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path: Path) -> None:
-    hub = FakeHub()
+    hub = Hub()
     write_parquet(tmp_path / "native/data/train-0.parquet", n=[1, 2])
     write_parquet(tmp_path / "native/data/train-1.parquet", n=[3])
     (tmp_path / "native/README.md").write_text("# data")
@@ -333,7 +333,7 @@ def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    commit = commit_of("org/native", "main")
+    commit = hub.branches["org/native"]["main"]
     with hub.serving() as endpoint:
         here = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
         [whole] = read("native", **here)
