@@ -73,7 +73,7 @@ def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
     assert hub.num_uploads == (ROWS if kind == "parquet" else 0)
     assert result["commit"] == hub.branches[REPO]["main"]
     files = hub.files(REPO)
-    assert json.loads(files[RECORD])["rows"] == ROWS
+    assert json.loads(files[RECORD])["result"]["rows"] == ROWS
     assert b"path: data/part-*" in files[CARD]
 
 

@@ -32,7 +32,7 @@ from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import ServerCommand, divide
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.pipeline import launching
+from batchinfer.pipeline import launch
 from echo_server import fake_endpoint
 from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
@@ -247,7 +247,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         values[f"BATCHINFER_{name}_ENGINE"] = "echo"
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
     with fake_endpoint() as endpoint, serving_gcs() as google:
         for name, value in {**values, "ENDPOINT": endpoint.url, "GOOGLE_BASE_URL": google}.items():
             monkeypatch.setenv(name, value)
