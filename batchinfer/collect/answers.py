@@ -6,9 +6,8 @@ import functools
 import importlib.resources
 import itertools
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,24 +94,6 @@ def select(
     return Selection(store, open_store, *where, sound, list(gaps.values()))
 
 
-def _fetch_output(store: Store, ref: ChunkRef, marker: Marker, scratch: Scratch) -> Path | Finding:
-    """Copy a chunk's output to the scratch folder. Returns why not, if it is not what its marker vouches for."""
-    path = scratch.new_path(f"{ref.name}.jsonl")
-    problem = ""
-    try:
-        store.download(layout.output_key(marker.output), path)
-        with scratch_errors(path.parent), path.open("rb") as file:
-            if codec.sha256_file(file) != marker.output_sha256:
-                problem = f"the sha256 of {marker.output} is not its marker's"
-    except ObjectNotFound:
-        problem = f"its output {marker.output} is gone"
-    if not problem:
-        return path
-    remove_quietly(path)
-    logger.warning("%s: %s: %s", store.url, ref.name, problem)
-    return Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
-
-
 # --------------------------------------------------------------------------- their columns
 
 
@@ -149,11 +130,20 @@ class Answers:
         self._ends, self._room = [0], 0
         open_store = functools.cache(selection.open_store)
 
-        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path | Finding, Path]:
-            output, ref = _fetch_output(selection.store, *pair, scratch), pair[0]
-            if with_sources and isinstance(output, Path):
-                return output, fetch(open_store(ref.root), ref, scratch).path
-            return output, Path(os.devnull)
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
+            """Copy an output and its chunk, or say why the output is not what its marker vouches for."""
+            ref, marker = pair
+            output, source, problem = scratch.new_path(ref.name), None, ""
+            try:
+                selection.store.download(layout.output_key(marker.output), output)
+                with scratch_errors(output.parent), output.open("rb") as file:
+                    if codec.sha256_file(file) != marker.output_sha256:
+                        problem = f"the sha256 of {marker.output} is not its marker's"
+            except ObjectNotFound:
+                problem = f"its output {marker.output} is gone"
+            if with_sources and not problem:
+                source = fetch(open_store(ref.root), ref, scratch).path
+            return output, source, problem
 
         columns = f"FROM columns_of('some_lines', {with_lines})"
         self._insert = f"INSERT INTO {name} {columns}"
@@ -162,25 +152,27 @@ class Answers:
             self._register(0, [])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
-            for (output, source), (ref, marker) in zip(brought, selection.sound, strict=True):
-                if isinstance(output, Finding):
-                    self.damaged.append(output)
-                    continue
-                with scratch_errors(output.parent):
-                    self._read(ref, marker, output, source)
-                self.found.append((ref, marker))
-                remove_quietly(output)
-                if with_sources:
-                    remove_quietly(source)
+            for (ref, marker), each in zip(selection.sound, brought, strict=True):
+                output, source, problem = each
+                if problem:
+                    logger.warning("%s: %s: %s", selection.store.url, ref.name, problem)
+                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
+                    self.damaged.append(found)
+                else:
+                    with scratch_errors(scratch.folder):
+                        self._read(ref, marker, output, source)
+                    self.found.append((ref, marker))
+                for path in filter(None, (output, source)):
+                    remove_quietly(path)
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
-    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path) -> None:
+    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
         """Add the rows of a chunk to the table."""
         row, end = ref.first_row, ref.first_row + marker.rows_done
-        with output.open("rb") as lines, source.open("rb") as sources:
-            for pairs, size in _blocks(
-                zip(lines, itertools.chain(sources, itertools.repeat(b"")), strict=False)
-            ):
+        with ExitStack() as stack:
+            lines = stack.enter_context(output.open("rb"))
+            sources = stack.enter_context(source.open("rb")) if source else itertools.repeat(b"")
+            for pairs, size in _blocks(zip(lines, sources, strict=False)):
                 self._register(row, pairs)
                 self._sql.execute(self._insert)
                 row += len(pairs)
