@@ -6,7 +6,7 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +149,7 @@ class Answers:
         self._insert = f"INSERT INTO {name} {columns}"
         with sql_errors("an output"):
             sql.execute(text_of("answers.sql"))
-            self._register(0, [])
+            self._register(0, [], [])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
             for (ref, marker), each in zip(selection.sound, brought, strict=True):
@@ -168,37 +168,36 @@ class Answers:
 
     def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
         """Add the rows of a chunk to the table."""
-        row, end = ref.first_row, ref.first_row + marker.rows_done
+        row, count = ref.first_row, marker.rows_done
+        size = sum(path.stat().st_size for path in (output, source) if path) + _ROW_BYTES * count
+        step = max(1, count * _BLOCK_BYTES // size)
         with ExitStack() as stack:
             lines = stack.enter_context(output.open("rb"))
-            sources = stack.enter_context(source.open("rb")) if source else itertools.repeat(b"")
-            for pairs, size in _blocks(zip(lines, sources, strict=False)):
-                self._register(row, pairs)
+            sources = stack.enter_context(source.open("rb")) if source else ()
+            while some := list(itertools.islice(lines, step)):
+                self._register(row, some, list(itertools.islice(sources, step)))
                 self._sql.execute(self._insert)
-                row += len(pairs)
-                if size > self._room:
+                row, num_bytes = row + len(some), size * len(some) // count
+                if num_bytes > self._room:
                     self._ends.append(row)
                     self._room = _WINDOW_BYTES
                 self._ends[-1] = row
-                self._room -= size
-        if row != end:
-            what = f"its output has {row - ref.first_row} lines, expected {end - ref.first_row}"
+                self._room -= num_bytes
+        if row != ref.first_row + count:
+            what = f"its output has {row - ref.first_row} lines, expected {count}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _register(self, row: int, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Make output lines with their lines in the chunk, the first of the row `row`, the table `some_lines`."""
+    def _register(self, row: int, lines: Sequence[bytes], sources: Sequence[bytes]) -> None:
+        """Make output lines, the first of the row `row`, and perhaps lines of their chunk the table `some_lines`."""
+        import numpy as np
         import pyarrow as pa
 
-        texts = [
-            flatten_deep(source).decode(errors="replace").removesuffix("\n") if source else None
-            for _, source in pairs
-        ]
+        text = pa.large_string()
+        texts = [flatten_deep(each).decode(errors="replace").removesuffix("\n") for each in sources]
         columns = {
-            "wanted": pa.array(range(row, row + len(pairs)), pa.int64()),
-            "line": pa.array([line for line, _ in pairs], pa.large_binary()).view(
-                pa.large_string()
-            ),
-            "source": pa.array(texts, pa.large_string()),
+            "wanted": pa.array(np.arange(row, row + len(lines))),
+            "line": pa.array(lines, pa.large_binary()).view(text),
+            "source": pa.array(texts, text) if texts else pa.nulls(len(lines), text),
         }
         self._sql.register("some_lines", pa.table(columns))
 
@@ -230,21 +229,6 @@ class Answers:
                 found[name] = name
         found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
-
-
-def _blocks(
-    pairs: Iterable[tuple[bytes, bytes]],
-) -> Iterator[tuple[list[tuple[bytes, bytes]], int]]:
-    """Yield pairs of lines some at a time, with the number of bytes."""
-    some, size = list[tuple[bytes, bytes]](), 0
-    for pair in pairs:
-        some.append(pair)
-        size += len(pair[0]) + len(pair[1]) + _ROW_BYTES
-        if size >= _BLOCK_BYTES:
-            yield some, size
-            some, size = [], 0
-    if some:
-        yield some, size
 
 
 def text_of(name: str) -> str:
