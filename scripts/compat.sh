@@ -18,6 +18,13 @@ for version in "$@"; do
   transformers=$("$python" -c 'import importlib.metadata as m; print(m.version("transformers"))')
   echo "| $version | $transformers | $counts | ${failed:-none} |" | tee -a "$table"
 done
-page=docs/compatibility.md
-{ sed '/^| [0-9]/d' "$page"; cat "$table"; } >"$page.new"
-mv "$page.new" "$page"
+{
+  echo "# Versions of vLLM"
+  echo
+  echo "\`make compat\` runs the tests of the engine that need a real server with several CPU builds of vLLM, each in an"
+  echo "environment of its own, and writes this page. The extra \`vllm\` takes the versions that pass all of them."
+  echo
+  echo "| vLLM | transformers | tests | failed |"
+  echo "|---|---|---|---|"
+  cat "$table"
+} >docs/compatibility.md

@@ -67,4 +67,4 @@ unset 'further[-1]'
 unset DATA_METADATA
 if [ -z "${HF_TOKEN:-}" ]; then unset HF_TOKEN; fi
 
-eval "exec .venv/bin/batchinfer worker \"\${arguments[@]}\" \"\${further[@]}\" ${WORKER_WORDS:-}"
+eval "exec .venv/bin/batchinfer worker ${WORKER_WORDS:-} \"\${arguments[@]}\" \"\${further[@]}\""

@@ -18,6 +18,25 @@ from batchinfer.engines.gpus import gib
 from batchinfer.worker.worker_config import WorkerConfig
 
 
+def examine(config: CheckConfig) -> dict[str, Any]:
+    """Run a check, print what it finds, and return it.
+
+    Raises:
+        ConfigError: It finds errors.
+    """
+    result = Examination(config).run()
+    tell(result, show=config.show)
+    result["requests"] = result.get("requests", [])[: config.show]
+    if result["errors"]:
+        error = ConfigError(
+            f"would not work: {units.many(result['errors'], 'error')}, listed above",
+            hint="fix them and check again; nothing was started",
+        )
+        error.attach_result(result)
+        raise error
+    return result
+
+
 def tell(result: dict[str, Any], *, show: int = 3) -> None:
     """Print a result to stderr as text, with so many of the requests."""
     for request in result.get("requests", ())[:show]:
@@ -71,15 +90,4 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any]:
     some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
     """  # noqa: D301 - \b keeps click from wrapping the example
     own = values_of(CheckConfig, options)
-    config = CheckConfig(**own | {"options": options, "sources": list(sources)})
-    result = Examination(config).run()
-    tell(result, show=config.show)
-    result["requests"] = result.get("requests", [])[: config.show]
-    if result["errors"]:
-        error = ConfigError(
-            f"would not work: {units.many(result['errors'], 'error')}, listed above",
-            hint="fix them and check again; nothing was started",
-        )
-        error.attach_result(result)
-        raise error
-    return result
+    return examine(CheckConfig(**own | {"options": options, "sources": list(sources)}))

@@ -53,13 +53,13 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         rows: Number of rows; None if it is not known.
-        options: The options rate, rate_from, gpu, workers, hours, price_per_hour and is_spot.
+        options: The options rate, rate_from, gpu, workers, hours, price_per_hour, is_spot and max_cost.
 
     Returns:
         The entries `estimate`, `workers_advised` and `measured`; empty without a rate.
 
     Raises:
-        ConfigError: --hours is less than a start takes.
+        ConfigError: --hours is less than a start takes, or no price is known that --max-cost could be held to.
 
     >>> asked = {"rate": 1.0, "workers": 6, "price_per_hour": 2.0}
     >>> estimate(36_000, asked)["estimate"]["cost"]
@@ -69,6 +69,13 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("rate_from"):
         found["measured"] = measure_run(options["rate_from"])
     measured = found.get("measured", {})
+    name, count = measured.get("accelerator", ""), measured.get("gpus", 1)
+    if gpu := options.get("gpu"):
+        name, count = parse_gpu(gpu.partition(",")[0])
+    machine = Machine("", "", name, count, bool(options.get("is_spot")))
+    price = Prices(options.get("price_per_hour")).price(machine)
+    if gpu and price is None and options.get("max_cost") is not None:
+        raise ConfigError(f"--max-cost: no price of {gpu} is known", hint="say --price-per-hour")
     rate = options.get("rate") or measured.get("rate")
     if not rate or not rows:
         return found
@@ -80,11 +87,6 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if hours is not None:
         wanted = max(1, math.ceil(rows / rate / (hours * 3600 - start)))
     workers = options.get("workers") or wanted or 1
-    name, count = measured.get("accelerator", ""), measured.get("gpus", 1)
-    if options.get("gpu"):
-        name, count = parse_gpu(options["gpu"].partition(",")[0])
-    machine = Machine("", "", name, count, bool(options.get("is_spot")))
-    price = Prices(options.get("price_per_hour")).price(machine)
     worker_hours = (rows / rate + workers * start) / 3600
     return found | {
         "workers_advised": wanted,

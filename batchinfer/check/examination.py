@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter as Tally
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -29,7 +30,12 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import Prepared, PromptConfig, RawRow
-from batchinfer.storage.opening import check_preconditions, leaving_no_folders, open_store
+from batchinfer.storage.opening import (
+    check_preconditions,
+    leaving_no_folders,
+    open_store,
+    split_url,
+)
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, make_config, prompt_config
 from batchinfer.worker.joining import Membership
@@ -41,6 +47,9 @@ if TYPE_CHECKING:
 ERROR, WARNING = "error", "warning"
 _PLACES = 4
 """Chunks or files, spread evenly, from whose beginnings sample rows are taken: sorted data are alike at one place."""
+
+_FOLDERS = ("model", "loras", "media_root", "server_args")
+"""Parameters of the worker that may name a folder of this machine."""
 
 _LOOK_SECONDS = 3.0
 """Seconds after which an endpoint that does not answer counts as not there."""
@@ -68,7 +77,7 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     delimiter: Annotated[str, Opt(form="delimiter")] = ""
     """As in split, for SOURCE's CSV."""
     gpu: Annotated[str | None, Opt(metavar="NAME[:N],…")] = None
-    """GPUs of one worker, or several kinds: L4, H100:8."""
+    """GPUs of one worker, or several kinds: L4, H100:8; none."""
     rate: Positive | None = None
     """Rows per second of one worker."""
     rate_from: Annotated[str | None, Opt(metavar="RUN")] = None
@@ -83,6 +92,8 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     """Rows to look at."""
     show: Annotated[int, Meta(ge=0)] = 3
     """Requests to show."""
+    elsewhere: Annotated[str, NO_OPTION] = ""
+    """Cluster of the workers, if these cannot see folders of this machine."""
     counts_tokens: Annotated[bool, NO_OPTION] = True
     """Whether the lengths of prompts are wanted, for which a tokenizer may have to be loaded."""
 
@@ -121,6 +132,7 @@ class Examination:
             ("config", self._read_prompt),
             ("model", self._find_model),
             ("data", self._find_data),
+            ("access", self._check_places),
             ("access", self._check_access),
             ("prompts", self._check_prompts),
             ("memory", self._ask_for_memory),
@@ -195,6 +207,29 @@ class Examination:
             open_store=open_store,
         )
         self.data = _read_chunks(found.chunks, each, found.job)
+        wanted, there = self.options.get("workers") or 0, found.job.num_workers
+        if wanted > there:
+            raise ConfigError(
+                f"--workers {wanted}: the job has {there} worker manifests",
+                hint="make it anew with `batchinfer split --num-workers N`, or start fewer workers",
+            )
+
+    def _check_places(self) -> None:
+        """Refuse folders of this machine, if the workers cannot see them."""
+        if not self.config.elsewhere:
+            return
+        urls = (self.options["job"], self.options["output"])
+        here = [url for url in urls if split_url(url)[0] in ("file", "memory")]
+        for name in _FOLDERS:
+            given = self.options.get(name) or ()
+            for word in [given] if isinstance(given, str) else given:
+                place = word.partition("=")[2] or word
+                here += [place] if Path(place).expanduser().is_dir() else []
+        if here:
+            raise ConfigError(
+                f"{', '.join(here)}: workers on {self.config.elsewhere} see no folder of this machine",
+                hint="copy it to a bucket; if it is at the same path on their machines: --no-check",
+            )
 
     def _check_access(self) -> None:
         if not self.options["output"]:
@@ -265,7 +300,7 @@ class Examination:
 
     def _ask_for_memory(self) -> None:
         gpu, engine = self.options.get("gpu"), self.engine
-        if gpu and self.model is not None and engine is not None:
+        if gpu not in (None, "", "none") and self.model is not None and engine is not None:
             answer = 0 if engine.is_pooling else self.options["max_tokens"] or 512
             found = [
                 memory_on(one, engine, self.model, self.tokens, answer) for one in gpu.split(",")
@@ -284,13 +319,13 @@ class Examination:
 
 
 def refuse_other_run(options: dict[str, Any]) -> None:
-    """Refuse options with which a worker could not join the run that is there. Reads only.
+    """Refuse options with which a worker could not join the run that is there. Reads only, and asks for no price.
 
     Raises:
         RunMismatch: the run was made with another configuration; the message says what differs.
         BatchinferError: the worker could not start for another reason.
     """
-    worker = make_config(options, dict(os.environ))
+    worker = make_config(options | {"max_cost": None}, dict(os.environ))
     assignment = read_assignment(
         worker.manifests,
         job_url=worker.job,

@@ -111,7 +111,7 @@ def _texts(prompt: Any) -> list[bytes]:
 
 
 def parse_gpu(text: str) -> tuple[str, int]:
-    """Read --gpu: a GPU's name and how many there are.
+    """Read --gpu: a GPU's name and how many there are; "" and 0 for none.
 
     Raises:
         ConfigError: the name is not known, or the number is none.
@@ -119,6 +119,8 @@ def parse_gpu(text: str) -> tuple[str, int]:
     >>> parse_gpu("l4:2")
     ('L4', 2)
     """
+    if text == "none":
+        return "", 0
     name, _, count = text.partition(":")
     known = {each.lower(): each for each in GPU_GIB}
     if name.lower() not in known or not (count or "1").isdecimal() or count == "0":

@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ import msgspec
 from batchinfer.cli.help import SectionOption
 from batchinfer.cli.values import FORMS, Kind, NumberRange, kind_of_type
 from batchinfer.core.option_help import NO_OPTION, Opt
-from batchinfer.core.shell import FromFile
+from batchinfer.core.shell import FromFile, in_bash
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=msgspec.Struct)
@@ -175,6 +175,7 @@ def options(
 
     def decorate(function: F) -> F:
         left_out: frozenset[str] = getattr(function, LEFT_OUT, frozenset())
+        left_out |= {name.lstrip("-").replace("-", "_") for name in without}
         for option in reversed(options_of(struct)):
             if option.field in without or (only and option.field not in only):
                 left_out |= {option.field, option.flag[2:].replace("-", "_")}
@@ -211,6 +212,29 @@ def value_of(struct: type[msgspec.Struct], field: str, given: Mapping[str, Any])
     """
     (option,) = (each for each in options_of(struct) if each.field == field)
     return option.read(given.get(field))
+
+
+def words_of(
+    struct: type[msgspec.Struct],
+    given: Mapping[str, Any],
+    *,
+    is_parsed: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Yield the words of bash that give a struct's options some values, each with the flag that it belongs to.
+
+    Args:
+        struct: The struct.
+        given: The values, by field.
+        is_parsed: Whether they are what click has parsed, so that the files that they name are still to be read.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    for option in options_of(struct):
+        if option.field in given:
+            value = given[option.field]
+            for flag, word in option.spell(option.read(value) if is_parsed else value):
+                yield flag, flag if word is None else f"{flag} {in_bash(word)}"
 
 
 def recorded_values(config: msgspec.Struct) -> dict[str, Any]:

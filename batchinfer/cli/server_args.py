@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from batchinfer.cli.help import SectionCommand
+from batchinfer.cli.options import LEFT_OUT
 from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import is_secret, redact
@@ -48,6 +49,11 @@ class ServerCommand(SectionCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click.Command."""
         own, typed = divide(args, self.get_params(ctx))
+        left_out = getattr(self.callback, LEFT_OUT, ())
+        for word in typed:
+            name = word.partition("=")[0]
+            if OPTION.match(word) and name.lstrip("-").replace("-", "_") in left_out:
+                raise ConfigError(f"{name}: is no option of {self.name}")
         rest = super().parse_args(ctx, own)
         ctx.params["server_args"] = merge(ctx.meta.get(FROM_FILE, ()), from_variables(ctx), typed)
         return rest

@@ -315,6 +315,7 @@ FORMS = {
         _read_template,
         lambda value: [value if _WORD.fullmatch(value) else FromFile(value)],
     ),
+    "existing file": _plain(click.Path(exists=True, dir_okay=False)),
     "folder": Kind(_PATH, lambda _flag, given: str(given), _write_plain),
     "json": Kind({"type": str}, _read_object, lambda value: [_json(value)]),
     # names with commas between

@@ -1,43 +1,52 @@
-"""Clusters, which start the workers of a launch: SkyPilot, Slurm and Kubernetes.
+"""Clusters, which start the workers of a launch: SkyPilot, Slurm and Kubernetes; and the records of launches.
 
-Each has a module here with a template of what it submits, and three verbs: submit, look and cancel. A launch's jobs are
-found by their name alone, which follows from the launch's id. So nothing else that a record in the bucket says comes to
-a command line.
+Each has a module here with a template of what it submits, and three verbs: submit, look and cancel.
+
+A run has a record of each launch, launches/<id>.json, written before anything is submitted. Whoever can write to the
+bucket can write such a record, so only its id reaches a command line: a launch's jobs are found by their name, which
+follows from the id and the run's place. So no record makes `stop --cancel` end the jobs of another run.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import secrets
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from msgspec import Meta
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
-from batchinfer.core.records import Record
-from batchinfer.core.shell import quote
+from batchinfer.core.records import FORMAT_VERSION, Record
+from batchinfer.storage import Store
 
-RESTART_STATUSES = (33, 34, 75)
-"""Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or a signal came."""
-FINAL_STATUSES = (2, 3)
-"""Exit statuses of a worker after which a new start cannot help: wrong configuration, or a rule stopped it."""
 ClusterName = Literal["skypilot", "slurm", "kubernetes"]
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Workers to start, and all that their cluster must be told: the options of `launch` that are not the worker's."""
+    """Workers to start, and all that their cluster must be told. Its options are those of `launch` alone."""
 
     SECTION: ClassVar[str] = "options"
 
     job: Annotated[str, NO_OPTION]
     model: Annotated[str, NO_OPTION]
     id: Annotated[str, NO_OPTION] = ""
+    name: Annotated[str, NO_OPTION] = ""
+    """Name of the launch's jobs in the cluster."""
     words: Annotated[str, NO_OPTION] = ""
-    """Options of the worker as words of bash, without --job, --output and --model."""
+    """Options of every worker as words of bash. Its rank is in the environment."""
+    share: Annotated[float | None, NO_OPTION] = None
+    """Dollars that each worker may cost; None: without a limit."""
+    replaces: Annotated[list[str], NO_OPTION] = []
+    """Ids of lost workers of earlier launches in whose place some of these are started."""
     run: Annotated[str, FIRST]
     """Place of the run, as in JOB/runs/llama."""
     on: Annotated[ClusterName, Opt(is_first=True, metavar="CLUSTER")]
@@ -46,7 +55,7 @@ class Plan(Record, frozen=True, kw_only=True):
     """Number of new workers."""
     gpu: Annotated[str, FIRST] = ""
     """GPUs of a worker, as in L4:2; none for a CPU."""
-    template: str = ""
+    template: Annotated[str, Opt(form="existing file")] = ""
     """File in place of the package's task, script or Job."""
     sky_arg: list[str] = []
     """Option of sky jobs launch, as in --infra=aws."""
@@ -60,27 +69,25 @@ class Plan(Record, frozen=True, kw_only=True):
     """NAME=VALUE in the environment of the workers."""
     secret: list[str] = []
     """Variable here, or Secret of Kubernetes, by its name."""
+    check: bool = True
+    """Whether to run batchinfer check first."""
+    dry_run: bool = False
+    """Print what would be submitted, and stop."""
+    watch: bool = False
+    """Stay, and start again what is lost until the run has ended."""
 
-    @property
-    def name(self) -> str:
-        """Name of the launch's jobs in the cluster."""
-        return name_of(self.id)
 
-    @property
-    def num_gpus(self) -> int:
-        """Number of GPUs of one worker."""
-        return 0 if self.gpu == "none" else int(self.gpu.partition(":")[2] or 1)
+class LaunchRecord(Record, frozen=True, kw_only=True):
+    """Content of launches/<id>.json. Decoding checks how `id` is spelled, which reaches command lines."""
 
-    @property
-    def variables(self) -> list[str]:
-        """The environment that all workers share, as NAME=VALUE. The rank, which differs, is not in it."""
-        return [*self.env, f"BATCHINFER_LAUNCH={self.id}", f"BATCHINFER_NUM_WORKERS={self.workers}"]
-
-    @property
-    def command(self) -> str:
-        """Command of every worker as words of bash, without the program. Its rank is in the environment."""
-        model = f"--model {quote(self.model)} " if self.model else ""
-        return f"worker --job {quote(self.job)} --output {quote(self.run)} {model}{self.words}"
+    format_version: int = FORMAT_VERSION
+    id: Annotated[str, Meta(pattern=r"\A[0-9]{8}-[0-9]{6}-[0-9a-f]{4}\Z")]
+    on: ClusterName
+    namespace: str
+    """Namespace of Kubernetes, for people: where to look, the options of those who look say."""
+    workers: Annotated[int, Meta(ge=1, le=100_000)]
+    share: float | None
+    replaces: list[str]
 
 
 class Fate(NamedTuple):
@@ -96,19 +103,16 @@ class Fate(NamedTuple):
 class Cluster(Protocol):
     """The module of a cluster. Its functions raise ConfigError if the cluster's client fails, or is not here."""
 
-    IS_REMOTE: bool
-    """Whether workers run where a folder of this machine cannot be seen."""
-
     def page(self, plan: Plan) -> str:
         """Return what `submit` submits, ready to be run by hand. Needs no client, and shows no secret."""
 
     def submit(self, plan: Plan) -> None:
         """Submit the workers. After an error, `look` says whether the cluster has got them all the same."""
 
-    def look(self, launch: str, workers: int, namespace: str, /) -> dict[int, Fate]:
+    def look(self, name: str, namespace: str, /) -> dict[int, Fate]:
         """Return what the cluster knows of each worker, by rank. Ranks of which it knows nothing are left out."""
 
-    def cancel(self, launch: str, namespace: str, /) -> None:
+    def cancel(self, name: str, namespace: str, /) -> None:
         """Ask the cluster to end the workers of a launch and to start none of them again."""
 
 
@@ -117,9 +121,42 @@ def find_cluster(name: ClusterName) -> Cluster:
     return cast("Cluster", importlib.import_module(f"batchinfer.clusters.{name}"))
 
 
-def name_of(launch: str) -> str:
-    """Return the name of a launch's jobs, which is a valid one in every cluster."""
-    return f"batchinfer-{launch}"
+def new_id(now: float) -> str:
+    """Return an id for a launch: the time in UTC and four random digits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+
+
+def name_of(launch: str, run: str) -> str:
+    """Return the name of the jobs of a launch of a run, which is a valid one in every cluster."""
+    place = run if "://" in run else os.path.realpath(run)
+    return f"batchinfer-{launch}-{codec.sha256(place.encode())[:12]}"
+
+
+def record_launch(store: Store, plan: Plan) -> None:
+    """Create the record of a launch, before anything is submitted."""
+    names = [name for name in LaunchRecord.__struct_fields__ if name != "format_version"]
+    record = LaunchRecord(**{name: getattr(plan, name) for name in names})
+    store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
+
+
+def find_launches(store: Store) -> tuple[dict[str, tuple[LaunchRecord, float]], list[str]]:
+    """Return a run's launches by id, the oldest first, and notes about records that cannot be read.
+
+    Each launch comes with the time at which it was recorded, in Unix seconds by storage's clock.
+    """
+    found: dict[str, tuple[LaunchRecord, float]] = {}
+    notes = []
+    for info in sorted(store.list(layout.LAUNCHES), key=lambda one: (one.modified, one.key)):
+        try:
+            record = codec.decode(store.get(info.key).data, LaunchRecord, name=info.key)
+            if info.key != layout.launch_key(record.id):
+                raise InputError(f"is not the record of {record.id}")
+            found[record.id] = (record, info.modified)
+        except ObjectNotFound:
+            continue  # removed since it was listed
+        except BatchinferError as error:
+            notes.append(f"{info.key}: cannot be read, left out ({error.message})")
+    return found, notes
 
 
 def run_client(*words: str, text: str = "", seconds: float = 60.0, folder: str = ".") -> str:
@@ -138,38 +175,25 @@ def run_client(*words: str, text: str = "", seconds: float = 60.0, folder: str =
         raise ConfigError(f"{words[0]}: is not on the PATH", hint="docs/launch.md says where it is")
     tie = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
     try:
-        done = subprocess.run(  # noqa: PLW1510 - the exit status is looked at below
-            [*tie, *words], input=text, capture_output=True, text=True, timeout=seconds, cwd=folder
+        return subprocess.check_output(
+            [*tie, *words], input=text, timeout=seconds, cwd=folder, stderr=PIPE, text=True
         )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip() or error.stdout.strip() or str(error)
+        raise ConfigError(f"{words[0]}: {said}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{words[0]}: {str(error)[:500]}") from error
-    if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
-        raise ConfigError(f"{words[0]}: {said}")
-    return done.stdout
-
-
-def read_template(path: str | Path) -> str:
-    """Return the text of a template.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--template {path}: cannot be read ({error})") from error
 
 
 def fill(template: str | Path, fields: dict[str, object]) -> str:
     """Return the text of a template with each {{ name }} replaced by the field of that name.
 
     Raises:
-        ConfigError: The template cannot be read, names another field, or lacks {{ command }}.
+        ConfigError: The template names another field, or lacks {{ command }}.
     """
-    place, text = re.compile(r"\{\{ (\w+) \}\}"), read_template(template)
-    names = set(place.findall(text))
-    if "command" not in names or names - fields.keys():
+    place = re.compile(r"\{\{ (\w+) \}\}")
+    text = Path(template).read_text("utf-8", errors="replace")
+    if not {"command"} <= set(place.findall(text)) <= fields.keys():
         known = ", ".join(f"{{{{ {name} }}}}" for name in fields)
         raise ConfigError(
             f"--template {template}: expected {{{{ command }}}}, others only of {known}"

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.clusters import Fate, Plan, name_of, read_template, run_client
+from batchinfer.clusters import Fate, Plan, run_client
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import quote
 from batchinfer.core.yaml_text import parse_yaml
 
-IS_REMOTE = True
 _CHECKOUT = Path(batchinfer.__file__).resolve().parents[1]
 _CLIENT_SECONDS = 600.0
 
@@ -33,10 +32,10 @@ def submit(plan: Plan) -> None:
     run_client(*words, seconds=_CLIENT_SECONDS, folder=folder)
 
 
-def look(launch: str, workers: int, _namespace: str) -> dict[int, Fate]:
+def look(name: str, _namespace: str) -> dict[int, Fate]:
     """See `Cluster`. Ranks follow the order of the jobs' ids."""
     found = {}
-    for rank, job in enumerate(_jobs(launch)[-workers:]):
+    for rank, job in enumerate(_jobs(name)):
         status = str(job["status"])
         kind = "ended" if status in ("SUCCEEDED", "CANCELLED") else "coming"
         text = f"{status} {job.get('failure_reason') or ''}".strip()
@@ -44,58 +43,41 @@ def look(launch: str, workers: int, _namespace: str) -> dict[int, Fate]:
     return found
 
 
-def cancel(launch: str, _namespace: str) -> None:
+def cancel(name: str, _namespace: str) -> None:
     """See `Cluster`."""
-    if alive := [str(int(job["job_id"])) for job in _jobs(launch) if not job.get("end_at")]:
+    if alive := [str(int(job["job_id"])) for job in _jobs(name) if not job.get("end_at")]:
         run_client("sky", "jobs", "cancel", "-y", "--", *alive, seconds=_CLIENT_SECONDS)
 
 
 def accelerators(template: str) -> list[str]:
-    """Return the GPUs of which SkyPilot takes one for a worker, as in "L4:1"; empty if the task asks for none.
-
-    Raises:
-        ConfigError: The template is no task.
-    """
-    path = template or str(_CHECKOUT / "worker.yaml")
-    task = parse_yaml(read_template(path), f"--template {path}")
-    resources = task.get("resources") if isinstance(task, dict) else None
-    if not isinstance(resources, dict):
-        raise ConfigError(f"--template {path}: is no task with resources", hint="see worker.yaml")
-    wanted = resources.get("accelerators") or []
-    if isinstance(wanted, dict):  # {L4: 1}, or {L4:1}, which YAML reads as a key without a value
-        return [f"{name}:{number}" if number else str(name) for name, number in wanted.items()]
-    return [str(one) for one in (wanted if isinstance(wanted, list) else [wanted])]
+    """Return the GPUs of which SkyPilot takes one for a worker, as in "L4:1"; empty if the task asks for none."""
+    path = Path(template or _CHECKOUT / "worker.yaml")
+    task = parse_yaml(path.read_text("utf-8", errors="replace"), f"--template {path}")
+    wanted = task.get("resources", {}).get("accelerators") if isinstance(task, dict) else None
+    # They come as L4, L4:1, a list of these, {L4: 1}, or {L4:1}, which YAML reads as a key without a value.
+    found = re.findall(r"([A-Za-z][\w-]*)(?:'?: ?(\d+))?", str(wanted))
+    return [f"{name}:{number or 1}" for name, number in found]
 
 
 def _launching(plan: Plan) -> tuple[list[str], str]:
-    """Return the command line that submits the jobs, and the folder from which paths in the template count.
-
-    Raises:
-        ConfigError: The template cannot be read.
-    """
-    folder, template = _CHECKOUT, _CHECKOUT / "worker.yaml"
-    if plan.template:
-        folder, template = Path.cwd(), Path(plan.template)
-    read_template(template)
+    """Return the command line that submits the jobs, and the folder from which paths in the template count."""
+    template = plan.template or str(_CHECKOUT / "worker.yaml")
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
-    variables += [f"WORKER_WORDS={plan.words}", *plan.variables]
-    names = [f"--name={plan.name}", f"--num-jobs={plan.workers}"]
-    words = ["sky", "jobs", "launch", "-y", "-d"]
-    words += [f"--gpus={plan.gpu}"] if plan.gpu else []
-    words += [*plan.sky_arg, *names]  # by their name `status` and `stop --cancel` find the workers
+    variables += [f"WORKER_WORDS={plan.words}", *plan.env]
+    words = ["sky", "jobs", "launch", "-y", "-d", *([f"--gpus={plan.gpu}"] if plan.gpu else [])]
+    # By their name `status` and `stop --cancel` find the workers.
+    words += [*plan.sky_arg, f"--name={plan.name}", f"--num-jobs={plan.workers}"]
     words += [f"--env={variable}" for variable in variables]
     words += [f"--secret={name}" for name in plan.secret]
-    return [*words, str(template)], str(folder)
+    return [*words, template], str(Path.cwd() if plan.template else _CHECKOUT)
 
 
-def _jobs(launch: str) -> list[dict[str, Any]]:
+def _jobs(name: str) -> list[dict[str, Any]]:
     """Return SkyPilot's records of a launch's jobs, the oldest first."""
     ask = ("sky", "jobs", "queue", "--all", "--verbose", "--output=json")
     printed = run_client(*ask, seconds=_CLIENT_SECONDS)
     found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand before the list
     if found is None:
         raise ConfigError(f"sky: has not answered with a list of jobs ({printed[-200:]!r})")
-    jobs, name = json.loads(printed[found.start() :]), name_of(launch)
-    return sorted(
-        (job for job in jobs if job["job_name"] == name), key=lambda job: int(job["job_id"])
-    )
+    jobs = [job for job in json.loads(printed[found.start() :]) if job["job_name"] == name]
+    return sorted(jobs, key=lambda job: int(job["job_id"]))

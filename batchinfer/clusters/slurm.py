@@ -10,14 +10,12 @@ import contextlib
 import json
 import re
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 
-from batchinfer.clusters import Fate, Plan, fill, indexes, name_of, run_client
+from batchinfer.clusters import Fate, Plan, fill, indexes, run_client
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import quote
 
-IS_REMOTE = False
 _ENDED = "COMPLETED CANCELLED"
 _COMING = "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING COMPLETING STAGE_OUT"
 _LINE = re.compile(r"\d+_\[?([0-9,-]+)[^|]*\|(\w+)(.*)")
@@ -30,29 +28,29 @@ def page(plan: Plan) -> str:
     fields = {
         "name": plan.name,
         "last": plan.workers - 1,
-        "gres": f"gpu:{plan.gpu.lower() or 1}" if plan.num_gpus else "none",
+        "gres": "none" if plan.gpu == "none" else f"gpu:{plan.gpu.lower() or 1}",
         "options": "\n".join(options),
-        "exports": "\n".join(f"export {quote(variable)}" for variable in plan.variables),
-        "command": f"{quote(sys.executable)} -m batchinfer {plan.command}",
+        "exports": "\n".join(f"export {quote(variable)}" for variable in plan.env),
+        "command": f"{quote(sys.executable)} -m batchinfer worker {plan.words}",
     }
     return fill(plan.template or Path(__file__).with_suffix(".sh"), fields)
 
 
 def submit(plan: Plan) -> None:
     """See `Cluster`. sbatch passes this environment on to the workers."""
-    printed = run_client("sbatch", "--parsable", text=page(plan)).strip()
-    if re.fullmatch(r"\d+(;.*)?", printed) is None:
-        raise ConfigError(f"sbatch: answered {printed!r}, expected the number of a job")
+    if not run_client("sbatch", "--parsable", text=page(plan)).strip():
+        raise ConfigError("sbatch: answered nothing, expected the number of a job")
 
 
-def look(launch: str, _workers: int, _namespace: str) -> dict[int, Fate]:
+def look(name: str, _namespace: str) -> dict[int, Fate]:
     """See `Cluster`. squeue forgets ended jobs after some minutes; sacct, if it is set up, knows them longer."""
-    name, printed = f"--name={name_of(launch)}", ""
-    since = datetime.strptime(launch[:8], "%Y%m%d") - timedelta(days=1)  # noqa: DTZ007 - a day
+    option, printed = f"--name={name}", ""
     with contextlib.suppress(ConfigError):
-        ask = ("sacct", "-X", "-n", "-P", f"--starttime={since:%Y-%m-%d}", name)
+        ask = ("sacct", "-X", "-n", "-P", "--starttime=now-90days", option)
         printed = run_client(*ask, "--format=JobID,State,ExitCode")
-    printed += run_client("squeue", "--me", "--noheader", "--states=all", name, "--format=%i|%T|%r")
+    printed += run_client(
+        "squeue", "--me", "--noheader", "--states=all", option, "--format=%i|%T|%r"
+    )
     found: dict[int, Fate] = {}
     for line in filter(None, map(_LINE.match, printed.splitlines())):
         is_over = "ended" if line[2] in _ENDED.split() else "lost"
@@ -62,6 +60,6 @@ def look(launch: str, _workers: int, _namespace: str) -> dict[int, Fate]:
     return found
 
 
-def cancel(launch: str, _namespace: str) -> None:
+def cancel(name: str, _namespace: str) -> None:
     """See `Cluster`."""
-    run_client("scancel", f"--name={name_of(launch)}")
+    run_client("scancel", f"--name={name}")

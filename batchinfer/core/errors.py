@@ -37,6 +37,11 @@ from typing import Any
 
 from batchinfer.core.redaction import redact
 
+RESTART_STATUSES = (33, 34, 75)
+"""Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or a signal came."""
+FINAL_STATUSES = (2, 3)
+"""Exit statuses of a worker after which a new start cannot help: wrong configuration, or a rule stopped it."""
+
 
 class BatchinferError(Exception):
     """Base class of batchinfer's own errors.

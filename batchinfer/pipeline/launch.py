@@ -1,49 +1,53 @@
-"""The command `batchinfer launch`."""
+"""The command `batchinfer launch`: check everything, record the launch in the run, submit the workers, watch them."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
+import msgspec
 
+from batchinfer.check.checking import examine
+from batchinfer.check.examination import CheckConfig
+from batchinfer.check.model import GPU_GIB
 from batchinfer.cli.options import options as options_from
-from batchinfer.cli.options import values_of
+from batchinfer.cli.options import values_of, words_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options, price_options
-from batchinfer.cli.terminal import say
-from batchinfer.clusters import Plan
-from batchinfer.core import layout
-from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Record
+from batchinfer.cli.terminal import say, write
+from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
+from batchinfer.clusters.skypilot import accelerators
+from batchinfer.core import layout, units
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
+from batchinfer.core.redaction import redact
+from batchinfer.core.shell import quote
+from batchinfer.engines.engine_config import NODE_OPTIONS
+from batchinfer.ledger.jobs import load_job
+from batchinfer.runs.launched import cancel_launches, launch_text
+from batchinfer.runs.overview import Overview
+from batchinfer.runs.status import RunConfig, run_status
+from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
 from batchinfer.worker.worker_config import WorkerConfig
 
+WATCH_SECONDS = 30.0
+LONGEST_PAUSE = 32
+"""Longest pause before lost workers are started again, in WATCH_SECONDS. It doubles until a row is finished."""
+MOST_LOOKS = 60
+"""Attempts at a look of `watch`."""
 _NOT_TAKEN = ("manifests", "job", "output", "worker_id", "price_per_hour")
 """Parameters of the worker that are no options of `launch`, or that it declares itself."""
-
-
-class LaunchConfig(Record, frozen=True, kw_only=True):
-    """Options of `launch` that say what to do with the plan."""
-
-    SECTION: ClassVar[str] = "options"
-
-    check: bool = True
-    """Whether to run batchinfer check first."""
-    dry_run: bool = False
-    """Print what would be submitted, and stop."""
-    watch: bool = False
-    """Stay, and start again what is lost until the run has ended."""
 
 
 @click.command("launch", cls=ServerCommand)
 @click.argument("job")
 @options_from(Plan)
-@options_from(LaunchConfig)
 @price_options
-@options_from(WorkerConfig, without=_NOT_TAKEN)
+@options_from(WorkerConfig, without=(*_NOT_TAKEN, *NODE_OPTIONS))
 @common_options
-def command(**options: Any) -> dict[str, Any]:
+def command(**options: Any) -> dict[str, Any] | None:
     """Start workers for JOB on a cluster. Everything is checked first, and the run keeps a record of the launch.
 
     \b
@@ -54,15 +58,11 @@ def command(**options: Any) -> dict[str, Any]:
     Lost workers of earlier launches are started again, too. --max-cost is the whole run's, and divided among
     them. `batchinfer status RUN` shows who came, and `batchinfer stop RUN --cancel` ends them all.
     """  # noqa: D301 - \b keeps click from wrapping the example
-    from batchinfer.pipeline.launching import Launch
-
     launch = Launch(_plan(options), options)
     if not options["dry_run"]:
         return launch.start() | (launch.watch() if options["watch"] else {})
-    page = launch.page()
-    for line in page.splitlines():
-        say(line)
-    return {"status": "DRY_RUN", "submission": page}
+    write(redact(launch.page()))
+    return None
 
 
 def _plan(options: dict[str, Any]) -> Plan:
@@ -71,26 +71,196 @@ def _plan(options: dict[str, Any]) -> Plan:
     Raises:
         ConfigError: An option is missing, or wrong.
     """
-    from batchinfer.storage.opening import local_path, split_url
-
     given = values_of(Plan, options) | {name: options[name] for name in ("job", "model")}
     wrong = [f"--{name}" for name in ("run", "on") if not given[name]]
     wrong += [f"--env {pair!r}" for pair in given["env"] if not re.match(r"[A-Za-z_]\w*=", pair)]
-    if not re.fullmatch(r"([\w.-]+(:[1-9]\d*)?)?", given["gpu"]):
-        wrong.append(f"--gpu {given['gpu']!r}")
     if wrong:
-        known = "--env NAME=VALUE, --gpu L4:2, --on slurm, --run s3://bucket/job/runs/first"
+        known = "--env NAME=VALUE, --on slurm, --run s3://bucket/job/runs/first"
         raise ConfigError(f"{wrong[0]}: expected a value, as in {known}")
-    owners = {"sky_arg": "skypilot", "sbatch_arg": "slurm"}
-    if any(given[name] and given["on"] != owner for name, owner in owners.items()):
-        raise ConfigError("--sky-arg is for --on skypilot, and --sbatch-arg for --on slurm")
+    for name, owner in (("sky_arg", "skypilot"), ("sbatch_arg", "slurm"), ("image", "kubernetes")):
+        if given[name] and given["on"] != owner:
+            raise ConfigError(f"--{name.replace('_', '-')}: is for --on {owner}")
     if options["is_spot"] is not None:  # workers tell it for their price
         market = "--use-spot" if options["is_spot"] else "--no-use-spot"
         given["sky_arg"] = [market, *given["sky_arg"]]
         given["env"] = [f"BATCHINFER_SPOT={int(options['is_spot'])}", *given["env"]]
-    if given["template"]:
-        given["template"] = str(Path(given["template"]).absolute())
     for name in ("job", "run"):
         is_here = split_url(url := given[name])[0] == "file"
         given[name] = str(local_path(url).resolve()) if is_here else layout.without_slash(url)
     return Plan(**given)
+
+
+class Launch:
+    """One `batchinfer launch`: `start` checks everything and submits, `watch` starts lost workers again.
+
+    Args:
+        asked: The launch, as far as its options say it.
+        options: All options of the command.
+    """
+
+    def __init__(self, asked: Plan, options: dict[str, Any]) -> None:
+        self._asked, self._options = asked, options
+        self._cluster = find_cluster(asked.on)
+        self._clock = SystemClock()
+        self._began = self._clock.now()
+        self._run = RunConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
+
+    def page(self) -> str:
+        """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
+        workers = self._asked.workers
+        if not workers:
+            raise ConfigError("--workers: is missing", hint="--dry-run looks at no job")
+        return self._cluster.page(self._plan_of(workers, self._options["max_cost"], []))
+
+    def start(self) -> dict[str, Any]:
+        """Check everything, and submit new workers and those that were lost. Return the command's result.
+
+        Raises:
+            ConfigError: It would not work, or the run needs no worker. What `batchinfer check` finds is printed before.
+        """
+        asked = self._asked
+        check_writable(asked.run, option="--run")
+        self._cluster.page(asked)  # refuses a template that is wrong
+        self._store = open_store(asked.run)
+        is_there = next(iter(self._store.list()), None) is not None
+        seen = run_status(self._run, open_store=open_store, clock=self._clock) if is_there else None
+        if seen and seen.state == "done" and not self._options.get("retry_errors"):
+            raise ConfigError(f"{asked.run}: is done, so workers have nothing to do")
+        if seen and seen.state in ("stopping", "stopped"):
+            hint = "`batchinfer stop RUN --resume` lets it go on"
+            raise ConfigError(f"{asked.run}: is stopped, so workers would end at once", hint=hint)
+        lost = [name for launch in seen.launches for name in launch.lost] if seen else []
+        workers = asked.workers + len(lost)
+        if asked.check:
+            gpu = asked.gpu
+            if asked.on == "skypilot" and not gpu:
+                found = accelerators(asked.template)
+                gpu = ",".join(one for one in found if one.partition(":")[0] in GPU_GIB)
+            changed = {"output": asked.run, "manifests": (), "gpu": gpu, "workers": workers}
+            elsewhere = "" if asked.on == "slurm" else asked.on
+            options = self._options | changed
+            examine(CheckConfig(options=options, elsewhere=elsewhere, sample_rows=50, show=0))
+        if not (workers or (seen and asked.watch)):
+            raise ConfigError("--workers: is missing, and no worker was lost")
+        result = {"status": "SUCCESS", "run": asked.run, "workers": workers, "replaces": lost}
+        return result | (self._submit(workers, lost, seen) if workers else {})
+
+    def watch(self) -> dict[str, Any]:
+        """Say how the run goes, and start lost workers again, until the run is done, stopped or has no worker left.
+
+        Raises:
+            PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
+                again and again.
+        """
+        pause, due, best = WATCH_SECONDS, 0.0, -1
+        said: list[str] = []
+        while True:
+            seen = self._look()
+            lost = self._restartable(seen)
+            alive = sum(view.is_alive for view in seen.workers)
+            coming = sum(launch.coming for launch in seen.launches)
+            text = (
+                f"{seen.state}: {units.count(seen.rows_finished)} of {units.count(seen.rows.total)} rows, "
+                f"{units.many(alive, 'worker')} at work, {coming} to come, {len(lost)} lost, "
+                f"{units.money(seen.cost.so_far)}"
+            )
+            lines = [text, *(launch_text(each) for each in seen.launches if each.lost)]
+            if lines != said:
+                said = lines
+                say("\n".join(lines))
+            if seen.state == "done":
+                # Machines that would only come to find nothing to do.
+                namespace = self._asked.namespace
+                for line in cancel_launches(self._store, self._clock, namespace) if coming else ():
+                    say(line)
+                return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
+            if seen.state == "stopped" or not (alive or coming or lost):
+                why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
+                raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
+            if seen.rows_finished > best:
+                pause, best = WATCH_SECONDS, seen.rows_finished
+            if lost and self._clock.monotonic() >= due:
+                if pause > LONGEST_PAUSE * WATCH_SECONDS:
+                    raise NoProgress(
+                        f"{seen.run}: workers were started again and again, and no row was finished since",
+                        hint=f"see why: batchinfer status {quote(seen.run)}",
+                    )
+                pause *= 2
+                due = self._clock.monotonic() + pause
+                try:
+                    self._submit(len(lost), lost, seen)
+                except BatchinferError as error:
+                    say(error.message)
+
+    # -- what is started
+
+    def _plan_of(self, workers: int, budget: float | None, lost: list[str]) -> Plan:
+        """Return the plan of so many workers, which divide the budget in dollars among them; None: without a limit."""
+        share = None if budget is None else round(max(0.01, budget) / workers, 4)
+        asked, identity = self._asked, new_id(self._clock.now())
+        given = self._options | {"max_cost": share, "job": asked.job, "output": asked.run}
+        words = [text for _, text in words_of(WorkerConfig, given, is_parsed=True)]
+        shared = [f"BATCHINFER_LAUNCH={identity}", f"BATCHINFER_NUM_WORKERS={workers}"]
+        own = {"id": identity, "name": name_of(identity, asked.run), "workers": workers}
+        own |= {"words": " ".join([*words, *map(quote, given["server_args"])])}
+        own |= {"env": [*asked.env, *shared], "share": share, "replaces": lost}
+        return msgspec.structs.replace(asked, **own)
+
+    def _submit(self, workers: int, lost: list[str], seen: Overview | None) -> dict[str, str]:
+        """Record a launch, then submit it. Return what the command's result says of it.
+
+        Of two launches at once, which may both start the same lost workers again, at most one submits anything.
+
+        Raises:
+            ConfigError: The cluster refuses, another launch was made since the run was seen, or the run was stopped.
+                The record is removed again, unless the cluster has got workers, or cannot say.
+        """
+        budget = self._options["max_cost"]
+        if budget is not None and seen:
+            budget -= seen.cost.so_far or 0.0
+            if workers == len(lost):  # others go on with their own shares
+                left = (launch.left for launch in seen.launches if launch.lost)
+                budget = min(budget, sum(budget if one is None else one for one in left))
+        plan = self._plan_of(workers, budget, lost)
+        record_launch(self._store, plan)
+        known = {plan.id, *(launch.id for launch in (seen.launches if seen else ()))}
+        try:
+            if others := find_launches(self._store)[0].keys() - known:
+                raise ConfigError(f"{plan.run}: another launch was made meanwhile ({min(others)})")
+            self._cluster.submit(plan)
+        except ConfigError as error:
+            error.hint = error.hint or f"if workers are there: batchinfer status {quote(plan.run)}"
+            with contextlib.suppress(ConfigError):
+                if not self._cluster.look(plan.name, plan.namespace):
+                    self._store.delete([layout.launch_key(plan.id)])
+            raise
+        # `stop --cancel` may have looked for the workers before they were there.
+        if any(info.key == layout.STOP_KEY for info in self._store.list(layout.STOP_KEY)):
+            self._cluster.cancel(plan.name, plan.namespace)
+            raise ConfigError(f"{plan.run}: was stopped meanwhile, so the workers were cancelled")
+        say(f"{units.many(workers, 'worker')} submitted on {plan.on} as {plan.name}")
+        return {"on": plan.on, "launch": plan.id}
+
+    # -- how it goes
+
+    def _look(self, looks_left: int = MOST_LOOKS) -> Overview:
+        """Wait a while and look. After an error of storage do it again, for half an hour."""
+        self._clock.sleep(WATCH_SECONDS)
+        try:
+            return run_status(self._run, open_store=open_store, clock=self._clock)
+        except BatchinferError as error:
+            if not looks_left:
+                raise
+            say(f"{error.message}; looking again")
+        return self._look(looks_left - 1)
+
+    def _restartable(self, seen: Overview) -> list[str]:
+        """Return the lost workers that may be started again: none, once the run has cost or lasted what it may."""
+        most_cost, most_hours = self._options["max_cost"], self._options["max_hours"]
+        is_spent = most_cost is not None and (seen.cost.so_far or 0.0) >= most_cost
+        hours = (self._clock.now() - self._began) / 3600
+        if is_spent or seen.state == "stopping" or (most_hours is not None and hours >= most_hours):
+            return []
+        lost = [name for launch in seen.launches for name in launch.lost]
+        job = load_job(self._asked.job, open_store)  # a record in the bucket may claim any number
+        return lost[: job[0].num_workers if job else 0]

@@ -18,9 +18,8 @@ from batchinfer.cli.options import values_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
-from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
-from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.errors import RESTART_STATUSES, BatchinferError, ConfigError
 from batchinfer.core.option_help import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.core.shell import quote

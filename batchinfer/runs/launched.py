@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from batchinfer.clusters import FINAL_STATUSES, Fate, find_cluster
-from batchinfer.clusters.launch_records import LaunchRecord, find_launches
-from batchinfer.core import errors, units
+from batchinfer.clusters import (
+    Fate,
+    LaunchRecord,
+    find_cluster,
+    find_launches,
+    name_of,
+)
+from batchinfer.core import errors, layout, units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import BatchinferError, Interrupted
+from batchinfer.core.errors import FINAL_STATUSES, BatchinferError, Interrupted
 from batchinfer.runs.overview import LaunchView, Overview, WorkerView
 from batchinfer.storage import Store
 
@@ -37,18 +42,20 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
     replaced = {name for launch, _ in launches.values() for name in launch.replaces}
     views = []
     for launch, recorded in launches.values():
+        names = [layout.launched_worker(launch.id, rank) for rank in range(launch.workers)]
         away = {
-            name: workers.get(name)
-            for name in launch.worker_ids
+            rank: workers.get(name)
+            for rank, name in enumerate(names)
             if name not in replaced and _is_away(workers.get(name))
         }
-        fates, more = _ask(launch, namespace) if away and seen.state != "done" else (None, [])
+        fates, more = (
+            _ask(store, launch, namespace) if away and seen.state != "done" else (None, [])
+        )
         notes += more
         is_new = seen.time - recorded < LAUNCHING_SECONDS
         said: dict[str, list[int]] = {}
         lost, coming = [], 0
-        for name, worker in away.items():
-            rank = int(name.rpartition("-")[2])
+        for rank, worker in away.items():
             text, kind = worker.state if worker else "never seen", "coming"
             if fates is not None and (fate := fates.get(rank)):
                 text, kind = f"{text}; {launch.on}: {fate.text or fate.kind}", fate.kind
@@ -57,16 +64,18 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
             said.setdefault(text, []).append(rank)
             coming += kind == "coming"
             if kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
-                lost.append(name)
+                lost.append(names[rank])
+        spent = sum(workers[name].money.cost or 0.0 for name in lost if name in workers)
         view = LaunchView(
             id=launch.id,
             cluster=launch.on,
             expected=launch.workers,
-            seen=sum(name in workers for name in launch.worker_ids),
+            seen=sum(name in workers for name in names),
             away=said,
             lost=lost,
             coming=coming,
-            relaunched=sum(name in replaced for name in launch.worker_ids),
+            left=None if launch.share is None else launch.share * len(lost) - spent,
+            relaunched=sum(name in replaced for name in names),
         )
         views.append(view)
     return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
@@ -101,14 +110,14 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
     asked = {}
     for launch, _ in launches.values():
         try:
-            find_cluster(launch.on).cancel(launch.id, namespace)
+            find_cluster(launch.on).cancel(name_of(launch.id, store.url), namespace)
             asked[launch.id] = launch
         except BatchinferError as error:
             left.append(f"launch {launch.id} on {launch.on}: not cancelled: {error.message}")
     until = clock.monotonic() + ENDING_SECONDS
     while asked:
         for name, launch in list(asked.items()):
-            fates, notes = _ask(launch, namespace)
+            fates, notes = _ask(store, launch, namespace)
             alive = sum(one.kind == "coming" for one in (fates or {}).values())
             if alive and clock.monotonic() >= until:
                 notes = [f"launch {name}: still ending: {units.many(alive, 'worker')}"]
@@ -133,10 +142,12 @@ def _is_away(view: WorkerView | None) -> bool:
     return view.state == "stopped" and _exit_status(view) == Interrupted.exit_status
 
 
-def _ask(launch: LaunchRecord, namespace: str) -> tuple[dict[int, Fate] | None, list[str]]:
+def _ask(
+    store: Store, launch: LaunchRecord, namespace: str
+) -> tuple[dict[int, Fate] | None, list[str]]:
     """Return what a launch's cluster says of its workers; None and a note if it cannot be asked."""
     try:
-        fates = find_cluster(launch.on).look(launch.id, launch.workers, namespace)
+        fates = find_cluster(launch.on).look(name_of(launch.id, store.url), namespace)
     except BatchinferError as error:
         return None, [f"launch {launch.id}: {launch.on} cannot be asked here: {error.message}"]
     if not fates and launch.on == "kubernetes" and launch.namespace != namespace:

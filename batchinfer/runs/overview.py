@@ -103,6 +103,8 @@ class LaunchView(Record, frozen=True, kw_only=True):
     """Ids of those that do not come by themselves, and were not launched again."""
     coming: int = 0
     """Number of those that the cluster is still to start, or of which nobody here can say."""
+    left: float | None = None
+    """Dollars that the lost ones have left of their shares; None: they have no limit."""
     relaunched: int = 0
     """Number of lost workers in whose place others were launched."""
 

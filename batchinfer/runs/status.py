@@ -25,8 +25,9 @@ from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
+from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.looks import Snapshot, look_at, read_newest_markers
+from batchinfer.ledger.looks import Snapshot, look_at
 from batchinfer.ledger.metrics import families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview
@@ -95,7 +96,8 @@ def look_closely(
     """
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
-    counted = add_up(read_newest_markers(store, snapshot.markers)) if reads_markers else None
+    generations = {name: seen.generation for name, seen in snapshot.markers.items()}
+    counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     prices = Prices(config.price_per_hour)
     seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)
     return snapshot, with_launches(seen, store, config.namespace)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from batchinfer.cli.options import options_of
+from batchinfer.cli.options import words_of
 from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
@@ -27,7 +27,7 @@ from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnso
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line, printable
 from batchinfer.core.records import Marker, Record, Run
-from batchinfer.core.shell import in_bash, quote
+from batchinfer.core.shell import quote
 from batchinfer.formats.lines import read_line
 from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, find_target
 from batchinfer.ledger.chunk_files import fetch
@@ -297,13 +297,7 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
     values = _values_of(run)
-    parts: list[
-        tuple[str, str]
-    ] = []  # a flag, or a word of the server's, and how bash spells the word
-    for option in options_of(WorkerConfig):
-        is_known = values and option.field in values
-        for flag, word in option.spell(values[option.field]) if values and is_known else ():
-            parts += [(flag, flag)] if word is None else [(flag, flag), ("", in_bash(word))]
+    parts = list(words_of(WorkerConfig, values or {}))
     parts += [(str(word), quote(str(word))) for word in run.recorded.get("server_args") or ()]
     words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
     left_out, is_unsafe = list[str](), False

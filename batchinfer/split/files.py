@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from batchinfer.core import units
-from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import (
     AccessDenied,
     BatchinferError,
@@ -254,7 +253,10 @@ def opened(url: str) -> Iterator[Any]:
         if name.endswith(".gz"):
             file = stack.enter_context(gzip.open(file, "rb"))
         elif name.endswith(".zst"):
-            file = io.BufferedReader(ZstdFile(file), _BUFFER_BYTES)
+            import pyarrow
+
+            unpacked = pyarrow.input_stream(file, compression="zstd")
+            file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         yield file
 
 

@@ -15,11 +15,10 @@ from batchinfer.cli.options import Option, options_of
 from batchinfer.cli.values import read_pairs
 from batchinfer.clusters import Plan
 from batchinfer.core.shell import FromFile
-from batchinfer.pipeline.launch import LaunchConfig
 from batchinfer.worker.command import Look
 from batchinfer.worker.worker_config import WorkerConfig
 
-OPTIONS = options_of(WorkerConfig) + options_of(Plan) + options_of(LaunchConfig)
+OPTIONS = options_of(WorkerConfig) + options_of(Plan)
 
 
 def parsed(option: Option, *words: str) -> list[Any]:

@@ -18,10 +18,9 @@ import pytest
 import yaml
 
 from batchinfer import clusters
-from batchinfer.clusters import Fate, Plan, find_cluster
-from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
+from batchinfer.clusters import Fate, Plan, find_cluster, find_launches, name_of, record_launch
 from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import FINAL_STATUSES, RESTART_STATUSES, ConfigError
 from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
@@ -29,23 +28,21 @@ from batchinfer.storage.opening import open_store
 ROOT = Path(__file__).parents[2]
 HARD = 'Say "it\'s"\r\nin $HOME: \u3000$$5, $(HOME), ${HOME} ${NAME} {{ command }}\u00a0\x7f\U0001f469\u200d\U0001f680'
 """Text that bash, YAML and Kubernetes could each take for more than text. Some letters have no glyph of their own."""
-ID = "20261122-101112-ab12a0b1c2d3e4f5"
-NAME = f"batchinfer-{ID}"
+ID = "20261122-101112-ab12"
+NAME = name_of(ID, "s3://bucket/my job/runs/a")
 PLAN = Plan(
     on="slurm",
     id=ID,
+    name=NAME,
     workers=3,
     job="s3://bucket/my job",
     run="s3://bucket/my job/runs/a",
     model="org/model",
     words=f"--engine echo --system-prompt {quote(HARD)}",
-    env=["AWS_REGION=eu-west-1", f"GREETING={HARD}"],
+    env=["AWS_REGION=eu-west-1", f"GREETING={HARD}", f"BATCHINFER_LAUNCH={ID}"],
     image="registry/batchinfer:1",
 )
-WORDS = [
-    "--job", "s3://bucket/my job", "--output", "s3://bucket/my job/runs/a", "--model", "org/model",
-    "--engine", "echo", "--system-prompt", HARD,
-]  # fmt: skip
+WORDS = ["--engine", "echo", "--system-prompt", HARD]
 
 
 def plan(**changes: Any) -> Plan:
@@ -116,7 +113,6 @@ FORGED = [
     {"id": f"{ID} --me"},
     {"id": f"x{ID}"},
     {"id": None},
-    {"id": new_id(1.0, "s3://bucket/another/run")},
     {"on": "os"},
     {"on": "../kubernetes"},
     {"workers": 10**12},
@@ -136,7 +132,7 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
     for name in ("kubectl", "scancel", "squeue", "sky"):
         fake_client(clients, name, "")
     store = open_store(str(tmp_path))
-    record_launch(store, plan(id=new_id(1.0, store.url)), [])
+    record_launch(store, PLAN)
     (path,) = tmp_path.glob("launches/*")
     assert not find_launches(store)[1]
     if isinstance(changes, str):
@@ -153,17 +149,18 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
 def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
     name: str, tmp_path: Path, clients: Path
 ) -> None:
-    """Its id alone is heeded; other jobs, namespaces and addresses in it are for people."""
+    """Its id alone is heeded; the jobs of a name belong to one run, so a copy of another run's record ends nothing."""
     store = open_store(str(tmp_path))
-    own = plan(on=name, id=new_id(1.0, store.url), namespace="production", job="--all")
-    others = [{"job_id": 3, "job_name": "payroll", "status": "RUNNING", "end_at": None}]
+    own = plan(on=name, name=name_of(ID, store.url), namespace="production", job="--all")
+    assert own.name != NAME
+    others = [{"job_id": 3, "job_name": NAME, "status": "RUNNING", "end_at": None}]
     mine = [{"job_id": 4, "job_name": own.name, "status": "RUNNING", "end_at": None}]
     fake_client(
         clients, "sky", f"echo hint; echo {shlex.quote(json.dumps(others + mine, indent=2))}"
     )
     for client in ("kubectl", "scancel", "squeue", "sacct"):
         fake_client(clients, client, '[ "$1" != get ] || echo \'{"items": []}\'')
-    record_launch(store, own, [])
+    record_launch(store, own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.runs.launched.ENDING_SECONDS", 0.0)
         left = cancel_launches(store, SystemClock(), namespace="batch")
@@ -271,7 +268,7 @@ def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
         clients, "squeue", "echo '4711_[2,4-5%2]|PENDING|Resources'; echo '4711_6|NODE_FAIL|None'"
     )
     cluster = find_cluster("slurm")
-    states = cluster.look(ID, 7, "")
+    states = cluster.look(NAME, "")
     pending = Fate("coming", "PENDING Resources")
     assert states == {
         0: Fate("ended", "COMPLETED 0:0"),
@@ -282,12 +279,12 @@ def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
         6: Fate("lost", "NODE_FAIL None"),
     }
     assert f"--name={NAME}" in calls(clients, "squeue")[0]
-    assert f"--starttime=2026-11-21 --name={NAME}" in calls(clients, "sacct")[0]
+    assert f"--name={NAME}" in calls(clients, "sacct")[0]
     fake_client(clients, "sacct", "exit 1")
-    assert set(cluster.look(ID, 7, "")) == {2, 4, 5, 6}
+    assert set(cluster.look(NAME, "")) == {2, 4, 5, 6}
     fake_client(clients, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(ConfigError, match="Unable to contact"):
-        cluster.look(ID, 3, "")
+        cluster.look(NAME, "")
 
 
 # --------------------------------------------------------------------------- Kubernetes
@@ -334,11 +331,11 @@ def test_the_job_of_kubernetes_says_which_ends_count() -> None:
         for rule in spec["podFailurePolicy"]["rules"]
         if "onExitCodes" in rule
     }
-    assert rules == {clusters.RESTART_STATUSES: "Ignore", clusters.FINAL_STATUSES: "FailIndex"}
+    assert rules == {RESTART_STATUSES: "Ignore", FINAL_STATUSES: "FailIndex"}
     assert (spec["completions"], spec["parallelism"], spec["maxFailedIndexes"]) == (3, 3, 3)
     assert page["metadata"]["name"] == NAME
     for labels in (page["metadata"]["labels"], spec["template"]["metadata"]["labels"]):
-        assert labels == {"batchinfer/launch": ID}
+        assert labels == {"batchinfer/launch": NAME}
     container = spec["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert container["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
@@ -371,7 +368,7 @@ def test_kubernetes_says_which_workers_come_back(clients: Path) -> None:
 
     def look() -> dict[int, Fate]:
         (clients / "items.json").write_text(json.dumps({"items": [*items, job]}))
-        return find_cluster("kubernetes").look(ID, 6, "batch")
+        return find_cluster("kubernetes").look(NAME, "batch")
 
     assert look() == {
         0: Fate("coming", "Running"),
@@ -381,9 +378,9 @@ def test_kubernetes_says_which_workers_come_back(clients: Path) -> None:
         4: Fate("ended", "Succeeded"),
     }
     status["conditions"] = [{"type": "Failed", "status": "True"}]
-    assert {rank for rank, one in look().items() if one.kind == "lost"} == {0, 1, 2, 3, 5}
+    assert {rank for rank, one in look().items() if one.kind == "lost"} == {0, 1, 2, 3}
     assert calls(clients, "kubectl")[0] == (
-        f"get jobs,pods --selector=batchinfer/launch={ID} --output=json --namespace=batch"
+        f"get jobs,pods --selector=batchinfer/launch={NAME} --output=json --namespace=batch"
     )
     find_cluster("kubernetes").submit(plan(on="kubernetes", namespace="batch"))
     assert calls(clients, "kubectl")[-1] == "create --filename=- --namespace=batch"
@@ -420,7 +417,7 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
     assert f"--env=DATA_BUCKET={PLAN.job}" in given
 
 
-def test_jobs_of_skypilot_are_found_by_name_and_the_last_of_that_name_count(clients: Path) -> None:
+def test_jobs_of_skypilot_are_found_by_their_whole_name(clients: Path) -> None:
     def job(
         number: int, status: str, name: str = NAME, reason: str | None = None
     ) -> dict[str, Any]:
@@ -428,19 +425,18 @@ def test_jobs_of_skypilot_are_found_by_name_and_the_last_of_that_name_count(clie
 
     jobs = [
         job(9, "FAILED_SETUP", reason="no disk"),
-        job(3, "SUCCEEDED"),
         job(5, "RUNNING", f"{NAME}0"),
         job(8, "RECOVERING"),
         job(7, "CANCELLED"),
     ]
     fake_client(clients, "sky", f"echo '[hint]'; echo {shlex.quote(json.dumps(jobs, indent=2))}")
-    assert find_cluster("skypilot").look(ID, 3, "") == {
+    assert find_cluster("skypilot").look(NAME, "") == {
         0: Fate("ended", "CANCELLED"),
         1: Fate("coming", "RECOVERING"),
         2: Fate("lost", "FAILED_SETUP no disk"),
     }
     fake_client(clients, "sky", "echo '[]'")
-    assert find_cluster("skypilot").look(ID, 3, "") == {}
+    assert find_cluster("skypilot").look(NAME, "") == {}
     fake_client(clients, "sky", "echo No jobs.")
     with pytest.raises(ConfigError, match="has not answered with a list"):
-        find_cluster("skypilot").look(ID, 3, "")
+        find_cluster("skypilot").look(NAME, "")

@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 import fake_slurm
+from batchinfer.check.examination import CheckConfig
 from batchinfer.cli import main
-from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launch_records import find_launches, new_id, record_launch
+from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.records import Money
-from batchinfer.pipeline import launching
+from batchinfer.pipeline import launch
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
@@ -38,16 +38,14 @@ WAIT_SECONDS = 120.0
 
 def other(run: Path, **changes: Any) -> Plan:
     """A launch of the run that another command made."""
-    plan = Plan(
-        on="slurm", id=new_id(1.0, str(run)), workers=1, job="", run=str(run), model="", env=[]
-    )
-    return msgspec.structs.replace(plan, **changes)
+    own = {"id": (identity := new_id(1.0)), "name": name_of(identity, str(run)), "workers": 1}
+    return Plan(on="slurm", job="", run=str(run), model="", **own | changes)
 
 
 def recorded(run: Path, *, is_old: bool = True, **changes: Any) -> Plan:
     """`other`, whose record lies in the run, for long if `is_old`."""
     plan = other(run, **changes)
-    record_launch(open_store(str(run)), plan, [])
+    record_launch(open_store(str(run)), plan)
     if is_old:
         os.utime(run / f"launches/{plan.id}.json", (1, 1))
     return plan
@@ -61,7 +59,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.2)
     make_job(tmp_path / "job", rows=60, per_chunk=10, workers=2)
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path / "job"
@@ -223,18 +221,18 @@ def test_a_watch_cancels_workers_that_would_come_after_the_end(
 def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_job_has_manifests(
     job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = launching.Launch.watch
+    watch = launch.Launch.watch
 
-    def with_record(launch: launching.Launch) -> dict[str, Any]:
+    def with_record(launch: launch.Launch) -> dict[str, Any]:
         recorded(job / "runs/a", workers=500)
         return watch(launch)
 
-    monkeypatch.setattr(launching.Launch, "watch", with_record)
+    monkeypatch.setattr(launch.Launch, "watch", with_record)
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
-    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.01)
     done = call(*launching_of(job, "--workers", "1", "--watch"))
     assert done.status == 3
-    assert "were started 5 times again, and no row was finished since" in done.err
+    assert "were started again and again, and no row was finished since" in done.err
     assert {task["index"] for task in fake_slurm.tasks()} == {0, 1}
 
 
@@ -259,7 +257,7 @@ def with_worker(run: Path, plan: Plan, **fields: Any) -> Any:
     """Return the view of the run's only launch, if its worker has this state and reason."""
     store = open_store(str(run))
     seen = run_status(RunConfig(run=str(run)), open_store=open_store, clock=SystemClock())
-    worker = SimpleNamespace(id=f"{plan.id}-00000", **fields)
+    worker = SimpleNamespace(id=f"{plan.id}-00000", money=Money(), **fields)
     (view,) = with_launches(msgspec.structs.replace(seen, workers=[worker]), store).launches
     return view
 
@@ -332,14 +330,14 @@ def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
-    options = ("--on", cluster, "--workers", "2", "--image", "i", "--secret", "NO_SUCH_TOKEN")
+    options = ("--on", cluster, "--workers", "2", "--secret", "NO_SUCH_TOKEN")
+    options += ("--image", "i") if cluster == "kubernetes" else ()
     url = "s3://no-such-bucket-of-mine/job"
     shown = call(
         "launch", url, "--run", f"{url}/runs/a", *options, "--model", "no/such", "--dry-run"
     )
     assert shown.status == 0, shown.err
-    assert "no-such-bucket-of-mine/job" in shown.result["submission"]
-    assert shown.result["submission"].splitlines()[-1] in shown.err
+    assert "no-such-bucket-of-mine/job" in shown.out
     assert not list(tmp_path.iterdir())
 
 
@@ -370,7 +368,7 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
     shown = call(*given)
     assert shown.status == 0, shown.err
     assert not (job / "runs").exists()
-    script = shown.result["submission"]
+    script = shown.out
     for said in (
         "# mine",
         '#SBATCH "--mem=64G"',
@@ -384,44 +382,39 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
     assert call("verify", str(job / "runs/a")).result["rows_ok"] == 60
 
 
-def seen_at(cost: float, lost: list[str], *workers: tuple[str, float]) -> Any:
-    views = [SimpleNamespace(id=name, money=Money(cost=spent)) for name, spent in workers]
-    launches, so_far = [SimpleNamespace(lost=lost)], SimpleNamespace(so_far=cost)
-    return SimpleNamespace(launches=launches, workers=views, cost=so_far)
-
-
-def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares() -> None:
-    launch = launching.Launch(other(Path("a")), {"max_cost": 9.0, "max_hours": None})
-    launch._plan(3, 9.0)
-    lost = [*launch._budgets][:2]
-    assert launch._restartable(seen_at(8.9, lost)) == lost
-    assert launch._restartable(seen_at(9.0, lost)) == []
-    assert launch._left_of(lost, seen_at(2.0, lost, *((name, 1.0) for name in lost))) == 4.0
-    launch._plan(2, 4.0)
-    again = [*launch._budgets][-2:-1]
-    assert launch._left_of(again, seen_at(2.5, again, (again[0], 0.5))) == 1.5
+def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers that are at work go on with their own shares."""
+    budget = ("--max-cost", "9", "--price-per-hour", "1")
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    first = call(*launching_of(job, "--workers", "2", *budget)).result["launch"]
+    store = open_store(str(job / "runs/a"))
+    spent = SimpleNamespace(id=f"{first}-00000", state="failed", reason="", money=Money(cost=1.5))
+    config = RunConfig(run=store.url)
+    seen = run_status(config, open_store=open_store, clock=SystemClock())
+    seen = with_launches(msgspec.structs.replace(seen, workers=[spent], launches=[]), store)
+    assert seen.launches[0].left == 7.5
+    monkeypatch.setattr(launch, "run_status", lambda *_, **__: seen)
+    again = call(*launching_of(job, *budget)).result["launch"]
+    assert find_launches(store)[0][again][0].share == 3.75
 
 
 def test_the_model_must_fit_each_accelerator_of_the_template(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest of them."""
-    asked: list[dict[str, Any]] = []
-
-    def check(**given: Any) -> dict[str, Any]:
-        asked.append(given)
-        return {}
-
-    monkeypatch.setattr("batchinfer.check.checking.command.callback", check)
+    asked: list[CheckConfig] = []
+    monkeypatch.setattr(launch, "examine", asked.append)
     places = ("memory://x/job", "--run", "memory://x/job/runs/a", "--on", "skypilot")
-    monkeypatch.setattr(launching.Launch, "_refuse", lambda _self: None)
-    call("launch", *places, "--model", "org/m")
-    call("launch", *places, "--model", "org/m", "--gpu", "H100:8")
-    call("launch", *places, "--model", "org/m", "--gpu", "none")
-    assert [one["gpu"] for one in asked] == [
+    template = tmp_path / "mine.yaml"
+    template.write_text("resources: {accelerators: [L4, 'A100:2', TPU-v5:4]}")
+    for more in ((), ("--gpu", "H100:8"), ("--template", str(template))):
+        call("launch", *places, "--model", "org/m", *more)
+    assert [one.options["gpu"] for one in asked] == [
         "L4:1,A10G:1,L40S:1,A100:1,A100-80GB:1,H100:1",
         "H100:8",
-        "",
+        "L4:1,A100:2",
     ]
 
 
@@ -460,10 +453,10 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
     store, plan = open_store(str(job / "runs/a")), other(job / "runs/a")
 
     def after_the_other(*arguments: Any) -> None:
-        record_launch(store, plan, [])
+        record_launch(store, plan)
         record_launch(*arguments)
 
-    monkeypatch.setattr(launching, "record_launch", after_the_other)
+    monkeypatch.setattr(launch, "record_launch", after_the_other)
     done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 2
     assert f"another launch was made meanwhile ({plan.id})" in done.err

@@ -34,7 +34,7 @@ from batchinfer.cli.server_args import ServerCommand, divide
 from batchinfer.core.records import Call, EngineInfo, Reply
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.pipeline import launching
+from batchinfer.pipeline import launch
 from fake_endpoint import fake_endpoint
 from fake_gcs import serving_gcs
 from fake_hub import TOKEN
@@ -250,7 +250,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         values[f"BATCHINFER_{name}_ENGINE"] = "echo"
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(launching, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
     with fake_endpoint() as endpoint, serving_gcs() as google:
         for name, value in {**values, "ENDPOINT": endpoint.url, "GOOGLE_BASE_URL": google}.items():
             monkeypatch.setenv(name, value)

@@ -259,8 +259,9 @@ def test_machines_of_a_job_run_one_model_and_words_of_launch_arrive_as_they_are(
     launched = f"--system-prompt {quote(hard)} --examples <(printf %s '{{}}')"
     given, _, _ = worker("worker.yaml", DATA_BUCKET="s3://j", WORKER_WORDS=launched, **nodes)
     own = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "10.0.0.7", *words]
-    assert given[7:-1] == [*own, "--system-prompt", hard, "--examples"]
-    assert given[-1].startswith("/dev/fd/")
+    assert given[1:4] == ["--system-prompt", hard, "--examples"]
+    assert given[4].startswith("/dev/fd/")
+    assert given[-len(own) :] == own, "the job's own places win over those of the words"
 
 
 def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, worker):
