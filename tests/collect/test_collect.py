@@ -79,10 +79,9 @@ def test_rows_come_in_input_order_with_the_same_values_in_every_form(
     assert cells_of(tmp_path / "a.csv")[3] == texts
 
 
-@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.s3)])
-def test_runs_in_buckets(place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    is_s3 = place == "s3"
-    url = request.getfixturevalue("s3_url")("collect") if is_s3 else f"memory://{tmp_path}"
+@pytest.mark.s3
+def test_runs_in_buckets(s3_url: Any) -> None:
+    url = s3_url("collect")
     make_job(f"{url}/job", rows=4, per_chunk=2)
     finish_run(f"{url}/job", f"{url}/job/runs/a")
     collect(f"{url}/job/runs/a", f"{url}/out")

@@ -272,14 +272,12 @@ def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
-    "nothing there": (lambda run: run.delete([info.key for info in run.list("")]), "no run there"),
     "only begun": (
         lambda run: run.delete([info.key for info in run.list("") if "workers" not in info.key]),
         "nothing is done yet",
     ),
     "no run.json": (lambda run: run.delete([layout.RUN_KEY]), r"no run\.json"),
     "half a run.json": (put(layout.RUN_KEY, b"{"), "not a readable run"),
-    "newer": (put(layout.RUN_KEY, b'{"format_version": 99}'), "version 99"),
 }
 
 
