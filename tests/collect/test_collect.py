@@ -306,6 +306,17 @@ def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+def test_rows_of_many_blocks_and_windows_are_all_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = table_of(run, tmp_path, with_source=True)
+    assert whole["_row"].to_pylist() == list(range(ROWS))
+    for block, window in ((1, 1), (3000, 5000), (5000, 3000)):
+        monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
+        assert table_of(run, tmp_path, with_source=True) == whole
+
+
 def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) -> None:
     drawn = [table_of(run, tmp_path, sample=9, seed=seed)["_row"].to_pylist() for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] == sorted(drawn[0])
