@@ -305,9 +305,7 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
 
-def test_many_chunks_are_verified_by_one_listing(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads each marker once and lists the run once; of many findings a few are shown."""
     url = f"{job}/many"
     make_job(url, rows=40, per_chunk=1)
