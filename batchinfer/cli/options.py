@@ -15,6 +15,7 @@ import msgspec
 
 from batchinfer.cli.help import SectionOption
 from batchinfer.cli.values import FORMS, Kind, NumberRange, kind_of_type
+from batchinfer.core import codec
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.shell import FromFile, in_bash
 
@@ -251,3 +252,19 @@ def recorded_values(config: msgspec.Struct) -> dict[str, Any]:
                 and getattr(part, option.field) != option.default
             }
     return found
+
+
+def read_recorded(struct: type[msgspec.Struct], recorded: Any) -> dict[str, Any]:
+    """Return the values of a struct's options that run.json records, by field; whatever else it holds is left out.
+
+    Raises:
+        msgspec.ValidationError: a value is not of its option's type.
+    """
+    found = codec.convert(recorded, dict[str, Any])
+    return {
+        option.field: codec.convert(
+            found[option.field], get_type_hints(option.struct)[option.field]
+        )
+        for option in options_of(struct)
+        if option.mark.is_recorded and option.field in found
+    }

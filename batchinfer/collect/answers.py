@@ -6,7 +6,7 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,15 +169,13 @@ class Answers:
     def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
         """Add the rows of a chunk to the table."""
         row, count = ref.first_row, marker.rows_done
-        size = sum(path.stat().st_size for path in (output, source) if path) + _ROW_BYTES * count
-        step = max(1, count * _BLOCK_BYTES // size)
         with ExitStack() as stack:
             lines = stack.enter_context(output.open("rb"))
-            sources = stack.enter_context(source.open("rb")) if source else ()
-            while some := list(itertools.islice(lines, step)):
-                self._register(row, some, list(itertools.islice(sources, step)))
+            sources = stack.enter_context(source.open("rb")) if source else itertools.repeat(b"")
+            for some, beside, num_bytes in _blocks(lines, sources):
+                self._register(row, some, beside if source else ())
                 self._sql.execute(self._insert)
-                row, num_bytes = row + len(some), size * len(some) // count
+                row += len(some)
                 if num_bytes > self._room:
                     self._ends.append(row)
                     self._room = _WINDOW_BYTES
@@ -229,6 +227,25 @@ class Answers:
                 found[name] = name
         found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
+
+
+def _blocks(
+    lines: Iterable[bytes], sources: Iterator[bytes]
+) -> Iterator[tuple[list[bytes], list[bytes], int]]:
+    """Yield some output lines, those of the chunk beside them, and the bytes for which they count, again and again.
+
+    The bytes of one row at most are more than `_BLOCK_BYTES`.
+    """
+    some, beside, size = list[bytes](), list[bytes](), 0
+    for line in lines:
+        some.append(line)
+        beside.append(next(sources, b""))
+        size += len(line) + len(beside[-1]) + _ROW_BYTES
+        if size >= _BLOCK_BYTES:
+            yield some, beside, size
+            some, beside, size = [], [], 0
+    if some:
+        yield some, beside, size
 
 
 def text_of(name: str) -> str:

@@ -18,14 +18,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from batchinfer.cli.options import words_of
+from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
-from batchinfer.core.printable import one_line, printable
+from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
 from batchinfer.core.shell import quote
 from batchinfer.formats.lines import read_line
@@ -296,32 +296,36 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
-    values = _values_of(run)
-    parts = list(words_of(WorkerConfig, values or {}))
-    parts += [(str(word), quote(str(word))) for word in run.recorded.get("server_args") or ()]
+    try:
+        parts = _words_of(run)
+    except msgspec.ValidationError:  # somebody has edited run.json
+        parts = [("…", "…")]
     words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
     left_out, is_unsafe = list[str](), False
     for word, text in parts:
         if word.startswith("-"):
             name = word.partition("=")[0].replace("_", "-")
             is_unsafe = any(part in name for part in _RUN_CODE)
-            left_out += [printable(name)] * is_unsafe
+            left_out += [one_line(name)] * is_unsafe
         if not is_unsafe:
             words.append(text)
-    if values is None:
-        words.append("…")
     if left_out:
         shown = ", ".join(left_out)
         words.append(f"# {shown} left out: add it only if you trust the code that it runs")
     return " ".join(words)
 
 
-def _values_of(run: Run) -> dict[str, Any] | None:
-    """Return the values of options that run.json holds, by their fields; None if they cannot be read."""
-    prompt, recorded = prompt_of(run), run.recorded.get("options") or {}
-    if prompt is None or not isinstance(recorded, dict):
-        return None
-    return msgspec.structs.asdict(prompt) | {"sampling": prompt.body} | recorded
+def _words_of(run: Run) -> list[tuple[str, str]]:
+    """Return the words of bash for the options that run.json holds, each with the flag or word that it comes from.
+
+    Raises:
+        msgspec.ValidationError: a value is not of its option's type.
+    """
+    prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
+    values = msgspec.structs.asdict(prompt) | {"sampling": prompt.body}
+    values |= read_recorded(WorkerConfig, run.recorded.get("options") or {})
+    typed = codec.convert(run.recorded.get("server_args") or [], list[str])
+    return [*words_of(WorkerConfig, values), *((word, quote(word)) for word in typed)]
 
 
 # --------------------------------------------------------------------------- the command line

@@ -146,6 +146,11 @@ def _form_of_struct(
     kind: pa.StructType, where: str
 ) -> tuple[pa.DataType, Callable[[pl.Expr], pl.Expr] | None]:
     forms = {field.name: _form(field.type, where) for field in kind}
+    if len(forms) != kind.num_fields:
+        raise InputError(
+            f"{where} holds {kind}, in which a name is there twice",
+            hint="leave it out: --columns A,B,…",
+        )
 
     def texts(value: pl.Expr) -> pl.Expr:
         parts = [

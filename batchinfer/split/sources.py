@@ -115,9 +115,9 @@ class Sources(Record, frozen=True, kw_only=True):
         ``*``, empty names and the columns that `split` adds are not checked.
         """
         for name in {*names} - {"", "*", "_row", "_id"}:
-            self._require(option, name, in_each=in_each)
+            self.require_column(option, name, in_each=in_each)
 
-    def _require(self, option: str, name: str, *, in_each: bool = True) -> None:
+    def require_column(self, option: str, name: str, *, in_each: bool = True) -> None:
         """Raise InputError if a file lacks a column. One row of JSON Lines is enough."""
         lacking = [
             file
@@ -149,7 +149,7 @@ class Sources(Record, frozen=True, kw_only=True):
         if columns is not None:
             refuse_columns(columns, "--columns")
             for name in columns:
-                self._require("--columns", name)
+                self.require_column("--columns", name)
             return
         tables = [file for file in self.files if file.format in ("parquet", "csv")]
         for file in tables:
@@ -231,7 +231,8 @@ def count_sources(
         rows=rows if limit is None else min(rows, limit),
     )
     counts.check_columns()
-    counts.require("--id-column", [id_column])
+    if id_column not in ("", "_row"):
+        counts.require_column("--id-column", id_column)
     id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
     return msgspec.structs.replace(
         counts, wanted=msgspec.structs.replace(wanted, id_column=id_column)

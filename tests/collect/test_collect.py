@@ -23,7 +23,7 @@ from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite
+from making import change_marker, make_job, output_key, overwrite, run_worker_here
 from samples import SCHEMAS
 
 ROWS = 25
@@ -314,6 +314,28 @@ def test_rows_of_many_blocks_and_windows_are_all_there(
         monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
         monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
         assert table_of(run, tmp_path, with_source=True) == whole
+
+
+def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_BLOCK_BYTES", 2000)
+    lines = [b"small"] * 30 + [b"l" * 5000] * 3 + [b"small"] * 5
+    sources = [b"small"] * 33 + [b"l" * 5000] * 5
+    blocks = list(answers._blocks(lines, iter(sources)))
+    assert [line for some, _, _ in blocks for line in some] == lines
+    assert [line for _, beside, _ in blocks for line in beside] == sources
+    for some, beside, size in blocks:
+        sizes = [len(line) + len(source) + 800 for line, source in zip(some, beside, strict=True)]
+        assert size == sum(sizes)
+        assert sum(sizes[:-1]) < 2000
+
+
+@pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
+def test_a_run_whose_limit_ends_within_a_chunk(
+    job: Path, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    run_worker_here(job, job / "runs/limited", "--limit", "7")
+    collect(job / "runs/limited", tmp_path / "out.jsonl", **form)
+    assert len(lines_of(tmp_path / "out.jsonl")) == 7
 
 
 def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) -> None:

@@ -46,20 +46,42 @@ def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
         "body": {"stop": [text], "response_format": {text: text}},
     }
     recorded = {
-        "options": dict.fromkeys(("model", "engine", "limit", "run_seed"), text)
-        | {"base_urls": [text]},
+        "options": {"model": text, "media_root": text, "base_urls": [text]},
         "server_args": ["--max-model-len", text],
     }
     command = worker_command(run_of({"prompt": prompt}, recorded), text, text)
     words = words_of(command, tmp_path)
     assert words[0] == "worker"
     assert "…" not in words
-    for option in ("--job", "--output", "--limit", "--seed", "--model", "--messages-column"):
+    for option in ("--job", "--output", "--media-root", "--model", "--messages-column"):
         assert words[words.index(option) + 1] == text
     assert all(letter.isprintable() or letter == "\n" for letter in command)
     assert not list(tmp_path.iterdir())
-    damaged = worker_command(run_of({"prompt": {"body": text}}, {}), text, text)
-    assert words_of(damaged, tmp_path)[-1] == "…", "a gap for whoever edited it"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "recorded"),
+    [
+        ({"body": "x"}, {}),
+        ({}, {"server_args": 5}),
+        ({}, {"server_args": ["--seed-x", 5]}),
+        ({}, {"options": [5]}),
+        ({}, {"options": {"limit": "many"}}),
+        ({}, {"options": {"model": {"a": 5}}}),
+        ({}, {"options": {"loras": 5}}),
+    ],
+)
+def test_values_of_other_types_leave_a_gap_for_whoever_edited_them(
+    prompt: Any, recorded: Any
+) -> None:
+    command = worker_command(run_of({"prompt": prompt}, recorded), "/run", "/job")
+    assert command == "batchinfer worker --job /job --output /run …"
+
+
+def test_only_recorded_options_are_taken() -> None:
+    options = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit": 3}
+    command = worker_command(run_of({}, {"options": options}), "/run", "/job")
+    assert command == "batchinfer worker --job /job --output /run --limit 3"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +91,7 @@ def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
         ["--trust_remote_code=true"],
         ["--tool-parser-plugin", "evil.py"],
         ["--middleware", "evil.Evil"],
+        ["--plugin\nevil #"],
     ],
 )
 def test_no_code_is_run_because_run_json_says_so(tmp_path: Path, words: list[str]) -> None:

@@ -71,6 +71,15 @@ def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> Non
     assert sum(block.num_broken for block in count_sources([str(tmp_path)]).blocks()) == 1
 
 
+def test_a_struct_with_two_fields_of_one_name_loses_none(tmp_path: Path) -> None:
+    ones, threes = pa.array([1]), pa.array([3])
+    pairs = pa.StructArray.from_arrays([ones, threes], names=["a", "a"])
+    pq.write_table(pa.table({"pair": pairs}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match=r"column 'pair' holds struct.* there twice") as caught:
+        lines_of(tmp_path)
+    assert "--columns" in caught.value.hint
+
+
 def test_a_date_that_cannot_be_written_is_refused_with_its_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"c": pa.array([0, 2**31 - 1], pa.date32())}), tmp_path / "x.parquet")
     with pytest.raises(InputError, match="rows 0 to 1 hold dates or times out of range") as caught:
