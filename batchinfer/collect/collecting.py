@@ -21,10 +21,10 @@ from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
-from batchinfer.core.records import Job, Run
+from batchinfer.core.records import Job, Marker, Run
 from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import MISSING, Finding
-from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
 
@@ -64,29 +64,17 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     started = clock.monotonic()
     check_options(config)
     selection = select(config.run, open_store, clock, job_url=config.job)
-    if not selection.sound:
-        raise RunUnsound(
-            f"{config.run}: no chunk is done yet",
-            hint=f"see how it goes: batchinfer status {quote(config.run)}",
-        )
     _refuse_gaps(config, selection.gaps, len(selection.gaps) + len(selection.sound))
     for place in filter(None, (config.run, selection.job_url)):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
     dest = _open_dest(config, open_store)
-    # What decides the bytes of the files: the outputs, the options and batchinfer's version.
-    made_of = {name: getattr(config, name) for name in _DECIDING} | {
-        "version": __version__,
-        "run": selection.run.fingerprint,
-        "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in selection.sound],
-    }
-    key = codec.fingerprint(made_of)
-    record, status = dest.prepare(key), "UNCHANGED"
+    record, status = dest.prepare(_key(config, selection, selection.sound)), "UNCHANGED"
     if record is None:
         with closing(Scratch(config.scratch_dir)) as scratch, sql_errors(config.run):
             rows = Collection(config, selection, scratch)
             _refuse_gaps(config, rows.answers.damaged, len(selection.sound))
-            record = _write(config, selection, rows, dest, key, scratch)
+            record = _write(config, selection, rows, dest, scratch)
         status = "PARTIAL" if record.result["missing_chunks"] else "SUCCESS"
     seconds = clock.monotonic() - started
     return {
@@ -100,10 +88,30 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     }
 
 
+def _key(
+    config: CollectConfig, selection: Selection, outputs: list[tuple[ChunkRef, Marker]]
+) -> str:
+    """Return the hash of what decides the files' bytes: the outputs that are read, the options and the version."""
+    made_of = {name: getattr(config, name) for name in _DECIDING} | {
+        "version": __version__,
+        "run": selection.run.fingerprint,
+        "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in outputs],
+    }
+    return codec.fingerprint(made_of)
+
+
 def _refuse_gaps(config: CollectConfig, gaps: list[Finding], num_chunks: int) -> None:
-    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is asked for."""
-    for gap in [gap for gap in gaps if gap.kind != MISSING or not config.partial][:_SHOWN]:
+    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is there and asked for."""
+    is_none = len(gaps) == num_chunks
+    is_told = config.partial or is_none
+    for gap in [gap for gap in gaps if gap.kind != MISSING or not is_told][:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
+    if is_none:
+        raise RunUnsound(
+            f"{config.run}: no chunk is done and sound",
+            hint=f"see how it goes: batchinfer status {quote(config.run)}; `batchinfer verify --deep` "
+            "says how to fix what is damaged",
+        )
     if gaps and not config.partial:
         names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
         raise RunUnsound(
@@ -126,7 +134,6 @@ def _write(
     selection: Selection,
     rows: Collection,
     dest: StoreDestination | HubDestination,
-    key: str,
     scratch: Scratch,
 ) -> Collected:
     """Write the rows that are taken to DEST."""
@@ -152,7 +159,9 @@ def _write(
         text = "%d finished answers break the run's JSON schema: answer_valid is false there"
         logger.warning(text, rows.num_broken)
     record = Collected(
-        key=key, result=result, sha256={name: file.sha256 for name, file in files.items()}
+        key=_key(config, selection, rows.answers.found),
+        result=result,
+        sha256={name: file.sha256 for name, file in files.items()},
     )
     facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
     facts |= {"condition": config.where or None, "sample": config.sample}

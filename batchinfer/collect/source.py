@@ -50,8 +50,15 @@ class ParquetSource:
         names = chosen(columns, [name for name in job.columns if name in self._types.names])
         self.schema = pa.schema([self._types.field(name) for name in names])
         groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
-        size, rows = sum(group.total_byte_size for group in groups), job.rows
-        self._at_once = max(1, min(_BATCH_ROWS, _BLOCK_BYTES * rows // max(1, size)))
+        parts = (group.column(index) for group in groups for index in range(group.num_columns))
+        own = tuple(f"{name}." for name in names)
+        size = sum(
+            part.total_uncompressed_size
+            for part in parts
+            if f"{part.path_in_schema}.".startswith(own)
+        )
+        self.at_once = max(1, _BLOCK_BYTES * job.rows // max(1, size))
+        """Number of rows whose columns have limited bytes, by the mean."""
 
     def batches(self) -> Iterator[Any]:
         """Yield all rows in order, as Arrow tables."""
@@ -64,7 +71,7 @@ class ParquetSource:
                 rows = dataset.FileSystemDataset([kind.make_fragment(there)], self._types, kind)
                 for batch in rows.to_batches(
                     columns=self.schema.names,
-                    batch_size=self._at_once,
+                    batch_size=min(_BATCH_ROWS, self.at_once),
                     batch_readahead=1,
                     use_threads=False,
                 ):

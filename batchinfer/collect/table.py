@@ -186,7 +186,9 @@ class Collection:
         """
         taker, next_log = self._taker(), time.monotonic() + _LOG_SECONDS
         for start, stop in self.answers.windows():
-            yield self._fitting(self._window(start, stop, taker))
+            step = self._parquet.at_once if self._parquet else max(1, stop - start)
+            for first in range(start, stop, step):
+                yield self._fitting(self._window(first, min(first + step, stop), taker))
             if time.monotonic() > next_log:
                 logger.info("row %d is read", stop)
                 next_log += _LOG_SECONDS

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
-from batchinfer.core import layout
+from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import NO_OPTION, NotNegative, Opt
@@ -176,8 +176,9 @@ def command(config: CleanConfig) -> dict[str, Any]:
 
     result = run_clean(config, store=open_store(config.run), clock=SystemClock())
     removed = result["removed"] | {"temporary files": result["temps_removed"]}
-    for what, number in removed.items() if any(removed.values()) else ():
-        say(f"{'removed' if config.yes else 'would remove'}: {number} {what}")
+    verb = "removed" if config.yes else "would remove"
+    if found := ", ".join(f"{what}: {number}" for what, number in removed.items() if number):
+        say(f"{verb} {units.size(result['removed_bytes'])}; {found}")
     if not config.yes:
         say("dry run; nothing was changed. To do it, add --yes")
     if result["kept_young"]:

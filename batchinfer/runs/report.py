@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
@@ -153,27 +154,27 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
 
     A run of less than a minute, or without a finished row, has no drawing.
     """
-    import numpy as np
-
     begin, length = _minutes(seen)
-    counted = []
+    bins = min(math.ceil(length), MOST_BINS)
+    tokens, rows, errors = sums = [[0.0] * bins for _ in range(3)]
     for record, modified in workers if length else ():
         shift = offset_of(record, modified) / 60 - begin
         for one in record.minutes:
             parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
             counts = (one.completion_tokens or one.prompt_tokens, one.rows, one.errors)
-            places = (max(0.0, one.minute + shift + n * one.length / parts) for n in range(parts))
-            counted += [(place, *(count / parts for count in counts)) for place in places]
-    if not counted:
+            for n in range(parts):
+                place = max(0.0, one.minute + shift + n * one.length / parts)
+                if place <= length:
+                    index = min(bins - 1, int(place * bins / length))
+                    for numbers, count in zip(sums, counts, strict=True):
+                        numbers[index] += count / parts
+    if not any(rows):
         return []
-    places, *numbers = np.array(counted).T
-    bins, span = min(math.ceil(length), MOST_BINS), (0, length)
-    tokens, rows, errors = (np.histogram(places, bins, span, weights=each)[0] for each in numbers)
     drawings = [
-        _drawing("Tokens per second", tokens / (60 * length / bins)),
-        _drawing("Finished rows", rows.cumsum(), seen.rows.total),
+        _drawing("Tokens per second", [each * bins / (60 * length) for each in tokens]),
+        _drawing("Finished rows", list(accumulate(rows)), seen.rows.total),
     ]
-    return drawings + [_drawing("Failed rows", errors.cumsum())] * bool(errors.any())
+    return drawings + [_drawing("Failed rows", list(accumulate(errors)))] * any(errors)
 
 
 def _minutes(seen: Overview) -> tuple[float, float]:
@@ -182,7 +183,7 @@ def _minutes(seen: Overview) -> tuple[float, float]:
     return (begin, length) if length > 1 and 0 <= begin <= begin + length <= _LAST_YEAR else (0, 0)
 
 
-def _drawing(title: str, numbers: Any, top: float = 0.0) -> tuple[str, str, str]:
+def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, str, str]:
     top = max(top, *numbers) or 1.0
     corners = [
         f"L{1000 * index / len(numbers):.1f} {100 - 100 * value / top:.1f}"

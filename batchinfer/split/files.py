@@ -254,12 +254,29 @@ def opened(url: str) -> Iterator[Any]:
         elif name.endswith(".zst"):
             import pyarrow
 
+            stack.enter_context(_unpacking(url))
             unpacked = pyarrow.input_stream(file, compression="zstd")
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         yield file
 
 
+@contextlib.contextmanager
+def _unpacking(url: str) -> Iterator[None]:
+    """Turn pyarrow's error for a damaged .zst, which `reading` would take for one of the network, into ours."""
+    try:
+        yield
+    except OSError as error:
+        if _is_damage(error):
+            raise damaged(url, str(error)) from error
+        raise
+
+
 # --------------------------------------------------------------------------- filesystems and their errors
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether an error is pyarrow's for damage: an OSError without errno. Errors of the system always have one."""
+    return type(error) is OSError and error.errno is None
 
 
 def is_local(url: str) -> bool:
@@ -308,8 +325,7 @@ def reading(url: str) -> Iterator[None]:
 def _translated(url: str, error: Exception) -> Exception:
     """Return our error for one of a filesystem or a parser; any other stays as it is."""
     package = type(error).__module__.partition(".")[0]
-    # pyarrow reports damaged pages as an OSError without errno; errors of the system always have one.
-    is_damage = type(error) is OSError and error.errno is None and is_local(url)
+    is_damage = _is_damage(error) and is_local(url)
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
         is_damage = True  # UnicodeDecodeError is of names of columns
     if is_damage or package in ("pyarrow", "zstandard"):

@@ -294,6 +294,8 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             chunks[stem] = Chunk(name=stem, first_row=row, sha256=local.sha256, file=full, **sizes)
             described.append(SourceFile(url=redact(full), digest=local.sha256, **sizes))
             row += local.num_lines
+    if not chunks:
+        raise InputError(f"{url}: names no file", hint="write a path or URL a line into it")
     return Job(
         format_version=FORMAT_VERSION,
         sources=[Source(url=redact(url), format="jsonl", files=described)],

@@ -305,9 +305,12 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
     known = {_address(file.url) for file in job.files}
     for file in new.files:
         if _address(file.url) in known:
+            hint = "put the new rows into a file of their own; if all its rows are new, rename it"
+            if file.format == "csv":
+                hint += "; if it has not changed, give the --delimiter that the job was made with"
             raise InputError(
                 f"{file.url}: has changed since its rows became a part of the job, expected only new files",
-                hint="put the new rows into a file of their own; if all its rows are new, rename it",
+                hint=hint,
             )
     new.require("the job", job.columns)
     more = set(new.columns).difference(job.columns)

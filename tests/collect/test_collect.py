@@ -415,7 +415,8 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
     for name in ("part-00000", "part-00002"):  # a part of which every output is damaged
         key = output_key(open_store(str(run)), name)
         overwrite(open_store(str(run)), key, (run / key).read_bytes().replace(b"answer", b"damage"))
-    assert collect(run, tmp_path / "b", partial=True)["rows"] == 0
+    with pytest.raises(RunUnsound, match="no chunk is done and sound"):
+        collect(run, tmp_path / "b", partial=True)
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
@@ -438,6 +439,29 @@ def test_damage_is_noticed_before_a_row_is_written(
         collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert collect(run, tmp_path / "out", partial=True)["missing"] == ["part-00001"]
+
+
+def test_an_output_that_is_sound_again_makes_another_collection(run: Path, tmp_path: Path) -> None:
+    output = run / output_key(open_store(str(run)), "part-00001")
+    sound = output.read_bytes()
+    output.write_bytes(sound.replace(b"answer 13", b"answer 31"))
+    assert collect(run, tmp_path / "out", partial=True)["missing_chunks"] == 1
+    with pytest.raises(InputError, match="holds other data"):
+        collect(run, tmp_path / "out")
+    output.write_bytes(sound)
+    result = collect(run, tmp_path / "out", overwrite=True)
+    assert (result["status"], result["missing_chunks"], result["rows"]) == ("SUCCESS", 0, ROWS)
+    assert collect(run, tmp_path / "out", partial=True)["status"] == "UNCHANGED"
+
+
+def test_markers_that_are_all_damaged_are_told(run: Path, tmp_path: Path, caplog: Any) -> None:
+    for marker in run.glob("outputs/*.succeed"):
+        marker.write_text("damaged")
+    for partial in (False, True):
+        with pytest.raises(RunUnsound, match="no chunk is done and sound"):
+            collect(run, tmp_path / "out", partial=partial)
+        assert caplog.text.count("corrupt: part-0000") == 3
+        caplog.clear()
 
 
 def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:

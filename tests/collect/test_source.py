@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect.source import ParquetSource
+from batchinfer.collect import source
+from batchinfer.collect.source import ParquetSource, RowTaker
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
@@ -108,6 +109,29 @@ def test_chosen_rows_and_columns(tmp_path: Path) -> None:
     assert drawn["id"].to_pylist() == [row + 100 for row in drawn["_row"].to_pylist()]
     with pytest.raises(ConfigError, match=r"'kinds'.*did you mean .kind"):
         collect(run, tmp_path / "out", with_source=True, columns=["kinds"])
+
+
+def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    take = RowTaker.take
+
+    def counting(taker: RowTaker, rows: Any) -> Any:
+        sizes.append(len(rows))
+        return take(taker, rows)
+
+    monkeypatch.setattr(RowTaker, "take", counting)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 5_000)
+    large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
+    table = pa.table({"large": large, "large.not": range(ROWS)})
+    write_source(tmp_path / "source", table)
+    run = finished(tmp_path, table)
+    assert table_of(run, tmp_path, with_source=True)["large"].to_pylist() == large
+    assert max(sizes) < 6
+    sizes.clear()
+    table_of(run, tmp_path, with_source=True, columns=["large.not"])
+    assert max(sizes) == ROWS
 
 
 def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:

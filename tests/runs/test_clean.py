@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,7 +192,7 @@ def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:
         clean(run, redo=[UNDONE])
 
 
-def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
+def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:
     make_job(tmp_path / "job", rows=10, per_chunk=10)
     run = open_store(str(tmp_path / "job/runs/a"))
     run_worker_here(tmp_path / "job", run.url)
@@ -201,5 +202,8 @@ def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
     os.utime(old, (time.time() - 2 * HOUR,) * 2)
     assert clean(run, yes=False)["temps_removed"] == 1
     assert old.exists()
+    said = call("clean", run.url, "--redo", "part-00000").err
+    assert re.search(r"^would remove \d+ B; markers: 1, temporary files: 1$", said, re.MULTILINE)
     clean(run)
     assert (old.exists(), young.exists()) == (False, True)
+    assert "temporary" not in call("clean", run.url, "--redo", "part-00000").err

@@ -6,6 +6,7 @@ import html
 import json
 import re
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,21 @@ def test_damaged_times_and_minutes_break_nothing(root: str, heartbeat: float) ->
         in_memory(run), msgspec.structs.replace(record, heartbeat=heartbeat, minutes=minutes)
     )
     assert len(make(run)) < 200_000
+
+
+def test_memory_does_not_grow_with_minutes(root: str) -> None:
+    run, record = write_in_memory(root, SMALL), make_workers(SMALL)[0]
+    joined = msgspec.structs.replace(record.minutes[0], length=1000)
+    peaks = []
+    for count in (1, 1000):
+        put_worker(in_memory(run), msgspec.structs.replace(record, minutes=[joined] * count))
+        tracemalloc.start()
+        try:
+            make(run)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 5_000_000
 
 
 def test_samples_show_rows_and_a_failed_one(root: str) -> None:

@@ -162,6 +162,14 @@ def test_an_address_with_a_query_is_unpacked_by_its_name() -> None:
         assert numbers(f"{server.url}/a.jsonl.gz?token=a.zst") == [1]
 
 
+def test_damage_that_is_not_on_this_machine_is_no_fault_of_the_network() -> None:
+    with contextlib.closing(WebServer()) as server:
+        for name, content in (("cut", PACKED[:-3]), ("wrong", b"n\n1\n" * 99)):
+            server.answers[f"/{name}.csv.zst"] = plain(200, content)
+            with pytest.raises(InputError, match="corrupt or truncated"):
+                numbers(f"{server.url}/{name}.csv.zst")
+
+
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", n=[f"text {n}" for n in range(1000)])
     data = bytearray(path.read_bytes())

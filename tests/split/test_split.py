@@ -270,6 +270,12 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
             split(tmp_path / path, grown, append=True, **options)
     assert tree(grown) == before
     split(tmp_path / "d.parquet", grown, append=True, columns=["prompt", "n"])
+    table = tmp_path / "e.csv"
+    table.write_text("n;prompt\n1;x\n")
+    split(table, grown, append=True, delimiter=";")
+    with pytest.raises(InputError, match="has changed") as caught:
+        split(table, grown, append=True)
+    assert "--delimiter" in caught.value.hint
     split(tmp_path / "a.parquet", tmp_path / "limited", limit=5)
     with pytest.raises(InputError, match="was made with --limit 5"):
         split(tmp_path / "b.parquet", tmp_path / "limited", append=True)
