@@ -280,3 +280,18 @@ def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
         program.kill()
     with (tmp_path / "a.parquet.batchinfer/running.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the command's until it ends
+
+
+def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "title": text.upper()} for text in ("one", "two", "six")]
+    answered = run(rows, output=tmp_path / "a.parquet", engine="echo", quiet=True)
+    where = "text <> 'two'"
+    wanted = [{"title": "ONE", "text": "one"}, {"title": "SIX", "text": "six"}]
+    columns = ["title", "text"]
+    assert list(answered.rows(with_source=True, where=where, columns=columns)) == wanted
+    renamed = answered.to_arrow(with_source=True, columns={"head": "title", "again": "title"})
+    assert renamed.to_pylist()[0] == {"head": "ONE", "again": "ONE"}
+    with pytest.raises(errors.UsageError, match="columns: no titel; there are _row, "):
+        answered.to_arrow(columns=["titel"])
+    with pytest.raises(TypeError, match="wher"):
+        answered.to_arrow(wher=where)  # type: ignore[call-arg]
