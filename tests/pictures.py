@@ -27,3 +27,20 @@ def as_data_url(data: bytes, mime: str = "image/png") -> str:
 def as_hub(data: bytes, path: str | None = "a.png") -> dict[str, Any]:
     """The value of a Hub's image column, in a row of a chunk."""
     return {"bytes": as_base64(data), "path": path}
+
+
+def clip(*colors: str, size: int = 56) -> bytes:
+    """The bytes of a video with some frames of each colour, one after the other."""
+    import av
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as file:
+        stream = file.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = size
+        for color in colors:
+            frame = av.VideoFrame.from_image(Image.new("RGB", (size, size), color))
+            for packet in [one for _ in range(4) for one in stream.encode(frame.reformat())]:
+                file.mux(packet)
+        file.mux(stream.encode())
+    return buffer.getvalue()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
     import datasets
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
 _SHOWN_ROWS = 3
 _ROWS_AT_ONCE = 1024
+
+
+class Selection(TypedDict, total=False):
+    """Which rows and columns of a run's answers."""
+
+    with_source: bool
+    """Join the source's columns."""
+    where: str
+    """Only rows that fulfil a condition of SQL, such as "error_code IS NULL"."""
+    columns: Mapping[str, str]
+    """Only these columns: what they are to be called, and what they are called in the whole table."""
 
 
 class RunHandle:
@@ -37,10 +49,7 @@ class RunHandle:
         if not self.result:
             return name
         counts = f"{self.result['rows']} rows, {self.result.get('rows_error', 0)} failed"
-        with self._collected() as file:
-            rows = (
-                next(file.iter_batches(_SHOWN_ROWS)).to_pylist() if file.metadata.num_rows else []
-            )
+        rows = list(itertools.islice(self.rows(), _SHOWN_ROWS))
         shown = [json.dumps(row, ensure_ascii=False, default=str)[:200] for row in rows]
         return "\n".join([f"{name}  # {counts}", *(f"  {line}" for line in shown)])
 
@@ -73,61 +82,73 @@ class RunHandle:
             raise error
         return verdict.result
 
-    def rows(self, *, with_source: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the verified answers in input order, a dictionary each, in bounded memory.
+    def rows(self, **selection: Unpack[Selection]) -> Iterator[dict[str, Any]]:
+        """As `to_arrow`, a dictionary a row, in bounded memory."""
+        with self._collected(**selection) as (file, names):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(names.values())):
+                yield from _named(batch, names).to_pylist()
+
+    def to_arrow(self, **selection: Unpack[Selection]) -> pa.Table:
+        """Return the verified answers as one table, in input order, with the columns of `batchinfer collect`.
 
         Args:
-            with_source: Join the source's columns.
+            selection: Which rows and columns, as `Selection` says.
 
         Raises:
             errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
+            errors.UsageError: The condition or a column is wrong.
         """
-        with self._collected(with_source=with_source) as file:
-            for batch in file.iter_batches(_ROWS_AT_ONCE):
-                yield from batch.to_pylist()
+        with self._collected(**selection) as (file, names):
+            return _named(file.read(list(names.values())), names)
 
-    def to_arrow(self, *, with_source: bool = False) -> pa.Table:
-        """Return the verified answers as one table, in input order, with the columns of `batchinfer collect`.
-
-        Raises as `rows`.
-        """
-        with self._collected(with_source=with_source) as file:
-            return file.read()
-
-    def to_polars(self, *, with_source: bool = False) -> pl.DataFrame:
+    def to_polars(self, **selection: Unpack[Selection]) -> pl.DataFrame:
         """As `to_arrow`, as a frame of polars."""
         import polars as pl
 
-        frame = pl.from_arrow(self.to_arrow(with_source=with_source))
+        frame = pl.from_arrow(self.to_arrow(**selection))
         assert isinstance(frame, pl.DataFrame)
         return frame
 
-    def to_pandas(self, *, with_source: bool = False) -> pd.DataFrame:
+    def to_pandas(self, **selection: Unpack[Selection]) -> pd.DataFrame:
         """As `to_arrow`, as a frame of pandas."""
-        return self.to_arrow(with_source=with_source).to_pandas()
+        return self.to_arrow(**selection).to_pandas()
 
-    def to_dataset(self, *, with_source: bool = False) -> datasets.Dataset:
+    def to_dataset(self, **selection: Unpack[Selection]) -> datasets.Dataset:
         """As `to_arrow`, as a `datasets.Dataset`."""
         import datasets
 
-        return datasets.Dataset(self.to_arrow(with_source=with_source))
+        return datasets.Dataset(self.to_arrow(**selection))
 
     @contextmanager
-    def _collected(self, *, with_source: bool = False) -> Iterator[Any]:
-        """Collect the answers to a temporary parquet file, and give it."""
+    def _collected(self, **selection: Unpack[Selection]) -> Iterator[tuple[Any, Mapping[str, str]]]:
+        """Collect the answers to a temporary parquet file, and give it with the names of its wanted columns."""
         import pyarrow.parquet as pq
 
         from batchinfer.collect.collect_config import CollectConfig
         from batchinfer.collect.collecting import run_collect
+        from batchinfer.core.errors import ConfigError
 
         with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
-            path, partial = f"{folder}/answers.parquet", self._is_partial
             config = CollectConfig(
-                run=self.url, dest=path, with_source=with_source, partial=partial
+                run=self.url,
+                dest=f"{folder}/answers.parquet",
+                with_source=selection.get("with_source", False),
+                where=selection.get("where", ""),
+                partial=self._is_partial,
             )
             run_collect(config, **_outside())
-            with pq.ParquetFile(path) as file:
-                yield file
+            with pq.ParquetFile(config.dest) as file:
+                there = file.schema_arrow.names
+                names = selection.get("columns") or dict(zip(there, there, strict=True))
+                if missing := set(names.values()) - set(there):
+                    raise ConfigError(
+                        f"columns: no {', '.join(sorted(missing))}; there are {', '.join(there)}"
+                    )
+                yield file, names
+
+
+def _named(table: Any, names: Mapping[str, str]) -> Any:
+    return table.select(list(names.values())).rename_columns(list(names))
 
 
 def _outside() -> dict[str, Any]:

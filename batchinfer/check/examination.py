@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from batchinfer.check.estimate import estimate
+from batchinfer.check.machine import problems_of, this_machine
 from batchinfer.check.model import Counter, memory_on
 from batchinfer.cli.options import value_of
 from batchinfer.core import codec, layout
@@ -59,7 +60,7 @@ class Problem(Record, frozen=True, kw_only=True):
 
     level: str
     area: str
-    """What the problem is about: config, model, data, access, prompts, memory or estimate."""
+    """What the problem is about: machine, config, model, data, access, prompts, memory or estimate."""
     message: str
     hint: str = ""
 
@@ -85,6 +86,8 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     """How many there will be."""
     hours: Positive | None = None
     """Wanted time: how many workers?"""
+    machine: bool = False
+    """Look at this machine alone: driver, GPUs, memory, disk, packages."""
     sample_rows: Count = 200
     """Rows to look at."""
     show: Annotated[int, Meta(ge=0)] = 3
@@ -135,7 +138,7 @@ class Examination:
             ("memory", self._ask_for_memory),
             ("estimate", self._estimate),
         )
-        for area, step in steps:
+        for area, step in [("machine", self._look_here)] if self.config.machine else steps:
             try:
                 step()
             except BatchinferError as error:
@@ -155,6 +158,12 @@ class Examination:
         problem = Problem(level=level, area=area, message=message, hint=hint)
         if all((each.message, each.hint) != (message, hint) for each in self.problems):
             self.problems.append(problem)
+
+    def _look_here(self) -> None:
+        machine = this_machine()
+        self.result["machine"] = msgspec.to_builtins(machine)
+        for level, message, hint in problems_of(machine):
+            self._problem(level, "machine", message, hint)
 
     def _read_engine(self) -> None:
         self.engine = engine_config(self.options)

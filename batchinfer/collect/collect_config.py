@@ -11,7 +11,7 @@ from batchinfer.core.records import Record
 TABLES = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv"}
 """Forms of a table, with the endings of their files' names."""
 FORMATS = TABLES | {"openai-batch": ".jsonl", "completions": ".jsonl", "lines": ".jsonl"}
-"""Every form. Those beside the tables have one JSON object a row, made of the output line (see line_formats.py)."""
+"""Every form. Those beside the tables have one JSON object a row, made of the output line (see table_files.py)."""
 _OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
 """Endings of names that look like files, but that `collect` does not write."""
 

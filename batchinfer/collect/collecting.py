@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from typing import Any
 
 import click
-import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
-from batchinfer.collect.answers import sql_errors
-from batchinfer.collect.card import make_card
+from batchinfer.collect.answers import Selection, select, sql_errors, text_of
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
-from batchinfer.collect.destinations import Collected, CollectedFile, StoreDestination
-from batchinfer.collect.hub_destination import HubDestination
-from batchinfer.collect.selection import Selection, select
+from batchinfer.collect.destinations import Collected, HubDestination, StoreDestination
 from batchinfer.collect.table import Collection
 from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.core.records import Job, Run
 from batchinfer.core.shell import quote
-from batchinfer.ledger.audit import MISSING
+from batchinfer.ledger.audit import MISSING, Finding
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
@@ -45,6 +43,10 @@ _DECIDING = (
     "answer_json",
     "shard_rows",
 )
+_LONGEST = 2000
+"""Largest number of characters that the card of a data set shows of one text."""
+_LONGEST_CODE = 20_000
+_MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
@@ -61,9 +63,13 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     """
     started = clock.monotonic()
     check_options(config)
-    store = open_store(config.run)
-    selection = select(store, open_store, now=clock.now(), job_url=config.job)
-    _refuse_gaps(config, selection)
+    selection = select(config.run, open_store, clock, job_url=config.job)
+    if not selection.sound:
+        raise RunUnsound(
+            f"{config.run}: no chunk is done yet",
+            hint=f"see how it goes: batchinfer status {quote(config.run)}",
+        )
+    _refuse_gaps(config, selection.gaps, len(selection.gaps) + len(selection.sound))
     for place in filter(None, (config.run, selection.job_url)):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
@@ -77,48 +83,32 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     key = codec.fingerprint(made_of)
     record, status = dest.prepare(key), "UNCHANGED"
     if record is None:
-        scratch = Scratch(config.scratch_dir)
-        try:
-            with sql_errors(config.run):
-                rows = Collection(config, selection, store, open_store, scratch)
-                record = _write(config, selection, rows, dest, key, scratch)
-        finally:
-            scratch.close()
-        status = "PARTIAL" if record.missing else "SUCCESS"
+        with closing(Scratch(config.scratch_dir)) as scratch, sql_errors(config.run):
+            rows = Collection(config, selection, scratch)
+            _refuse_gaps(config, rows.answers.damaged, len(selection.sound))
+            record = _write(config, selection, rows, dest, key, scratch)
+        status = "PARTIAL" if record.result["missing_chunks"] else "SUCCESS"
     seconds = clock.monotonic() - started
-    counts: dict[str, Any] = msgspec.to_builtins(record)
-    del counts["key"]
     return {
         "status": status,
         "run": config.run,
         "dest": config.dest,
-        **counts,
-        "files": len(record.files),
-        "file_rows": sum(file.rows for file in record.files),
-        "bytes": sum(file.bytes for file in record.files),
-        "missing_chunks": len(record.missing),
-        "missing": record.missing[:_LISTED],
+        **record.result,
         **({"commit": dest.commit} if isinstance(dest, HubDestination) else {}),
         "run_time_sec": round(seconds, 3),
-        "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,
+        "rows_per_sec": round(record.result["rows"] / seconds, 1) if seconds > 0 else 0.0,
     }
 
 
-def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
+def _refuse_gaps(config: CollectConfig, gaps: list[Finding], num_chunks: int) -> None:
     """Tell of chunks that cannot be collected, and refuse the run unless a part of it is asked for."""
-    gaps = selection.gaps
     for gap in [gap for gap in gaps if gap.kind != MISSING or not config.partial][:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
-    if not selection.sound:
-        raise RunUnsound(
-            f"{config.run}: no chunk is done yet",
-            hint=f"see how it goes: batchinfer status {quote(config.run)}",
-        )
     if gaps and not config.partial:
         names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
         raise RunUnsound(
-            f"{config.run}: {len(gaps)} of {len(gaps) + len(selection.sound)} chunks are missing or damaged ({names})",
-            hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
+            f"{config.run}: {len(gaps)} of {num_chunks} chunks are missing or damaged ({names})",
+            hint="add --partial to collect the others; `batchinfer verify --deep` says how to fix these",
         )
 
 
@@ -141,39 +131,88 @@ def _write(
 ) -> Collected:
     """Write the rows that are taken to DEST."""
     most = _ALL if suffix_of(config.dest) else config.shard_rows
-    files = []
+    files = {}
     for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
-        name = dest.put(file, index)
-        files.append(CollectedFile(name=name, rows=file.rows, bytes=file.bytes, sha256=file.sha256))
-    prompts, answers, failed = rows.answers.one(
-        "sum(prompt_tokens)", "sum(completion_tokens)", "count(error_code)"
-    )
-    record = Collected(
-        key=key,
-        fingerprint=selection.run.fingerprint,
-        format=config.kind,
-        rows=rows.answers.num_rows,
-        rows_error=failed,
-        chunks=len(rows.answers.found),
-        missing=[gap.subject for gap in (*selection.gaps, *rows.answers.damaged)],
-        files=files,
-        broken_answers=rows.num_broken,
-    )
-    if record.broken_answers:
-        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
-        logger.warning(text, record.broken_answers)
-    facts = {
-        "rows": f"{sum(file.rows for file in files):,}",
-        "condition": config.where or None,
-        "drawn at random": None if config.sample is None else f"seed {config.seed}",
-        "failed rows of the run": f"{failed:,} of {record.rows:,}",
-        "prompt tokens": f"{prompts or 0:,}",
-        "completion tokens": f"{answers or 0:,}",
-        "chunks that are missing": len(record.missing) or None,
+        files[dest.put(file, index)] = file
+    missing = [gap.subject for gap in (*selection.gaps, *rows.answers.damaged)]
+    result = {
+        "fingerprint": selection.run.fingerprint,
+        "format": config.kind,
+        "rows": rows.answers.num_rows,
+        "rows_error": rows.answers.one("count(error_code)")[0],
+        "chunks": len(rows.answers.found),
+        "files": len(files),
+        "file_rows": sum(file.rows for file in files.values()),
+        "bytes": sum(file.bytes for file in files.values()),
+        "broken_answers": rows.num_broken,
+        "missing_chunks": len(missing),
+        "missing": missing[:_LISTED],
     }
-    path = f"data/part-*{FORMATS[config.kind]}"
-    dest.finish(record, lambda: make_card(selection.run, selection.job, config.dest, path, facts))
+    if rows.num_broken:
+        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
+        logger.warning(text, rows.num_broken)
+    record = Collected(
+        key=key, result=result, sha256={name: file.sha256 for name, file in files.items()}
+    )
+    facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
+    facts |= {"condition": config.where or None, "sample": config.sample}
+    dest.finish(record, lambda: make_card(selection.run, selection.job, config, facts))
     return record
+
+
+# --------------------------------------------------------------------------- the card of a data set
+
+
+def make_card(run: Run, job: Job, config: CollectConfig, facts: dict[str, Any]) -> str:
+    """Return the card as Markdown, with a line for the licence, which the user fills in.
+
+    It is the README.md of the data set's repository on the Hub, and says how the data was made. Of local sources it has
+    the last parts of their URLs only. The same arguments give the same card.
+
+    Args:
+        run: The run.
+        job: The job.
+        config: Where the data set is, and its form.
+        facts: What is known of the rows, by names; None is left out.
+    """
+    import jinja2
+    from huggingface_hub import DatasetCardData
+
+    sources = [source.url for source in job.sources]
+    hub = [each.removeprefix("hf://datasets/") for each in sources if each.startswith("hf://")]
+    model = str(run.config.get("model") or "")
+    data = {"split": "train", "path": f"data/part-*{FORMATS[config.kind]}"}
+    front_matter = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": [data]}],
+        source_datasets=["/".join(each.partition("@")[0].split("/")[:2]) for each in hub] or None,
+        tags=["synthetic", "batchinfer"],
+        base_model=model if model.count("/") == 1 and model[0] not in "./~" else None,
+    )
+    public = ("hf://", "https://")
+    named = [each if each.startswith(public) else each.rpartition("/")[2] for each in sources]
+    made = {"model": model, "source": ", ".join(named), **run.recorded}
+    rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
+    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
+    template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
+    card: str = template.render(
+        title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
+        front_matter=front_matter.to_yaml(),
+        rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
+        # An indented block, because the text itself could close a fenced one.
+        options="\n".join(f"    {line}" for line in options.splitlines()),
+    )
+    return card
+
+
+def _plain(value: object) -> str:
+    """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
+    cut = str(value) if len(str(value)) <= _LONGEST else f"{str(value)[:_LONGEST]}…"
+    for sign in "\\`*_[]<>|#":
+        cut = cut.replace(sign, f"\\{sign}")
+    return " ".join(cut.split())
+
+
+# --------------------------------------------------------------------------- the command line
 
 
 @click.command("collect", cls=SectionCommand)

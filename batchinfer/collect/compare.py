@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.resources
+from contextlib import closing
 from typing import Annotated, Any, ClassVar
 
 import click
@@ -12,8 +12,7 @@ from batchinfer.cli.help import SectionCommand
 from batchinfer.cli.options import options as options_from
 from batchinfer.cli.options import values_of
 from batchinfer.cli.settings import common_options
-from batchinfer.collect.answers import Answers, connect, sql_errors
-from batchinfer.collect.selection import select
+from batchinfer.collect.answers import Answers, connect, select, sql_errors, text_of
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
@@ -46,42 +45,33 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
         InputError: there is no such run, or the runs are of different jobs.
     """
     runs = config.runs
-    stores = [open_store(url) for url in runs]
-    found = [select(store, open_store, now=clock.now(), job_url=config.job) for store in stores]
+    found = [select(url, open_store, clock, job_url=config.job) for url in runs]
     sha256s = [selection.run.config.get("job_sha256") for selection in found]
     if not sha256s[0] or sha256s[0] != sha256s[1]:
         raise InputError(
             f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
             hint="start the second worker with the first one's job and another --output",
         )
-    scratch = Scratch(config.scratch_dir)
-    try:
+    with closing(Scratch(config.scratch_dir)) as scratch, sql_errors("these runs"):
         sql = connect(scratch.folder)
-        for name, store, selection in zip("ab", stores, found, strict=True):
-            Answers(sql, selection, store, scratch, name)
-        text = (importlib.resources.files("batchinfer.collect") / "compare.sql").read_text()
-        with sql_errors("these runs"):
-            sql.execute(text)
-        sides = {side.pop("run"): side for side in _rows(sql, "FROM sides")}
+        for name, selection in zip("ab", found, strict=True):
+            Answers(sql, selection, scratch, name)
+        sql.execute(text_of("compare.sql"))
+
+        def rows(query: str) -> list[dict[str, Any]]:
+            return list(sql.sql(query).to_arrow_table().to_pylist())
+
+        sides = {side.pop("run"): side for side in rows("FROM sides")}
         a, b = (selection.run.config for selection in found)
         return {
             "job": found[0].job_url,
-            "figures": _rows(sql, "FROM figures")[0],
+            "figures": rows("FROM figures")[0],
             **sides,
-            "errors": _rows(sql, "FROM errors"),
+            "errors": rows("FROM errors"),
             "settings": [{"name": name, "A": x, "B": y} for name, x, y in differing_keys(a, b)],
-            "changes": _rows(sql, "FROM changes"),
-            "differing": _rows(sql, f"FROM differing LIMIT {config.rows}"),
+            "changes": rows("FROM changes"),
+            "differing": rows(f"FROM differing LIMIT {config.rows}"),
         }
-    finally:
-        scratch.close()
-
-
-def _rows(sql: Any, query: str) -> list[dict[str, Any]]:
-    with sql_errors("these runs"):
-        found = sql.execute(query)
-        names = [column[0] for column in found.description]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
 
 def render(found: dict[str, Any]) -> Any:
@@ -91,25 +81,19 @@ def render(found: dict[str, Any]) -> Any:
 
     from batchinfer.core.printable import printable
 
-    table = Table("", "A", "B", box=None)
-
-    def add(name: str, *values: object) -> None:
-        texts = [f"{each:,.2f}" if isinstance(each, float) else str(each or 0) for each in values]
-        table.add_row(*(Text(printable(each[:160])) for each in (name, *texts)))
-
-    for name, value in found["figures"].items():
-        add(name, value)
-    for name, value in found["A"].items():
-        add(name, value, found["B"][name])
+    lines: list[tuple[Any, ...]] = [*found["figures"].items()]
+    lines += [(name, value, found["B"][name]) for name, value in found["A"].items()]
     for key, title in (
         ("errors", "{error_code}"),
         ("settings", "{name}"),
         ("changes", "{rows:,} rows"),
+        ("differing", "row {id}"),
     ):
-        for each in found[key]:
-            add(title.format(**each), each["A"], each["B"])
-    for each in found["differing"][:3]:
-        add(f"row {each['id']}", each["A"], each["B"])
+        lines += [(title.format(**each), each["A"], each["B"]) for each in found[key]]
+    table = Table("", "A", "B", box=None)
+    for line in lines:
+        texts = [f"{each:,.2f}" if isinstance(each, float) else str(each or 0) for each in line]
+        table.add_row(*(Text(printable(each[:160])) for each in texts))
     return table
 
 

@@ -1,63 +1,67 @@
-"""The places to which `collect` writes: a folder or one file in any store. The Hub is in hub_destination.py."""
+"""The places to which `collect` writes: a folder or one file in any store, or a data set on the Hub.
+
+huggingface_hub takes its time to load, so only the functions that use it import it.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
-from batchinfer.core.errors import AlreadyExists, InputError
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+)
 from batchinfer.core.records import Record
 from batchinfer.storage import Store
+from batchinfer.storage.hub import ReadOnlyStore, hub_errors
+from batchinfer.storage.retrying import RetryPolicy, retried
 
-RECORD_KEY = "_COLLECTED"
-"""Key of the record of a collection, which is the last object that is written to a folder.
+logger = logging.getLogger(__name__)
 
-Many programs that read data sets skip names that begin with an underscore.
+T = TypeVar("T")
+
+RECORD_KEY, HUB_RECORD = "_COLLECTED", ".collected.json"
+"""Keys of the record of a collection, in a folder and on the Hub. In a folder it is the last object that is written.
+
+Programs that read data sets skip names that begin with an underscore or a dot.
 """
+CARD = "README.md"
+"""File of a data set's repository that the Hub shows as its page."""
 OWN_NAME = re.compile(r"^(data/)?part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
-
-
-class CollectedFile(Record, frozen=True, kw_only=True):
-    """One file of a collection."""
-
-    name: str
-    rows: int
-    bytes: int
-    sha256: str
+_ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
 
 
 class Collected(Record, frozen=True, kw_only=True):
-    """Content of `_COLLECTED`: which run was collected, and into which files.
+    """Content of the record: which run was collected, and into which files.
 
     It holds no time, so that the same collection gives the same bytes.
     """
 
     key: str
     """Hash of what decides the files' bytes: the outputs, the options and batchinfer's version."""
-    fingerprint: str
-    format: str
-    rows: int
-    """Number of rows of the run that were read, whichever were taken."""
-    rows_error: int
-    chunks: int
-    missing: list[str]
-    files: list[CollectedFile]
-    broken_answers: int = 0
-    """Number of finished answers among the rows taken that break the run's JSON schema."""
+    result: dict[str, Any]
+    """What the command said of the collection."""
+    sha256: dict[str, str]
+    """Hashes of the files, by their names."""
 
 
-def raced(where: str) -> InputError:
+def _raced(where: str) -> InputError:
     """Return the error for a place that somebody else writes to meanwhile."""
-    return InputError(
-        f"{where}: somebody else writes there at the same time",
-        hint="let one command write to one place",
-    )
+    hint = "let one command write to one place"
+    return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
 
 
-def read_record(data: bytes, key: str) -> Collected | None:
+def _read_record(data: bytes, key: str) -> Collected | None:
     """Return the record of a collection; None if it is damaged or has another key."""
     try:
         record = codec.decode(data, Collected, name=RECORD_KEY)
@@ -66,7 +70,7 @@ def read_record(data: bytes, key: str) -> Collected | None:
     return record if record.key == key else None
 
 
-def check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
+def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
     """Raise InputError if a place is taken, or has data files (of these names) that no `collect` wrote."""
     foreign = [name for name in sorted(names) if suffix_of(name) and not OWN_NAME.match(name)]
     if foreign or is_taken:
@@ -88,10 +92,8 @@ class StoreDestination:
     """
 
     def __init__(self, store: Store, name: str, suffix: str, *, overwrite: bool) -> None:
-        self._store = store
-        self._name = name
-        self._suffix = suffix
-        self._overwrite = overwrite
+        self._store, self._name = store, name
+        self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
 
     def prepare(self, key: str) -> Collected | None:
@@ -104,9 +106,9 @@ class StoreDestination:
             return None
         there = {info.key for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        if is_taken and (record := read_record(self._store.get(RECORD_KEY).data, key)):
+        if is_taken and (record := _read_record(self._store.get(RECORD_KEY).data, key)):
             return record
-        check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
+        _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))
         return None
@@ -125,7 +127,7 @@ class StoreDestination:
             with there.open("rb") as opened:
                 # With the same bytes, a killed `collect` left it.
                 is_other = codec.sha256_file(opened) != file.sha256
-            check_free(f"{self._store.url}/{name}", (), is_taken=is_other)
+            _check_free(f"{self._store.url}/{name}", (), is_taken=is_other)
         self._store.put_file(name, file.path)
         self._old.discard(name)
         file.path.unlink()
@@ -139,4 +141,161 @@ class StoreDestination:
         try:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
-            raise raced(self._store.url) from error
+            raise _raced(self._store.url) from error
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+Files = dict[str, Any]
+"""The Hub's descriptions of a branch's files, by their paths."""
+
+
+def _data_of(files: Files) -> dict[str, str]:
+    """Return the hashes of the files that hold the data set's rows, by their paths."""
+    found = {name for name in files if suffix_of(name) and not name.startswith(".")}
+    return {name: files[name].blob_id for name in found}
+
+
+class HubDestination:
+    """A data set on the Hub, which readers see before or after the collection, and never in between.
+
+    Files are uploaded as they are built, which the Hub shows to nobody, and are removed from the disk then. One commit
+    at the end brings them all, and removes the old ones. The Hub takes no file twice, so a `collect` that was killed
+    sends only the rest next time. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN).
+
+    Args:
+        url: hf://datasets/org/name[@branch].
+        suffix: Ending of the files' names.
+        overwrite: Whether what an earlier `collect` left may be replaced.
+        is_private: Whether only its owners see a repository that is made.
+
+    Raises:
+        ConfigError: the URL is not of this form.
+    """
+
+    def __init__(
+        self, url: str, suffix: str = "", *, overwrite: bool = False, is_private: bool = True
+    ) -> None:
+        match = _ADDRESS.match(url)
+        if match is None:
+            raise ConfigError(
+                f"{url}: no place for a data set on the Hub, expected hf://datasets/org/name[@branch]",
+                hint="a model's or a space's repository takes no data set, nor does a folder in one",
+            )
+        self.url, self.commit = url, ""
+        self._repo, self._branch = match["repo"], match["branch"] or "main"
+        self._where = {"repo_id": self._repo, "repo_type": "dataset"}
+        self._suffix, self._overwrite, self._is_private = suffix, overwrite, is_private
+        self._retries = RetryPolicy()
+        self._before: dict[str, str] = {}
+        self._uploaded: list[Any] = []
+
+    def make(self) -> None:
+        """Make repository and branch if they are missing, and announce an upload: the Hub refuses who may not write.
+
+        Raises:
+            AccessDenied: the token is missing, or may not write there.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        def steps(api: Any) -> None:
+            api.create_repo(**self._where, private=self._is_private, exist_ok=True)
+            if self._branch != "main":
+                api.create_branch(**self._where, branch=self._branch, exist_ok=True)
+            self._preupload(api, CommitOperationAdd(CARD, b"#"))
+
+        try:
+            self._ask(steps)
+        except (AccessDenied, InputError, ObjectNotFound) as error:
+            owner = self._repo.partition("/")[0]
+            raise AccessDenied(
+                f"{self.url}: the Hub does not let this token write there ({error.message})",
+                hint=f"is {owner!r} your name or an organisation of yours? HF_TOKEN, or `hf auth login`, "
+                "must give a token with the right to write there",
+            ) from error
+
+    def prepare(self, key: str) -> Collected | None:
+        """See StoreDestination. Repository and branch are made if they are missing.
+
+        Raises:
+            AccessDenied: the token is missing, or may not write there.
+        """
+        self.make()
+        self.commit, files = self._ask(self._look)
+        if record := self._collected(self.commit, files, key):
+            return record
+        self._before = _data_of(files)
+        _check_free(self.url, self._before, is_taken=bool(self._before) and not self._overwrite)
+        return None
+
+    def put(self, file: TableFile, index: int) -> str:
+        """Upload a file and return its name. A large file is gone from the disk afterwards."""
+        from huggingface_hub import CommitOperationAdd
+
+        addition = CommitOperationAdd(f"data/part-{index:05d}{self._suffix}", file.path)
+        logger.info("%s: uploading %s", self.url, addition.path_in_repo)
+        self._ask(lambda api: self._preupload(api, addition))
+        self._uploaded.append(addition)
+        if addition._upload_mode == "lfs":  # noqa: SLF001 - huggingface_hub tells it nowhere else
+            file.path.unlink()  # the others travel with the commit
+        return str(addition.path_in_repo)
+
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:
+        """Publish the files that were uploaded in one commit, with a card if there is none."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        added = {HUB_RECORD: codec.encode_pretty(record), CARD: card().encode()}
+
+        def publish(api: Any) -> str:
+            commit, files = self._look(api)
+            if self._collected(commit, files, record.key):
+                return commit  # an attempt before has made the commit, and only its reply was lost
+            if _data_of(files) != self._before:
+                raise _raced(self.url)
+            if CARD in files and not self._overwrite and added.pop(CARD, b""):
+                logger.info("%s: its card stays as it is", self.url)
+            gone = sorted(self._before.keys() - record.sha256.keys())
+            info = api.create_commit(
+                **self._where,
+                operations=[
+                    *map(CommitOperationDelete, gone),
+                    *self._uploaded,
+                    *(CommitOperationAdd(name, data) for name, data in added.items()),
+                ],
+                commit_message=f"{record.result['rows']:,} rows of the run {record.result['fingerprint']}",
+                parent_commit=commit,
+                revision=self._branch,
+            )
+            return str(info.oid)
+
+        self.commit = self._ask(publish)
+
+    def _look(self, api: Any) -> tuple[str, Files]:
+        commit = str(api.dataset_info(self._repo, revision=self._branch).sha)
+        found = api.list_repo_tree(**self._where, revision=commit, recursive=True)
+        return commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")}
+
+    def _collected(self, commit: str, files: Files, key: str) -> Collected | None:
+        """Return the record of the collection with this key, if a commit brought it."""
+        if HUB_RECORD not in files:
+            return None
+        store = ReadOnlyStore(f"hf://datasets/{self._repo}@{commit}", retries=self._retries)
+        return _read_record(store.get(HUB_RECORD).data, key)
+
+    def _preupload(self, api: Any, addition: Any) -> None:
+        api.preupload_lfs_files(**self._where, additions=[addition], revision=self._branch)
+
+    def _ask(self, action: Callable[[Any], T]) -> T:
+        """Run `action` on the Hub's client until it succeeds, fails for good, or has failed too often."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()  # a log would get a line for every step of every file
+
+        def attempt() -> T:
+            with hub_errors(self.url):
+                return action(HfApi())
+
+        return retried(self._retries, attempt)

@@ -49,12 +49,8 @@ class ParquetSource:
         self._types = pa.unify_schemas(schemas, promote_options="permissive")
         names = chosen(columns, [name for name in job.columns if name in self._types.names])
         self.schema = pa.schema([self._types.field(name) for name in names])
-        size = sum(
-            footer.row_group(index).total_byte_size
-            for footer in footers
-            for index in range(footer.num_row_groups)
-        )
-        rows = sum(file.rows for file in self._files)
+        groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
+        size, rows = sum(group.total_byte_size for group in groups), job.rows
         self._at_once = max(1, min(_BATCH_ROWS, _BLOCK_BYTES * rows // max(1, size)))
 
     def batches(self) -> Iterator[Any]:

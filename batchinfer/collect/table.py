@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from typing import Any
 
-from batchinfer.collect.answer_schema import AnswerSchema, num_broken
-from batchinfer.collect.answers import ASK_VERIFY, Answers, connect, rows_of
+from batchinfer.collect.answers import Answers, Selection, connect, rows_of
 from batchinfer.collect.collect_config import TABLES, CollectConfig
-from batchinfer.collect.json_columns import (
+from batchinfer.collect.columns import (
+    AnswerSchema,
     JsonColumns,
+    VectorColumn,
+    num_broken,
     schema_of,
     shape_of,
     transform,
     types_of,
 )
-from batchinfer.collect.line_formats import ENCODERS, NEEDS_SOURCE
-from batchinfer.collect.selection import Selection
 from batchinfer.collect.source import RowTaker, chosen, open_parquet
-from batchinfer.collect.vectors import VectorColumn
-from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.tasks import GENERATE, is_pooling
-from batchinfer.ledger.jobs import OpenStore
-from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_MOST_ROWS = 20_000
-_WINDOW_BYTES = 16 << 20
 
 
 class Collection:
@@ -40,42 +38,26 @@ class Collection:
     Args:
         config: What to take.
         selection: The chunks.
-        store: Store of the run.
-        open_store: Opens the stores of the chunks.
         scratch: Folder for copies, and for what does not fit into memory.
 
     Raises:
-        RunUnsound: an output is damaged, and `config.partial` is not set.
         InputError: an output cannot be read, or has other rows than it should.
         ConfigError: the condition is none, or the source has no such column.
     """
 
-    def __init__(
-        self,
-        config: CollectConfig,
-        selection: Selection,
-        store: Store,
-        open_store: OpenStore,
-        scratch: Scratch,
-    ) -> None:
+    def __init__(self, config: CollectConfig, selection: Selection, scratch: Scratch) -> None:
         self._config = config
         self._is_table = config.kind in TABLES
         self._sql = connect(scratch.folder)
         self._parquet = open_parquet(selection.job, config.columns) if config.with_source else None
         needs_chunks = (config.with_source and not self._parquet) or config.kind in NEEDS_SOURCE
-        self.answers = answers = Answers(
+        self.answers = Answers(
             self._sql,
             selection,
-            store,
             scratch,
-            open_sources=open_store if needs_chunks else None,
+            with_sources=needs_chunks,
             with_lines=not self._is_table,
         )
-        if answers.damaged and not config.partial:
-            raise RunUnsound(
-                f"{answers.damaged[0].subject}: {answers.damaged[0].problem}",
-                hint=f"{ASK_VERIFY}; --partial leaves it out",
-            )
         self._json_texts = {"tool_calls", "logprobs"}
         self._made: dict[str, Callable[[Any], Any]] = {}
         """Columns of the answers that SQL does not make, each of the table of the others."""
@@ -87,16 +69,15 @@ class Collection:
         prompt = selection.run.config.get("prompt") or {}
         task = prompt.get("task") or GENERATE
         wanted = () if is_pooling(task) else ("text", "finish_reason")
-        self._own = answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
-        for name in self._own.keys() & {"embedding", "embeddings"}:
-            vectors = VectorColumn(answers, task, name)
-            self._own = {
-                vectors.name if each == name else each: value for each, value in self._own.items()
-            }
+        own = self.answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
+        for name in own.keys() & {"embedding", "embeddings"}:
+            vectors = VectorColumn(self.answers, task, name)
+            own = {vectors.name if each == name else each: value for each, value in own.items()}
             self._made[vectors.name] = vectors.array
         is_json, schema = schema_of(prompt.get("body") or {})
         if wanted and (is_json if config.answer_json is None else config.answer_json):
-            self._add_json(schema)
+            own |= self._json_columns(own, schema)
+        self._own = own
         self._source: dict[str, str] = {}
         if config.with_source and self._parquet is None:
             self._source = self._columns_of_chunks()
@@ -109,10 +90,10 @@ class Collection:
 
     # -- columns
 
-    def _add_json(self, schema: Any) -> None:
-        """Add columns of answers that are JSON."""
-        is_one, found = "text" in self._own, dict[str, str]()
-        texts = self._own["text" if is_one else "texts"]
+    def _json_columns(self, own: dict[str, str], schema: Any) -> dict[str, str]:
+        """Return the columns of answers that are JSON, beside those of all answers."""
+        is_one, found = "text" in own, dict[str, str]()
+        texts = own["text" if is_one else "texts"]
         if is_one:
             relation, value = "answers", "TRY_CAST(text AS JSON)"
             members = JsonColumns(self._sql, relation, value, types_of(schema))
@@ -132,24 +113,23 @@ class Collection:
         validated = AnswerSchema(schema)
         if validated.is_usable:
             answers = "text" if is_one else "texts"
-            reasons = "finish_reason" if "finish_reason" in self._own else "finish_reasons"
+            reasons = "finish_reason" if "finish_reason" in own else "finish_reasons"
             self._valid = "answer_valid" if "answer_valid" not in found else "_answer_valid"
             found[self._valid] = "NULL"
             self._made[self._valid] = lambda table: validated.array(table[answers], table[reasons])
-        self._own |= found
+        return found
 
     def _columns_of_chunks(self) -> dict[str, str]:
         """Return the source's columns in the chunks, whose types are found from all values."""
         value = "TRY_CAST(source AS JSON)"
-        [num_broken] = self.answers.one(
+        [num_odd] = self.answers.one(
             f"count(*) FILTER (json_type({value}) IS DISTINCT FROM 'OBJECT')"
         )
-        if num_broken:
-            logger.warning("%d lines of the source are no JSON objects", num_broken)
+        if num_odd:
+            logger.warning("%d lines of the source are no JSON objects", num_odd)
         found = JsonColumns(self._sql, "answers", value)
         columns = found.columns("fields")
-        known = [name for name in columns if name not in ("_row", "_id")]
-        names = chosen(self._config.columns, known)
+        names = chosen(self._config.columns, [n for n in columns if n not in ("_row", "_id")])
         if texts := [name for name in names if name in found.json_texts]:
             text = "columns of the source whose values share no type are JSON text: %s"
             logger.warning(text, ", ".join(texts))
@@ -193,11 +173,10 @@ class Collection:
         """
         import pyarrow as pa
 
-        rows = [table.select([self._apart("_row")]) for table in self._windows()]
-        self._sql.register("fitting", pa.concat_tables(rows).rename_columns(["row"]))
-        order = f"md5(concat({self._config.seed}, ' ', row))"
-        found = rows_of(self._sql, f"SELECT row FROM fitting ORDER BY {order} LIMIT {size}")
-        return pa.array([row for [row] in found], pa.int64())
+        name, seed = self._apart("_row"), self._config.seed
+        rows = (row for table in self._windows() for row in table[name].to_pylist())
+        drawn = heapq.nsmallest(size, rows, lambda row: blake2b(b"%d %d" % (seed, row)).digest())
+        return pa.array(drawn, pa.int64())
 
     def _windows(self) -> Iterator[Any]:
         """Yield all rows that fulfil the condition, in input order.
@@ -205,14 +184,11 @@ class Collection:
         Raises:
             InputError: the source has not all rows any more.
         """
-        size = sum(marker.output_bytes for _, marker in self.answers.found)
-        step = max(1, min(_MOST_ROWS, _WINDOW_BYTES * self.answers.num_rows // max(1, size)))
-        stop = max((ref.first_row + (ref.rows or 0) for ref, _ in self.answers.found), default=0)
         taker, next_log = self._taker(), time.monotonic() + _LOG_SECONDS
-        for row in range(0, stop, step):
-            yield self._fitting(self._window(row, row + step, taker))
+        for start, stop in self.answers.windows():
+            yield self._fitting(self._window(start, stop, taker))
             if time.monotonic() > next_log:
-                logger.info("row %d is read", row)
+                logger.info("row %d is read", stop)
                 next_log += _LOG_SECONDS
 
     def _taker(self) -> RowTaker | None:

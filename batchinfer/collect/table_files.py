@@ -1,17 +1,20 @@
-"""Write rows to files: parquet, JSON Lines or CSV of a table, or ready lines. The same tables give the same bytes."""
+"""Write rows to files: parquet, JSON Lines or CSV of a table, or lines of a form that programs know.
+
+The same tables give the same bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from batchinfer.core import codec
+from batchinfer.formats.lines import OutputLine, read_line
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ _GROUP_BYTES = 64 << 20
 """Rows and bytes of which one suffices to end a row group of parquet."""
 _FEW_VALUES = ("status", "finish_reason", "error_code", "model", "label")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_SERVER_FAULT = 500
 
 
 class TableFile(NamedTuple):
@@ -38,38 +43,29 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
 
     Without any row there is one file, which has the columns only.
     """
+    tables = _groups(rows.tables())
     with scratch_errors(scratch.folder):
-        for _, pieces in groupby(_pieces(rows, most), itemgetter(0)):
-            path, count = scratch.new_path("table"), 0
+        left, index = next(tables, None), 0
+        while left is not None or not index:
+            path, count, index = scratch.new_path("table"), 0, index + 1
             with closing(_open_writer(path, kind, rows)) as writer:
-                for _, table in pieces:
-                    if len(table):
-                        writer.write_table(table)
-                        count += len(table)
+                while left is not None and count < most:
+                    part = left.slice(0, most - count)
+                    writer.write_table(part)
+                    count += len(part)
+                    left = left.slice(len(part)) if len(part) < len(left) else next(tables, None)
             with path.open("rb") as file:
                 sha256 = codec.sha256_file(file)
             yield TableFile(path, count, path.stat().st_size, sha256)
 
 
-def _pieces(rows: Rows, most: int) -> Iterator[tuple[int, Any]]:
-    """Yield the rows in tables of the size of row groups, each with the index of its file, after one without a row."""
-    yield 0, rows.schema.empty_table()
-    done = 0
-    for table in _groups(rows.tables()):
-        start = 0
-        while start < len(table):
-            index, used = divmod(done, most)
-            part = table.slice(start, most - used)
-            yield index, part
-            start, done = start + len(part), done + len(part)
-
-
 def _groups(tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield rows in tables of the size of row groups."""
     import pyarrow as pa
 
     held: list[Any] = []
     for table in tables:
-        held.append(table)
+        held += [table] if len(table) else []
         size, count = sum(each.nbytes for each in held), sum(map(len, held))
         if count >= _GROUP_ROWS or size >= _GROUP_BYTES:
             yield pa.concat_tables(held)
@@ -164,3 +160,51 @@ def _values(column: Any) -> list[Any]:
     if getattr(column.type, "unit", "") == "ns":  # Python's times have no nanoseconds
         column = column.cast(pa.int64() if pa.types.is_duration(column.type) else pa.string())
     return list(column.to_pylist())
+
+
+# --------------------------------------------------------------------------- forms that are no tables
+
+
+def _error_of(line: OutputLine) -> dict[str, Any]:
+    """Return the error of a line as an OpenAI server writes it."""
+    assert line.error is not None
+    kind = "invalid_request_error" if line.status < _SERVER_FAULT else "server_error"
+    error = line.error
+    return {"code": error.code, "message": error.message, "param": error.param, "type": kind}
+
+
+def openai_batch(line: str, _source: str) -> bytes:
+    """Return the line of the output file of OpenAI's batch API. Its ids follow from the row."""
+    found = read_line(line.encode())
+    digest = hashlib.blake2b(f"{found.row}\0{found.id}".encode(), digest_size=12).hexdigest()
+    body: Any = found.body if found.error is None else {"error": _error_of(found)}
+    request = f"req_{digest}"
+    response: Any = {"status_code": found.status, "request_id": request, "body": body}
+    error = None
+    if found.error is not None and found.status >= _SERVER_FAULT:  # no fault of the request
+        response, error = None, {"code": found.code, "message": found.error.message}
+    names = {"id": f"batch_{request}", "custom_id": found.id}
+    return _encode({**names, "response": response, "error": error})
+
+
+def completions(line: str, source: str) -> bytes:
+    """Return the row's request and its result. A failed row has no result, but an error."""
+    found = read_line(line.encode())
+    try:
+        request: Any = _decode(source)
+        request = {name: value for name, value in request.items() if name not in ("_row", "_id")}
+    except msgspec.DecodeError:
+        request = None  # the line is no JSON object
+    if found.error is not None:
+        return _encode({"request": request, "result": None, "error": _error_of(found)})
+    choices = _decode(found.body).get("choices", msgspec.Raw(b"[]"))
+    return _encode({"request": request, "result": {"choices": choices}})
+
+
+ENCODERS: dict[str, Callable[[str, str], bytes]] = {
+    "openai-batch": openai_batch,
+    "completions": completions,
+    "lines": lambda line, _source: line.encode(),
+}
+"""By the name of the form: a function of a row's output line, and of its line in the chunk if NEEDS_SOURCE."""
+NEEDS_SOURCE = ("completions",)

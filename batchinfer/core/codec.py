@@ -1,9 +1,8 @@
-"""Encodes and decodes records, computes checksums, fingerprints and seeds, and decompresses zstd."""
+"""Encodes and decodes records, and computes checksums, fingerprints and seeds."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
@@ -160,60 +159,3 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
 def raw(data: bytes) -> msgspec.Raw:
     """Wrap bytes that are JSON already, so that `encode` embeds them unchanged."""
     return msgspec.Raw(data)
-
-
-# --------------------------------------------------------------------------- zstd
-
-_READ_BYTES = 32 << 10
-_FEED_BYTES = 1 << 10
-"""Number of compressed bytes that are decompressed in one step. Four compressed bytes expand to at most 128 KiB, so one
-step makes about 32 MiB at most."""
-
-
-class ZstdFile(io.RawIOBase):
-    """A readable file with the decompressed content of a zstd file, which may have several frames.
-
-    Reading takes a limited amount of memory. Closing this file does not close `raw`, the compressed file. The reader of
-    the zstandard library accepts a file whose end is missing; this reader raises an error.
-
-    Raises:
-        EOFError: On reading: the end of the last frame is missing.
-        zstandard.ZstdError: On reading: the file is damaged or is no zstd file.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        super().__init__()
-        self._raw = raw
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame: Any = None
-        self._compressed = memoryview(b"")
-        self._plain = memoryview(b"")
-
-    def readable(self) -> bool:
-        """Return True: the file can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read decompressed bytes into `buffer` and return their number; 0 at the end. See io.RawIOBase."""
-        while not self._plain:
-            if not self._compressed:
-                self._compressed = memoryview(self._raw.read(_READ_BYTES))
-                if not self._compressed:
-                    if self._frame is not None:
-                        raise EOFError("the last zstd frame ends early")
-                    return 0
-            if self._frame is None:
-                self._frame = self._new_frame()
-            piece = self._compressed[:_FEED_BYTES]
-            self._plain = memoryview(self._frame.decompress(piece))
-            num_used = len(piece)
-            if self._frame.eof:
-                num_used -= len(self._frame.unused_data)
-                self._frame = None
-            self._compressed = self._compressed[num_used:]
-        count = min(len(buffer), len(self._plain))
-        buffer[:count] = self._plain[:count]
-        self._plain = self._plain[count:]
-        return count

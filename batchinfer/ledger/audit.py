@@ -138,9 +138,8 @@ class Audit:
                 CORRUPT,
                 f"{output.key}: {output.bytes} bytes, its marker says {marker.output_bytes}",
             )
-        rows = ref.rows if ref.row_limit is None else ref.row_limit
-        if marker.rows_done != rows:
-            yield CORRUPT, f"{key}: counts {marker.rows_done} rows, the chunk has {rows}"
+        if marker.rows_done != ref.rows_to_do:
+            yield CORRUPT, f"{key}: counts {marker.rows_done} rows, the chunk has {ref.rows_to_do}"
         if (by_code := sum(marker.errors.values())) not in {0, marker.rows_error}:
             yield CORRUPT, f"{key}: {marker.rows_error} error rows, by code {by_code}"
 

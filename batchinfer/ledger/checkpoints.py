@@ -16,7 +16,7 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 
@@ -95,11 +95,11 @@ class Deaths(NamedTuple):
     fewest_rows: int
     """Smallest number of rows, this row included, that were in the engine at one of these deaths."""
 
-    def plus(self, other: Self) -> Self:
-        """Return both as one: the sum of the numbers, and the smaller of the two `fewest_rows`."""
-        return self._replace(
-            number=self.number + other.number, fewest_rows=min(self.fewest_rows, other.fewest_rows)
-        )
+
+def add_deaths(deaths: dict[int, Deaths], line: int, number: int, rows_in_flight: int) -> None:
+    """Add engine deaths during a row to those of all rows, by line."""
+    before = deaths.get(line, Deaths(0, rows_in_flight))
+    deaths[line] = Deaths(before.number + number, min(before.fewest_rows, rows_in_flight))
 
 
 class _Header(Record, frozen=True, kw_only=True):
@@ -120,12 +120,7 @@ _encoder = msgspec.json.Encoder()
 _decoder = codec.json_decoder(FinishedRow)
 _header_decoder = codec.json_decoder(_Header)
 _output_decoder = codec.json_decoder(_Output)
-_UNREADABLE = (
-    msgspec.DecodeError,
-    msgspec.ValidationError,
-    UnicodeDecodeError,
-    RecursionError,
-)
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:
@@ -241,43 +236,28 @@ class Segments:
             )
             return
         for text in codec.lines(file):
-            found = self._read_line(text, key)
-            if found is None:
+            try:
+                found = self._read_line(text)
+            except _UNREADABLE as error:
+                logger.warning("%s: record left out (%s); its row is generated again", key, error)
                 continue
             if found.engine_deaths:
-                deaths = Deaths(found.engine_deaths, found.rows_in_flight)
-                before = self.deaths.get(found.line)
-                self.deaths[found.line] = deaths if before is None else before.plus(deaths)
-            elif self._is_of_its_row(found, key):
+                add_deaths(self.deaths, found.line, found.engine_deaths, found.rows_in_flight)
+            else:
                 yield found
 
-    def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
-        try:
-            found = _decoder.decode(text)
-        except _UNREADABLE as error:
-            logger.warning("%s: unreadable record (%s); its row is generated again", key, error)
-            return None
+    def _read_line(self, text: bytes) -> FinishedRow:
+        """Decode a record. Raises ValueError or what msgspec raises if it is none of this chunk's."""
+        found = _decoder.decode(text)
         if not 0 <= found.line < self._num_lines:
-            logger.warning(
-                "%s: line %d is not in the chunk of %d; left out", key, found.line, self._num_lines
-            )
-            return None
+            raise ValueError(f"line {found.line} is not in the chunk of {self._num_lines}")
+        if not found.engine_deaths:
+            row, wanted = _output_decoder.decode(found.output).row, self._first_row + found.line
+            if row not in (None, wanted):
+                raise ValueError(
+                    f"line {found.line} has the answer to row {row}, expected row {wanted}"
+                )
         return found
-
-    def _is_of_its_row(self, found: FinishedRow, key: str) -> bool:
-        """Whether a record's output is a JSON object, and answers the row of the record's line."""
-        try:
-            row = _output_decoder.decode(found.output).row
-        except _UNREADABLE:
-            return False
-        wanted = self._first_row + found.line
-        if row in (None, wanted):
-            return True
-        logger.warning(
-            "%s: line %d has the answer to row %d, expected row %d; it is generated again",
-            *(key, found.line, row, wanted),
-        )
-        return False
 
 
 def _is_whole(header: _Header, records: memoryview) -> bool:

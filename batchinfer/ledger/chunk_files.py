@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
@@ -102,14 +101,17 @@ def _scan(path: Path) -> tuple[str, int]:
 
 
 def _decompress(source: Path, target: Path, name: str) -> None:
-    import zstandard
+    import pyarrow
 
-    try:
-        with scratch_errors(target.parent), source.open("rb") as packed, target.open("wb") as plain:
-            shutil.copyfileobj(ZstdFile(packed), plain, _BLOCK_BYTES)
-    except (zstandard.ZstdError, EOFError) as error:
-        remove_quietly(target)
-        raise InputError(
-            f"{name}: not readable as zstd ({error})",
-            hint="copy it there again, or split again with --overwrite",
-        ) from error
+    with scratch_errors(target.parent), source.open("rb") as packed, target.open("wb") as plain:
+        unpacked = pyarrow.input_stream(packed, compression="zstd")
+        try:
+            shutil.copyfileobj(unpacked, plain, _BLOCK_BYTES)
+        except OSError as error:
+            remove_quietly(target)
+            if error.errno is not None:  # the disk's; pyarrow's own have no number
+                raise
+            raise InputError(
+                f"{name}: not readable as zstd ({error})",
+                hint="copy it there again, or split again with --overwrite",
+            ) from error

@@ -52,9 +52,6 @@ in a row fail, the lease lapses about when the fourth is due."""
 LEASES_WITHOUT_STORAGE = 10.0
 """Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. That is more
 than others wait for it, since loading an engine again costs more than waiting some minutes for a bucket."""
-LAPSES_WITHOUT_STORAGE = 3
-"""Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
-a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 _LEASES_FOR_ONE_LOOK = 2.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
 gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
@@ -104,7 +101,6 @@ class Lease:
         self.worker_id = worker_id
         self.lease_seconds = lease_seconds
         self.nonce = nonce
-        self.error: StorageError | None = None
 
     @property
     def writer(self) -> str:
@@ -118,16 +114,15 @@ class Lease:
         another start's record at its next renewal, and stops.
         """
         while True:
-            before, etag = self._own.read()
-            self._own.expect(etag)
+            before = self._own.read()
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
                 self._renewed = started
                 return before
 
-    def renew(self, record: Worker) -> None:
-        """Write the record again, as a heartbeat. A StorageError is kept in `error`; the next renewal tries again.
+    def renew(self, record: Worker) -> bool:
+        """Write the record again, as a heartbeat. Return whether the lease was renewed; else the next call tries again.
 
         Raises:
             Superseded: A newer start of this worker exists. Its record is left as it is.
@@ -135,13 +130,12 @@ class Lease:
         started = self._clock.monotonic()
         try:
             if not self._persist(record, is_last=False):
-                return  # the record is left as `close` writes it
+                return False  # the record is left as `close` writes it
         except StorageError as error:
-            self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
-            return
-        self.error = None
+            return False
         self._renewed = started
+        return True
 
     def close(self, record: Worker) -> None:
         """End the lease, and write the record for the last time. A renewal that another thread has begun then gives up.
@@ -158,11 +152,6 @@ class Lease:
     def heartbeat_seconds(self) -> float:
         """Seconds between two heartbeats."""
         return self.lease_seconds / HEARTBEATS_PER_LEASE
-
-    @property
-    def give_up_seconds(self) -> float:
-        """Seconds without a successful heartbeat after which the worker ends itself."""
-        return LEASES_WITHOUT_STORAGE * self.lease_seconds
 
     def is_held(self) -> bool:
         """Whether others must still respect this worker's claims."""
@@ -187,22 +176,18 @@ class Lease:
             what = "its lease has ended" if self._is_closed else late
             raise LeaseLapsed(f"worker {self.worker_id}: {what}")
 
-    def confirm(self) -> str:
+    def confirm(self) -> None:
         """Check that no other start of this worker has replaced this worker's record. Sends one request.
 
         A record that is gone or damaged does not count as replaced. The next renewal writes it again.
 
-        Returns:
-            The record's etag; "" if it is gone.
-
         Raises:
             Superseded: The record is of another start of this worker.
         """
-        found, etag = self._own.read()
+        found = self._own.read()
         if found is not None and found.nonce != self.nonce:
             self._superseded = True
             self._refuse_superseded()
-        return etag
 
     def _refuse_superseded(self) -> None:
         if self._superseded:
@@ -218,16 +203,9 @@ class Lease:
                 return False
             if self._write(record):
                 return True
-            self._settle()
+            # This process itself may have changed it (in another thread, or by a write whose reply was lost).
+            self.confirm()
         raise StorageError(f"{self._own.key}: the store keeps refusing its own etag")
-
-    def _settle(self) -> None:
-        """Read the record after a refused write, and keep its etag for the next try.
-
-        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
-        or from outside (removed or damaged).
-        """
-        self._own.expect(self.confirm())
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
@@ -338,10 +316,6 @@ class Claims:
                     extra=event("chunk_taken_over", chunk=name, worker=owner),
                 )
                 return Taken(etag)
-
-    def is_ours(self, claim: Claim) -> bool:
-        """Whether this start of this worker wrote a claim that was read. Sends no request."""
-        return (claim.worker, claim.nonce) == (self._lease.worker_id, self._lease.nonce)
 
     def release(self, name: str, etag: str) -> bool:
         """Release a chunk's claim, so that any worker may take it.

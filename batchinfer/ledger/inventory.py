@@ -226,7 +226,9 @@ def in_parallel(
             pool.shutdown(cancel_futures=True)
 
 
-def read_records(store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]) -> dict[K, Found[T]]:
+def read_records(
+    store: Store, infos: Mapping[K, ObjectInfo], kind: type[T], num_readers: int = NUM_READERS
+) -> dict[K, Found[T]]:
     """Read listed objects as records of a kind, by their names. Objects that are gone meanwhile are left out."""
 
     def read(info: ObjectInfo) -> Found[T] | None:
@@ -239,5 +241,20 @@ def read_records(store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]) -> 
         except InputError as error:
             return Found(info, etag, None, error.message.removeprefix(f"{info.key}: "))
 
-    found = in_parallel(read, infos.values())
+    found = in_parallel(read, infos.values(), num_readers)
     return {name: each for name, each in zip(infos, found, strict=True) if each is not None}
+
+
+def read_markers(
+    store: Store, generations: Mapping[str, int], num_readers: int = NUM_READERS
+) -> dict[str, Marker]:
+    """Read markers, given by their chunk and generation: one request each.
+
+    Those that are gone or cannot be read are left out; `verify` tells of them.
+    """
+    infos = {
+        name: ObjectInfo(layout.marker_key(name, generation), 0, "")
+        for name, generation in generations.items()
+    }
+    found = read_records(store, infos, Marker, num_readers)
+    return {name: each.record for name, each in found.items() if each.record is not None}

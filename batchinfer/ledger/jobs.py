@@ -47,6 +47,11 @@ class ChunkRef(NamedTuple):
     generation: int = 0
     base: int | None = None
 
+    @property
+    def rows_to_do(self) -> int:
+        """Number of rows to do."""
+        return (self.rows or 0) if self.row_limit is None else self.row_limit
+
 
 class Assignment(NamedTuple):
     """A worker's own chunks in manifest order, and the job they belong to."""

@@ -1,22 +1,21 @@
 """A look at a run without a request for each chunk, for `status`, `report` and `check`. Read-only.
 
-outputs/, checkpoints/ and workers/ are listed, and the workers' records are read; `report` adds `read_newest_markers`.
+outputs/, checkpoints/ and workers/ are listed, and the workers' records are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
-from batchinfer.core.records import Job, Marker, Run, Worker, WorkerLease
+from batchinfer.core.records import Job, Run, Worker, WorkerLease
 from batchinfer.ledger.inventory import Found, Listing, SeenMarker, read_records
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import find_job, job_sha256_of, no_run, read_run
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
-from batchinfer.storage import ObjectInfo, Store
+from batchinfer.storage import Store
 
 
 class SeenWorker(NamedTuple):
@@ -108,17 +107,3 @@ def read_workers(store: Store) -> tuple[list[SeenWorker], list[str]]:
     return workers, [
         f"left out: {store.url}/{one.info.key}: {one.problem}" for one in read if one.record is None
     ]
-
-
-def read_newest_markers(store: Store, markers: Mapping[str, SeenMarker]) -> Iterator[Marker]:
-    """Yield each marker that a listing has shown. Sends one request for each.
-
-    Markers that are gone meanwhile or cannot be read are left out; `verify` tells of these.
-    """
-    infos = {
-        name: ObjectInfo(layout.marker_key(name, seen.generation), 0, "")
-        for name, seen in markers.items()
-    }
-    for found in read_records(store, infos, Marker).values():
-        if found.record is not None:
-            yield found.record

@@ -11,12 +11,16 @@ from batchinfer.core.errors import (
     InputError,
     ObjectNotFound,
     PreconditionFailed,
+    StorageError,
 )
 from batchinfer.storage import Store
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_WRITES = 3
+"""Attempts to write, when another thread or an earlier start that still runs changes the object meanwhile."""
 
 
 class OwnRecord(Generic[T]):
@@ -34,24 +38,21 @@ class OwnRecord(Generic[T]):
         self.key = key
         self._etag = ""
 
-    def read(self) -> tuple[T | None, str]:
-        """Read the object and its etag. The content is None if it is gone or damaged, the etag "" if it is gone."""
+    def read(self) -> T | None:
+        """Read the object; None if it is gone or damaged. The next write replaces the version that was read."""
         try:
-            data, etag = self._store.get(self.key)
+            data, self._etag = self._store.get(self.key)
         except ObjectNotFound:
-            return None, ""
+            self._etag = ""
+            return None
         try:
-            return codec.decode(data, self._kind, name=self.key), etag
+            return codec.decode(data, self._kind, name=self.key)
         except InputError as error:
             logger.warning("%s; it is written anew", error)
-            return None, etag
+            return None
 
-    def expect(self, etag: str) -> None:
-        """Let the next write replace the version with this etag; with "" there must be none."""
-        self._etag = etag
-
-    def write(self, record: object) -> bool:
-        """Write the object if it is the version that was last written or expected. Return whether it was written."""
+    def write(self, record: T) -> bool:
+        """Write the object if it is the version that was last written or read. Return whether it was written."""
         data = codec.encode(record)
         try:
             if self._etag:
@@ -61,3 +62,13 @@ class OwnRecord(Generic[T]):
         except (PreconditionFailed, AlreadyExists):
             return False
         return True
+
+    def overwrite(self, record: T) -> None:
+        """Write the object, over the one that is there. A failure is logged; the next write has newer content."""
+        try:
+            for _ in range(_WRITES):
+                if self.write(record):
+                    return
+                self.read()
+        except StorageError as error:
+            logger.warning("%s: not written (%s); trying again", self.key, error)

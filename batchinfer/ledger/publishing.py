@@ -94,15 +94,6 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     return None, etag
 
 
-def find_marker(store: Store, chunk: str, generation: int) -> Marker | None:
-    """Read a chunk's marker of this generation; None if it is gone or cannot be read. Costs one request."""
-    key = layout.marker_key(chunk, generation)
-    try:
-        return codec.decode(store.get(key).data, Marker, name=key)
-    except (ObjectNotFound, InputError):
-        return None
-
-
 class Publisher:
     """Publishes outputs to one run.
 
@@ -156,10 +147,6 @@ class Publisher:
             # The chunk has its marker, so it is done, even if leftovers could not be deleted.
             logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
         return Published(current, current.nonce == self._nonce)
-
-    def current_marker(self, chunk: str, generation: int) -> Marker | None:
-        """Read a chunk's marker of one generation. Return None if it does not exist or is damaged."""
-        return read_marker(self._store, chunk, generation)[0]
 
     def _put_output(self, built: Built, chunk: str) -> str:
         """Store an output under a name that no other try has, of this start or of another one. Return the name."""

@@ -31,11 +31,6 @@ UNKNOWN = "(not known before the engine has loaded)"
 _SHOWN = 200
 _SHOWN_CHUNKS = 3
 """Largest number of chunks that an error names."""
-_MEANINGS = {
-    "model_identity": " (the model's files are not those with which the run began)",
-}
-"""Explanations of differences in the configuration, by key."""
-_ALIASES = {"s3a": "s3", "r2": "s3", "gcs": "gs"}
 _PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
 
 
@@ -45,9 +40,7 @@ class _Config(msgspec.Struct):
     job_sha256: str = ""
     limit: int | None = None
     seed: int | None = 0
-    engine_args: dict[str, Any] = {}
     prompt: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
 
 
 class _Recorded(msgspec.Struct):
@@ -117,31 +110,16 @@ def no_run(store: Store) -> InputError:
 
     Users often give the URL of a job, or of its runs/ folder, instead. The error then names the runs that it holds.
     """
-    url = store.url
-    try:
-        store.stat(layout.JOB_KEY)
-    except ObjectNotFound:
-        if url.endswith(f"/{layout.RUNS.rstrip('/')}"):
-            keys = (info.key.split("/") for info in store.list())
-            if names := sorted({parts[0] for parts in keys if len(parts) > 1}):
-                return InputError(
-                    f"{url}: holds runs, expected one of them ({', '.join(names)})",
-                    hint=f"give {url}/{names[0]}",
-                )
+    above = "" if store.url.endswith(f"/{layout.RUNS.rstrip('/')}") else layout.RUNS
+    keys = (info.key.removeprefix(above).partition("/") for info in store.list(above))
+    if names := sorted({name for name, slash, _ in keys if slash}):
         return InputError(
-            f"{url}: no run there (neither run.json nor workers nor outputs)",
-            hint="check the URL; it is what the worker's --output says, by default JOB/runs/default",
-        )
-    keys = (info.key.split("/") for info in store.list(layout.RUNS))
-    names = sorted({parts[1] for parts in keys if len(parts) > 2})
-    if not names:
-        return InputError(
-            f"{url}: is a job without runs",
-            hint="start a worker first, or give the URL that its --output names",
+            f"{store.url}: holds runs, expected one of them ({', '.join(names)})",
+            hint=f"give {store.url}/{above}{names[0]}",
         )
     return InputError(
-        f"{url}: is a job, expected one of its runs ({', '.join(names)})",
-        hint=f"give {layout.run_url(url, names[0])}",
+        f"{store.url}: no run there (neither run.json nor workers nor outputs)",
+        hint="start a worker first, or check the URL: it is what --output says, by default JOB/runs/default",
     )
 
 
@@ -210,7 +188,7 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
 def _differences(run: Run, config: dict[str, Any]) -> str:
     """Return one line for each key of a configuration whose value differs from the run's."""
     return "\n".join(
-        f"  {key}: the run has {there}, this worker {here}{_MEANINGS.get(key, '')}"
+        f"  {key}: the run has {there}, this worker {here}"
         for key, there, here in differing_keys(run.config, _plain(config))
     )
 
@@ -326,7 +304,7 @@ def _bucket(url: str) -> tuple[str, str]:
     if scheme == "file":
         return scheme, ""
     depth = 3 if scheme == "hf" else 1  # datasets/org/name
-    return _ALIASES.get(scheme, scheme), "/".join(rest.split("/")[:depth])
+    return {"r2": "s3"}.get(scheme, scheme), "/".join(rest.split("/")[:depth])
 
 
 class FoundJob(NamedTuple):

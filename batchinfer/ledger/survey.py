@@ -1,23 +1,18 @@
-"""A survey of a run for one worker: which chunks are done, and which are claimed by other workers.
-
-Read-only, except for `release_given_up`.
-"""
+"""A survey of a run for one worker: which chunks are done, and which are claimed by other workers. Read-only."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, read_claim
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
 from batchinfer.storage import Store
 
-_FEW = 10
-"""Largest number of neighbours that are looked up one by one. More of them are read from a listing."""
 _NEIGHBOUR_DIGITS = 3
 """Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
 MOST_SAMPLED = 16
@@ -91,22 +86,14 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         generations: Generation of the wanted marker for each chunk, by name; those first whose claims are to be read.
             A chunk with a marker of this generation or a higher one is done.
     """
-    if len(generations) > _FEW:
-        beginning = neighbours_of(next(iter(generations)))
-        done = {
-            name
-            for name, marker in newest_markers(store, beginning).items()
-            if marker.generation >= generations.get(name, sys.maxsize)
-        }
-        infos = store.list(layout.CLAIMS + beginning)
-        may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
-    else:
-        done = {
-            name
-            for name, each in generations.items()
-            if read_marker(store, name, each)[0] is not None
-        }
-        may_be_claimed = set(generations)
+    beginning = neighbours_of(next(iter(generations)))
+    done = {
+        name
+        for name, marker in newest_markers(store, beginning).items()
+        if marker.generation >= generations.get(name, sys.maxsize)
+    }
+    infos = store.list(layout.CLAIMS + beginning)
+    may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
     survey = Survey(done, [], [], [])
     num_read = 0
     for name in generations:
@@ -123,15 +110,3 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         else:
             survey.owners.append(owner)
     return survey
-
-
-def release_given_up(store: Store, claims: Claims, names: Collection[str]) -> None:
-    """Release this worker's claims of the chunks in `names`, which it has given up.
-
-    A claim whose write timed out may still appear on storage much later. If these claims stayed, two workers that have
-    given up different chunks could wait for each other for ever.
-    """
-    for name in names:
-        held = read_claim(store, name)
-        if held is not None and claims.is_ours(held.claim):
-            claims.release(name, held.etag)

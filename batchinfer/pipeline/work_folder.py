@@ -13,10 +13,10 @@ from typing import Any
 
 from batchinfer.check.examination import ERROR, CheckConfig, Examination
 from batchinfer.check.model import has_chat_template
+from batchinfer.collect.answers import select
 from batchinfer.collect.collect_config import CollectConfig, check_options, suffix_of
 from batchinfer.collect.collecting import run_collect
-from batchinfer.collect.hub_destination import HubDestination
-from batchinfer.collect.selection import select
+from batchinfer.collect.destinations import HubDestination
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
@@ -33,7 +33,6 @@ from batchinfer.engines import is_remote
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.pipes import recognise
 from batchinfer.pipeline.run import PipelineConfig
-from batchinfer.split.append import is_part_of
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
@@ -160,7 +159,7 @@ class WorkFolder:
             output=self.job_url,
             delimiter=config.delimiter,
             border=limit if job is None and limit is not None and limit < counted.rows else 0,
-            append=job is not None and is_part_of(job, counted),
+            append=job is not None and counted.extend(job),
         )
         try:
             run_split(split, store=self._open_store(self.job_url), counted=counted)
@@ -210,8 +209,7 @@ class WorkFolder:
         Raises:
             ErrorRateExceeded: a larger share failed, and `at_least` so many.
         """
-        store, now = self._open_store(self.run_url), self._clock.now()
-        found = select(store, self._open_store, now=now, job_url=self.job_url)
+        found = select(self.run_url, self._open_store, self._clock, job_url=self.job_url)
         failed = sum(marker.rows_error for _, marker in found.sound)
         done = failed + sum(marker.rows_ok for _, marker in found.sound)
         if failed >= at_least and failed > rate * done:

@@ -10,7 +10,8 @@ stay: workers take over those of the dead by themselves.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 from batchinfer.cli.run_commands import run_command
@@ -55,18 +56,8 @@ class Removal(NamedTuple):
     info: ObjectInfo
     least_age: float
 
-    def is_due(self, now: float) -> bool:
-        """Whether the object has that age."""
-        return now - self.info.modified >= self.least_age
 
-
-def run_clean(
-    config: CleanConfig,
-    *,
-    store: Store,
-    clock: Clock,
-    show: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, Any]:
     """Remove what dead workers left.
 
     If this function is killed half way, the next call removes the rest.
@@ -75,7 +66,6 @@ def run_clean(
         config: What to clean.
         store: The run's store.
         clock: The clock by which a dry run computes ages. With `yes`, the store's own time is used.
-        show: Called with each line of text about what is removed, or would be removed.
 
     Raises:
         InputError: there is no run, or the run is of a newer format version, or a chunk to do again has neither a
@@ -87,19 +77,15 @@ def run_clean(
     inventory = take_inventory(store, now=now, patience_seconds=age_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    removed: dict[str, list[ObjectInfo]] = {}
+    removed: dict[str, list[ObjectInfo]] = defaultdict(list)
     plan = list(find_removals(inventory, config))
-    for removal in plan:
-        if removal.is_due(now):
-            removed.setdefault(removal.what, []).append(removal.info)
+    for what, info, least_age in plan:
+        if now - info.modified >= least_age:
+            removed[what].append(info)
     if inventory.living():  # a temporary file may be a live worker's, and a large upload takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
     find_temps = getattr(store, "temps", None)  # killed writers leave such files in a local folder
     temps = list(find_temps(age_seconds)) if find_temps else []
-    for what, infos in removed.items():
-        show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
-    if temps:
-        show(f"temporary files: {len(temps)}")
     if config.yes:
         # Markers go last. If this process is killed before, their chunks still count as done.
         order = sorted(removed, key=lambda what: what == _MARKERS)
@@ -188,10 +174,10 @@ def command(config: CleanConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    def tell(line: str) -> None:
-        say(line if config.yes else f"would remove: {line}")
-
-    result = run_clean(config, store=open_store(config.run), clock=SystemClock(), show=tell)
+    result = run_clean(config, store=open_store(config.run), clock=SystemClock())
+    removed = result["removed"] | {"temporary files": result["temps_removed"]}
+    for what, number in removed.items() if any(removed.values()) else ():
+        say(f"{'removed' if config.yes else 'would remove'}: {number} {what}")
     if not config.yes:
         say("dry run; nothing was changed. To do it, add --yes")
     if result["kept_young"]:

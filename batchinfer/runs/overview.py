@@ -155,44 +155,38 @@ def overview(
         of_markers: The sums over the run's markers, if they were read.
     """
     run = snapshot.run
-    now = max(
-        snapshot.taken,
-        *(seen.modified for seen in snapshot.workers),
-        *(marker.modified for marker in snapshot.markers.values()),
-        0.0,
-    )  # an object that looks newer than now shows that this machine's clock is behind storage's
-    seen_workers = sorted(snapshot.workers, key=lambda seen: seen.record.id)
-    views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in seen_workers]
-    views = _with_slow(views)
+    # An object that looks newer than now shows that this machine's clock is behind storage's.
+    times = [seen.modified for seen in snapshot.workers]
+    times += [marker.modified for marker in snapshot.markers.values()]
+    now = max(snapshot.taken, *times, 0.0)
+    views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in snapshot.workers]
+    views = _with_slow(sorted(views, key=lambda view: view.id))
     totals = add_up(views)
     chunks, rows = _progress(snapshot, views)
-    rates = [view.recent for view in views]
     recent = Rate(
-        seconds=max((rate.seconds for rate in rates), default=0.0),
-        rows=sum(rate.rows for rate in rates),
-        input_tokens=sum(rate.input_tokens for rate in rates),
-        output_tokens=sum(rate.output_tokens for rate in rates),
+        seconds=max((view.recent.seconds for view in views), default=0.0),
+        rows=sum(view.recent.rows for view in views),
+        input_tokens=sum(view.recent.input_tokens for view in views),
+        output_tokens=sum(view.recent.output_tokens for view in views),
     )
-    state = _run_state(snapshot, chunks, [view.state for view in views])
+    state, is_alive = _run_state(snapshot, chunks, views), any(view.is_alive for view in views)
     eta = 0.0 if state == "done" else rows.waiting / recent.rows if recent.rows > 0 else None
     if of_markers is not None and (state == "done" or of_markers.rows_done > totals.rows_done):
         totals = of_markers
-    started = min((one.started + one.clock_offset_seconds for one in views), default=None)
+    started = min((one.started + one.clock_offset_seconds for one in views), default=now)
     last = max((one.heartbeat + one.clock_offset_seconds for one in views), default=0.0)
-    if any(view.is_alive for view in views):
-        last = now
-    seconds = 0.0 if started is None else max(last - started, 1e-3)
-    finished = rows.done + rows.in_progress
-    lost = [
+    seconds = max((now if is_alive else last) - started, 1e-3) if views else 0.0
+    notes = [
         f"worker {one.id}: {one.replicas_lost} of {one.engine.get('num_replicas')} replicas are lost"
         for one in views
         if one.replicas_lost
     ]
-    if any(view.state == "gone" for view in views) and not any(view.is_alive for view in views):
-        lost.append(
+    if any(view.state == "gone" for view in views) and not is_alive:
+        notes.append(
             "workers count as gone by this machine's clock; one that is ahead is wrong about it"
         )
     models = [run and run.config.get("model"), *(view.engine.get("model") for view in views)]
+    finished = rows.done + rows.in_progress
     return Overview(
         run=snapshot.url,
         job=snapshot.job_url,
@@ -200,7 +194,7 @@ def overview(
         fingerprint=run.fingerprint if run else "",
         state=state,
         time=now,
-        started=started,
+        started=started if views else None,
         chunks=chunks,
         rows=rows,
         recent=recent,
@@ -209,7 +203,7 @@ def overview(
         totals=totals,
         cost=_cost(views, eta, totals),
         workers=views,
-        notes=snapshot.notes + lost,
+        notes=snapshot.notes + notes,
     )
 
 
@@ -299,24 +293,16 @@ def _rate(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int)
 
 def _with_slow(views: list[WorkerView]) -> list[WorkerView]:
     """Call a running worker slow if it makes less than half of the tokens of the median of the same machines."""
-
-    def like(view: WorkerView) -> tuple[str, int]:
-        return view.machine.accelerator, view.machine.gpus
-
-    def tokens(view: WorkerView) -> float:
-        return view.recent.input_tokens + view.recent.output_tokens
-
-    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
-    judged = [
-        view for view in views if view.state == "running" and view.recent.seconds >= _JUDGED_SECONDS
-    ]
-    for view in judged:
-        rates[like(view)].append(tokens(view))
+    rates: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for view in views:
+        if view.state == "running" and view.recent.seconds >= _JUDGED_SECONDS:
+            like = rates[view.machine.accelerator, view.machine.gpus]
+            like[view.id] = view.recent.input_tokens + view.recent.output_tokens
     slow = {
-        view.id
-        for view in judged
-        if len(others := rates[like(view)]) >= _FEWEST_LIKE
-        and tokens(view) < SLOW_SHARE * statistics.median(others)
+        name
+        for like in rates.values()
+        for name, rate in like.items()
+        if len(like) >= _FEWEST_LIKE and rate < SLOW_SHARE * statistics.median(like.values())
     }
     return [msgspec.structs.replace(v, state="slow") if v.id in slow else v for v in views]
 
@@ -333,28 +319,27 @@ def _progress(snapshot: Snapshot, views: list[WorkerView]) -> tuple[Progress, Pr
         for name, number in view.open_chunks.items() if view.is_alive else ():
             busy.add(name)
             finished[name] = max(number, finished.get(name, 0))
-    total, rows_left = sum(rows.values()), sum(rows[name] for name in left)
     in_progress = sum(min(finished[name], rows[name]) for name in left & finished.keys())
+    rows_left = sum(rows[name] for name in left)
     return (
-        _progress_of(len(rows), len(rows) - len(left), len(busy & left)),
-        _progress_of(total, total - rows_left, in_progress),
+        _progress_of(len(rows), len(left), len(busy & left)),
+        _progress_of(sum(rows.values()), rows_left, in_progress),
     )
 
 
-def _progress_of(total: int, done: int, in_progress: int) -> Progress:
-    waiting = total - done - in_progress
-    return Progress(total=total, done=done, in_progress=in_progress, waiting=waiting)
+def _progress_of(total: int, left: int, in_progress: int) -> Progress:
+    waiting = left - in_progress
+    return Progress(total=total, done=total - left, in_progress=in_progress, waiting=waiting)
 
 
-def _run_state(snapshot: Snapshot, chunks: Progress, states: list[str]) -> str:
+def _run_state(snapshot: Snapshot, chunks: Progress, views: list[WorkerView]) -> str:
     if chunks.done >= chunks.total:
         return "done"
+    states = {view.state for view in views}
     alive = next((state for state in ALIVE_STATES if state in states), "")
     if snapshot.is_stop_asked:
         return "stopping" if alive else "stopped"
-    if alive or not (states or snapshot.markers):
-        return alive or "empty"
-    return "idle"
+    return alive or ("idle" if states or snapshot.markers else "empty")
 
 
 def _cost(views: list[WorkerView], eta: float | None, totals: Counts) -> Cost:

@@ -9,29 +9,45 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-from typing import Annotated, Any
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
 from batchinfer import __version__
 from batchinfer.cli.run_commands import run_command
-from batchinfer.core import codec, units
+from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError, ObjectNotFound
+from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import ErrorExample, Record
-from batchinfer.ledger.jobs import OpenStore, split_name
-from batchinfer.ledger.looks import Snapshot
-from batchinfer.runs.drawing import draw, ticks_of
+from batchinfer.core.records import ErrorExample, Marker, Record
+from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, split_name
+from batchinfer.ledger.looks import SeenWorker, Snapshot
+from batchinfer.ledger.spending import offset_of
 from batchinfer.runs.overview import Overview
-from batchinfer.runs.pairs import Sample, read_samples
 from batchinfer.runs.status import COLUMNS, RunConfig, figures_of, look_closely
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
 
 MAX_WORKER_ROWS = 300
 """Largest number of workers that are listed in the table."""
 MAX_TEXT, MAX_SETTINGS = 2000, 40_000
 """Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
+MOST_BINS = 180
+_LAST_YEAR = 2**32 / 60
+"""Minutes since 1970 after which a time in a record counts as damaged."""
+_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 360, 720, 1440, 2880, 10_080, 43_200, 525_600)
+"""Minutes between two labels of the time axis."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
@@ -52,7 +68,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
         ConfigError: the output's URL names no file, or names a folder.
     """
     snapshot, seen = look_closely(config.look, open_store=open_store, clock=clock)
-    samples = read_samples(open_store(seen.run), snapshot, open_store, num_rows=config.num_samples)
+    samples = _read_samples(open_store(seen.run), snapshot, open_store, num_rows=config.num_samples)
     page = render_page(snapshot, seen, samples).encode(errors="replace")
     put_page(config.output, page, open_store)
     return {
@@ -127,6 +143,139 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
                 f"--output {url}: is a folder, expected a file",
                 hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
             ) from None
+
+
+# --------------------------------------------------------------------------- drawings
+
+
+def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, str]]:
+    """Draw what workers counted, minute by minute: a title, an SVG path in a box of 1000 by 100, and the largest value.
+
+    A run of less than a minute, or without a finished row, has no drawing.
+    """
+    import numpy as np
+
+    begin, length = _minutes(seen)
+    counted = []
+    for record, modified in workers if length else ():
+        shift = offset_of(record, modified) / 60 - begin
+        for one in record.minutes:
+            parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
+            counts = (one.completion_tokens or one.prompt_tokens, one.rows, one.errors)
+            places = (max(0.0, one.minute + shift + n * one.length / parts) for n in range(parts))
+            counted += [(place, *(count / parts for count in counts)) for place in places]
+    if not counted:
+        return []
+    places, *numbers = np.array(counted).T
+    bins, span = min(math.ceil(length), MOST_BINS), (0, length)
+    tokens, rows, errors = (np.histogram(places, bins, span, weights=each)[0] for each in numbers)
+    drawings = [
+        _drawing("Tokens per second", tokens / (60 * length / bins)),
+        _drawing("Finished rows", rows.cumsum(), seen.rows.total),
+    ]
+    return drawings + [_drawing("Failed rows", errors.cumsum())] * bool(errors.any())
+
+
+def _minutes(seen: Overview) -> tuple[float, float]:
+    """Return the run's begin in minutes since 1970, and its length in minutes: 0 if it is too short, or damaged."""
+    begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
+    return (begin, length) if length > 1 and 0 <= begin <= begin + length <= _LAST_YEAR else (0, 0)
+
+
+def _drawing(title: str, numbers: Any, top: float = 0.0) -> tuple[str, str, str]:
+    top = max(top, *numbers) or 1.0
+    corners = [
+        f"L{1000 * index / len(numbers):.1f} {100 - 100 * value / top:.1f}"
+        for index, value in enumerate(numbers, 1)
+    ]
+    return title, f"M0 100{''.join(corners)}L1000 100Z", units.short(top)
+
+
+def ticks_of(seen: Overview) -> list[tuple[float, str]]:
+    """Return round moments of the time axis, as positions in percent and labels."""
+    begin, length = _minutes(seen)
+    step = next((step for step in _STEPS if length / step <= 5), _STEPS[-1])
+    form = "%d %b" if step >= 1440 else "%H:%M"
+    return [
+        (
+            100 * (at - begin) / length,
+            datetime.fromtimestamp(at * 60, UTC).strftime(form),
+        )
+        for at in range(math.ceil(begin / step) * step, math.floor(begin + length) + 1, step)
+    ]
+
+
+# --------------------------------------------------------------------------- rows to read
+
+
+class Sample(NamedTuple):
+    """One row with its answer. `line` is its line in its chunk, counted from 0; `columns` are its (name, text)."""
+
+    chunk: str
+    line: int
+    columns: list[tuple[str, str]]
+    output: OutputLine
+    answer: Answer
+
+
+def _read_samples(
+    store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
+) -> list[Sample]:
+    """Read rows of the first and of the last finished chunk, spread evenly over each, and the first failed row of each.
+
+    A chunk that cannot be read, or whose output cannot, is left out with a warning.
+
+    Args:
+        store: The run's store.
+        snapshot: What was read of the run: its markers and its job.
+        open_store: Opens the job's store.
+        num_rows: Largest number of rows of each chunk. A failed row may be added to them.
+    """
+    refs = job_chunks(snapshot.job, snapshot.job_url)
+    names = [name for name in refs if name in snapshot.markers]
+    found: list[Sample] = []
+    for name in dict.fromkeys([*names[:1], *names[-1:]]) if num_rows else ():
+        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
+        ref = refs[name]._replace(rows=None, sha256=None)
+        key = layout.marker_key(name, snapshot.markers[name].generation)
+        try:
+            marker = codec.decode(store.get(key).data, Marker, name=key)
+            found += _read_pair(ref, marker, store, open_store(ref.root), num_rows)
+        except BatchinferError as error:
+            logger.warning("%s: no sample of it (%s)", name, error)
+    return found
+
+
+def _read_pair(
+    ref: ChunkRef, marker: Marker, store: Store, source: Store, num_rows: int
+) -> list[Sample]:
+    last = marker.rows_done - 1
+    wanted = {round(index * last / max(1, num_rows - 1)) for index in range(num_rows)}
+    found, has_failed = list[Sample](), False
+    with closing(Scratch()) as scratch:
+        output = scratch.new_path("output")
+        store.download(layout.output_key(marker.output), output)
+        chunk = fetch(source, ref, scratch).path
+        with output.open("rb") as lines, chunk.open("rb") as rows:
+            for index, (data, row) in enumerate(zip(codec.lines(lines), rows, strict=False)):
+                line = read_line(data)
+                if index in wanted or not (line.is_ok or has_failed):
+                    found.append(Sample(ref.name, index, _columns(row), line, answer_of(line)))
+                has_failed = has_failed or not line.is_ok
+    return found
+
+
+def _columns(line: bytes) -> list[tuple[str, str]]:
+    """Return the columns of a row as texts: texts and what is hard to decode as they are, everything else as JSON."""
+    row = read_object(line) or {"line": line.decode(errors="replace")}
+    return [
+        (name, value if isinstance(value, str) else codec.encode(value).decode())
+        for name, value in row.items()
+        if name not in ("_row", "_id")
+    ]
+
+
+# --------------------------------------------------------------------------- the command line
 
 
 @run_command("report", ReportConfig, has_prices=True)

@@ -25,8 +25,9 @@ from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
+from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.looks import Snapshot, look_at, read_newest_markers
+from batchinfer.ledger.looks import Snapshot, look_at
 from batchinfer.ledger.metrics import families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview
@@ -95,7 +96,8 @@ def look_closely(
     """
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
-    counted = add_up(read_newest_markers(store, snapshot.markers)) if reads_markers else None
+    generations = {name: seen.generation for name, seen in snapshot.markers.items()}
+    counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     prices = Prices(config.price_per_hour)
     seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)
     return snapshot, with_launches(seen, store, config.namespace)
@@ -139,48 +141,37 @@ def watch(
 # --------------------------------------------------------------------------- the words, for the screen and the report
 
 
-class Figure(NamedTuple):
-    """One figure of a run: its name, the figure itself, and what is to be said of it."""
-
-    name: str
-    figure: str
-    more: str
+Figure = tuple[str, str, str]
+"""One figure of a run: its name, the figure itself, and what is to be said of it."""
 
 
 def figures_of(seen: Overview) -> Iterator[Figure]:
     """Yield the figures of a run in words, the most important ones first."""
-    rows, chunks, totals = seen.rows, seen.chunks, seen.totals
-    yield Figure(
-        "rows",
-        units.percent(seen.rows_finished, rows.total),
-        f"{units.count(seen.rows_finished)} of {units.count(rows.total)}, "
-        f"{units.count(rows.in_progress)} of them in open chunks, {units.count(rows.waiting)} left",
-    )
-    yield Figure(
-        "chunks",
-        f"{units.count(chunks.done)} of {units.count(chunks.total)} done",
-        f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
-    )
-    why = _why_no_rows(seen)
+    rows, chunks, totals, count = seen.rows, seen.chunks, seen.totals, units.count
+    left = f"{count(rows.in_progress)} of them in open chunks, {count(rows.waiting)} left"
+    more = f"{count(seen.rows_finished)} of {count(rows.total)}, {left}"
+    yield "rows", units.percent(seen.rows_finished, rows.total), more
+    more = f"{count(chunks.in_progress)} in progress, {count(chunks.waiting)} waiting"
+    yield "chunks", f"{count(chunks.done)} of {count(chunks.total)} done", more
     if seen.state not in ("done", "stopped"):
-        yield Figure("now", why, "") if why else _rate("now", seen.recent)
+        why = _why_no_rows(seen)
+        yield ("now", why, "") if why else _rate("now", seen.recent)
         if seen.eta_seconds is None:
-            yield Figure("time left", "not known", why or "no row was finished lately")
+            yield "time left", "not known", why or "no row was finished lately"
         else:
             until = f"until {units.moment(seen.time + seen.eta_seconds)}"
-            yield Figure("time left", units.duration(seen.eta_seconds), until)
+            yield "time left", units.duration(seen.eta_seconds), until
     yield _rate("over all", seen.overall)
     yield _cost(seen)
-    codes = (f"{units.count(number)} {code}" for code, number in totals.errors.items())
-    yield Figure("failed rows", units.count(totals.rows_error), ", ".join(codes))
+    codes = (f"{count(number)} {code}" for code, number in totals.errors.items())
+    yield "failed rows", count(totals.rows_error), ", ".join(codes)
     if totals.reasoning_tokens:
         share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
-        tokens = units.count(totals.reasoning_tokens)
-        yield Figure("reasoning", f"{tokens} tokens", f"{share} of the output")
+        yield "reasoning", f"{count(totals.reasoning_tokens)} tokens", f"{share} of the output"
     if seen.workers:
-        yield Figure("workers", units.count(len(seen.workers)), workers_text(seen.workers))
+        yield "workers", count(len(seen.workers)), workers_text(seen.workers)
     for launch in seen.launches:
-        yield Figure("launched", units.count(launch.expected), launch_text(launch))
+        yield "launched", count(launch.expected), launch_text(launch)
 
 
 def workers_text(workers: list[WorkerView]) -> str:
@@ -188,19 +179,15 @@ def workers_text(workers: list[WorkerView]) -> str:
     parts = []
     for state, number in Counter(view.state for view in workers).most_common():
         names = [view.id for view in workers if view.state == state]
-        more = ", …" if number > 3 else ""
-        named = f" ({', '.join(names[:3])}{more})" if state in _NAMED_STATES else ""
-        parts.append(f"{number} {state}{named}")
+        named = f" ({', '.join(names[:3])}{', …' if number > 3 else ''})"
+        parts.append(f"{number} {state}{named if state in _NAMED_STATES else ''}")
     return ", ".join(parts)
 
 
 def _rate(name: str, rate: Rate) -> Figure:
-    return Figure(
-        name,
-        f"{units.short(rate.output_tokens)} tokens/s",
-        f"{units.short(rate.input_tokens)} of input, {units.short(rate.rows)} rows/s, "
-        f"over {units.duration(rate.seconds)}",
-    )
+    rest = f"{units.short(rate.rows)} rows/s, over {units.duration(rate.seconds)}"
+    more = f"{units.short(rate.input_tokens)} of input, {rest}"
+    return name, f"{units.short(rate.output_tokens)} tokens/s", more
 
 
 def _why_no_rows(seen: Overview) -> str:
@@ -212,22 +199,19 @@ def _why_no_rows(seen: Overview) -> str:
 
 
 def _cost(seen: Overview) -> Figure:
-    cost = seen.cost
+    cost, money = seen.cost, units.money
     if cost.so_far is None:
-        return Figure("cost", "not known", "give --price-per-hour")
+        return "cost", "not known", "give --price-per-hour"
     parts = []
     if seen.state != "done":
-        parts.append(f"{units.money(cost.at_end)} at the end")
-        parts.append(f"{units.money(cost.per_hour_now)} an hour")
+        parts += [f"{money(cost.at_end)} at the end", f"{money(cost.per_hour_now)} an hour"]
     if cost.per_million_output_tokens is not None:
-        output, both = cost.per_million_output_tokens, cost.per_million_tokens
-        parts.append(
-            f"{units.money(output)} per million output tokens ({units.money(both)} with input)"
-        )
+        output, both = money(cost.per_million_output_tokens), money(cost.per_million_tokens)
+        parts.append(f"{output} per million output tokens ({both} with input)")
     parts.append(cost.source)
     if cost.unpriced_workers:
         parts.append(f"without {cost.unpriced_workers} workers of unknown price")
-    return Figure("cost", units.money(cost.so_far), ", ".join(parts))
+    return "cost", money(cost.so_far), ", ".join(parts)
 
 
 class Column(NamedTuple):
@@ -241,26 +225,23 @@ class Column(NamedTuple):
 
 def _gpus(view: WorkerView) -> str:
     machine = view.machine
-    spot = " spot" if machine.is_spot else ""
-    return (
-        f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}{spot}" if machine.gpus else ""
-    )
+    name = f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}"
+    return f"{name}{' spot' * machine.is_spot}" if machine.gpus else ""
+
+
+def _where(view: WorkerView) -> str:
+    return "/".join(filter(None, (view.machine.cloud, view.machine.region)))
 
 
 def _chunks(view: WorkerView) -> str:
-    names = list(view.open_chunks)
-    return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
+    first, *others = view.open_chunks or [""]
+    return first + (f" +{len(others)}" if others else "")
 
 
 COLUMNS = (
     Column("worker", lambda view: view.id, is_text=True),
     Column("state", lambda view: view.state, is_text=True),
-    Column(
-        "where",
-        lambda view: "/".join(filter(None, (view.machine.cloud, view.machine.region))),
-        is_text=True,
-        least_width=120,
-    ),
+    Column("where", _where, is_text=True, least_width=120),
     Column("GPUs", _gpus, is_text=True, least_width=120),
     Column("chunks", _chunks, is_text=True, least_width=120),
     Column("rows", lambda view: units.count(view.rows_done)),
@@ -304,10 +285,8 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
         table.add_column(column.name, justify=justify, no_wrap=True, max_width=32)
     order = sorted(workers, key=lambda view: (view.state in ("done", "gone"), view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
-        style = STATE_STYLES.get(view.state, "")
-        table.add_row(
-            *(Text(one.cell(view), style if one.name == "state" else "") for one in columns)
-        )
+        styles = {"state": STATE_STYLES.get(view.state, "")}
+        table.add_row(*(Text(one.cell(view), styles.get(one.name, "")) for one in columns))
     if len(order) > MAX_SHOWN_WORKERS:
         table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
     return table

@@ -1,43 +1,58 @@
-"""`batchinfer verify`: prove that a run is complete and sound, or list its problems and how to fix them."""
+"""`batchinfer verify`: prove that a run is complete and sound, or list its problems and how to fix them.
+
+Outputs and chunks are read line by line, so the memory used does not grow with their size.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import groupby, islice
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from batchinfer.cli.options import words_of
 from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
+from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
+from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
-from batchinfer.core.printable import one_line
-from batchinfer.core.records import Marker, Record
-from batchinfer.ledger.audit import (
-    CORRUPT,
-    KINDS,
-    LEFTOVER,
-    Audit,
-    Finding,
-    find_target,
-)
+from batchinfer.core.printable import one_line, printable
+from batchinfer.core.records import Marker, Record, Run
+from batchinfer.core.shell import quote
+from batchinfer.formats.lines import read_line
+from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, find_target
+from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.prompts import json_lines
+from batchinfer.prompts.types import PromptConfig
 from batchinfer.runs.overview import add_up
-from batchinfer.runs.pairs import MAX_PROBLEMS, pair_of_files, problems_of, prompt_of
-from batchinfer.runs.resume_command import worker_command
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 NUM_COMPARISONS = 4
 """Number of chunks that --deep compares with their outputs at the same time."""
+MAX_PROBLEMS = 5
+"""Largest number of problems that are reported of one output. That of another chunk would have one in each line."""
 _ORDER_OF_FIXES = ("run", "job", "chunk", "clean", "resume", "redo", "worker", "hand")
 """Names of fixes, in the order in which the user should apply them: a fix may need an earlier one."""
 _SHOWN = 10
 """Number of findings of one kind and one fix that are shown in full; the others are only counted."""
+
+
+_RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
+"""Parts of the names of options that make a worker run code which they name."""
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
@@ -122,20 +137,13 @@ class Verdict(NamedTuple):
         }[fix]
 
 
-def run_verify(
-    config: VerifyConfig,
-    *,
-    open_store: OpenStore,
-    clock: Clock,
-    show: Callable[[str], None] = lambda _: None,
-) -> Verdict:
+def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> Verdict:
     """Verify one run. Nothing in the run is changed.
 
     Args:
         config: What to verify.
         open_store: Opens stores by URL.
         clock: The clock that decides which workers count as alive.
-        show: Called with each line of text about the progress of `verify`.
 
     Raises:
         InputError: there is no run, or the run's job cannot be found.
@@ -144,33 +152,31 @@ def run_verify(
     inventory = take_inventory(store, now=clock.now())
     target = find_target(store, inventory, open_store, job_url=config.job)
     audit = Audit(target, inventory)
-    sound = audit.check_all()
+    sound, prompt = audit.check_all(), prompt_of(target.run)
     if config.deep:
-        show(f"reading {len(sound)} chunks and their outputs")
-        prompt = prompt_of(target.run)
+        logger.info("reading %d chunks and their outputs", len(sound))
 
-        def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
-            """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
-            ref, marker = pair
-            try:
-                with pair_of_files(
-                    ref, marker, store, open_store(ref.root), config.scratch_dir
-                ) as files:
-                    found = problems_of(*files, ref, marker, prompt)
-                    return "redo", list(islice(found, MAX_PROBLEMS))
-            except ObjectNotFound:
-                return "redo", [f"{marker.output}: vanished"]
-            except InputError as error:
-                return "chunk", [f"the chunk itself: {error.message}"]
+    def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
+        """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
+        ref, marker = pair
+        try:
+            with closing(Scratch(config.scratch_dir)) as scratch:
+                output = scratch.new_path("output")
+                store.download(layout.output_key(marker.output), output)
+                chunk = fetch(open_store(ref.root), ref, scratch).path
+                found = _problems_of(output, chunk, ref, marker, prompt)
+                return "redo", list(islice(found, MAX_PROBLEMS))
+        except ObjectNotFound:
+            return "redo", [f"{marker.output}: vanished"]
+        except InputError as error:
+            return "chunk", [f"the chunk itself: {error.message}"]
 
-        compared = in_parallel(compare, sound, NUM_COMPARISONS)
-        passed = []
-        for (fix, problems), (ref, marker) in zip(compared, sound, strict=True):
-            passed += [] if problems else [marker]
-            for problem in problems:
-                audit.add(CORRUPT, ref.name, problem, fix)
-    else:
-        passed = [marker for _, marker in sound]
+    passed = [] if config.deep else [marker for _, marker in sound]
+    compared = in_parallel(compare, sound if config.deep else (), NUM_COMPARISONS)
+    for (fix, problems), (ref, marker) in zip(compared, sound, strict=config.deep):
+        passed += [] if problems else [marker]
+        for problem in problems:
+            audit.add(CORRUPT, ref.name, problem, fix)
     worker = worker_command(target.run, store.url, target.job_url)
     kinds = Counter(finding.kind for finding in audit.findings)
     result = {
@@ -191,6 +197,136 @@ def run_verify(
     return Verdict(result, findings, store.url, worker)
 
 
+# --------------------------------------------------------------------------- an output and its chunk, line by line
+
+
+def _problems_of(
+    output: Path, chunk: Path, ref: ChunkRef, marker: Marker, prompt: PromptConfig | None
+) -> Iterator[str]:
+    """Yield what is wrong with an output.
+
+    Args:
+        output: The file of the output.
+        chunk: The file of the chunk's lines.
+        ref: The chunk.
+        marker: The chunk's newest marker.
+        prompt: The run's options about prompts, which name the column of ids.
+    """
+    digest = hashlib.sha256()
+    codes: Counter[str] = Counter()
+    wanted = ref.rows if ref.row_limit is None else ref.row_limit
+    num_lines = 0
+    with output.open("rb") as lines, chunk.open("rb") as rows:
+        for line in lines:
+            digest.update(line)
+            if num_lines < (wanted or 0):
+                code, problems = _check_line(
+                    line, rows.readline(), ref.first_row + num_lines, prompt
+                )
+                yield from (f"line {num_lines}: {problem}" for problem in problems)
+                codes.update(() if code is None else (code,))
+            num_lines += 1
+    if digest.hexdigest() != marker.output_sha256:
+        yield f"sha256 {digest.hexdigest()[:12]}…, the marker says {marker.output_sha256[:12]}…"
+    if num_lines != wanted:
+        yield f"{num_lines} lines, the chunk has {wanted} rows"
+    num_ok = codes.pop("", 0)
+    if (num_ok, codes.total()) != (marker.rows_ok, marker.rows_error):
+        says = f"the marker says {marker.rows_ok} and {marker.rows_error}"
+        yield f"{num_ok} rows ok and {codes.total()} errors, {says}"
+    if marker.errors and dict(codes) != marker.errors:
+        yield f"errors {dict(codes)}, the marker says {marker.errors}"
+
+
+def _check_line(
+    line: bytes, row: bytes, number: int, prompt: PromptConfig | None
+) -> tuple[str | None, list[str]]:
+    """Compare an output line with its row. Return its error code, "" for an answer, and the problems found.
+
+    The code is None if the line cannot be read. `number` is the row's number in the job.
+    """
+    if not line.endswith(b"\n"):
+        return None, ["is cut off"]
+    try:
+        answer = read_line(line[:-1])
+    except InputError as error:
+        return None, [error.message]
+    found = []
+    if answer.row != number:
+        found.append(f"is of row {answer.row}, expected {number}")
+    own = _id_of(row, number, prompt)
+    if own is None and answer.is_ok:
+        found.append("is an answer to a row that cannot be read")
+    # The worker may give an error row its number as id.
+    if answer.id != own and (answer.is_ok or answer.id != str(number)):
+        found.append(f"has the id {answer.id!r}, expected {own or number!r}")
+    return answer.code, found
+
+
+def _id_of(row: bytes, number: int, prompt: PromptConfig | None) -> str | None:
+    """Return the id that the worker gives to a row; None if the row cannot be read."""
+    try:
+        columns = json_lines.decode_object(row)
+    except RowError:
+        return None
+    own = columns.get((prompt and prompt.column("id")) or json_lines.ID_FIELD)
+    if prompt and prompt.request_format == "openai-batch":
+        own = columns.get("custom_id") or own
+    return str(number) if own is None else json_lines.as_id(own)
+
+
+# --------------------------------------------------------------------------- the command that goes on with a run
+
+
+def prompt_of(run: Run) -> PromptConfig | None:
+    """Return the run's options about prompts; None if somebody has edited run.json so that they cannot be read."""
+    try:
+        return codec.convert(run.config.get("prompt") or {}, PromptConfig)
+    except msgspec.ValidationError:
+        return None
+
+
+def worker_command(run: Run, url: str, job_url: str) -> str:
+    """Return a bash command that starts a worker for the run at `url`.
+
+    The command has the options that decide answers, and the server's as the run's first worker had them. Other options
+    (about the machine, or how often to checkpoint) are not in run.json and may differ from worker to worker. Some
+    options take a file. run.json holds only the file's text, so the command passes the text as `<(printf …)`.
+
+    Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker
+    run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
+    """
+    values = _values_of(run)
+    parts = list(words_of(WorkerConfig, values or {}))
+    parts += [(str(word), quote(str(word))) for word in run.recorded.get("server_args") or ()]
+    words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
+    left_out, is_unsafe = list[str](), False
+    for word, text in parts:
+        if word.startswith("-"):
+            name = word.partition("=")[0].replace("_", "-")
+            is_unsafe = any(part in name for part in _RUN_CODE)
+            left_out += [printable(name)] * is_unsafe
+        if not is_unsafe:
+            words.append(text)
+    if values is None:
+        words.append("…")
+    if left_out:
+        shown = ", ".join(left_out)
+        words.append(f"# {shown} left out: add it only if you trust the code that it runs")
+    return " ".join(words)
+
+
+def _values_of(run: Run) -> dict[str, Any] | None:
+    """Return the values of options that run.json holds, by their fields; None if they cannot be read."""
+    prompt, recorded = prompt_of(run), run.recorded.get("options") or {}
+    if prompt is None or not isinstance(recorded, dict):
+        return None
+    return msgspec.structs.asdict(prompt) | {"sampling": prompt.body} | recorded
+
+
+# --------------------------------------------------------------------------- the command line
+
+
 @run_command("verify", VerifyConfig)
 def command(config: VerifyConfig) -> dict[str, Any]:
     """Prove that a run is complete and sound, or say what is missing, corrupt, foreign or left over.
@@ -200,7 +336,7 @@ def command(config: VerifyConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    verdict = run_verify(config, open_store=open_store, clock=SystemClock(), show=say)
+    verdict = run_verify(config, open_store=open_store, clock=SystemClock())
     result = verdict.as_json() if config.as_json else verdict.result
     for line in () if config.as_json else verdict.lines():
         for part in line.split("\n"):  # a command to copy may have several lines

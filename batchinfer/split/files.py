@@ -10,12 +10,12 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from batchinfer.core import units
-from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import (
     AccessDenied,
     BatchinferError,
@@ -35,6 +35,9 @@ from batchinfer.storage.opening import (
     split_url,
 )
 
+if TYPE_CHECKING:
+    import polars as pl
+
 logger = logging.getLogger(__name__)
 
 FORMATS = {
@@ -52,30 +55,65 @@ _STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "up
 _BUFFER_BYTES = 1 << 20
 
 
-class DataFile(Record, frozen=True, kw_only=True):
-    """A file of a source. A change is noticed by its size and its stamp: an etag, a blob id or a time."""
+class DataFile(SourceFile, frozen=True, kw_only=True):
+    """A file of a source. A change is noticed by its size and its stamp: an etag, a blob id or a time.
 
-    url: str
-    format: str
-    bytes: int
-    stamp: str
+    The first look counts its rows, and finds its digest and its columns, of JSON Lines those of the first rows.
+    """
+
     rows: int = 0
-    """Number of rows, which the first look counts, as the fields below. Of JSON Lines, `columns` are those of the first
-    rows."""
-    columns: list[str] = []
     digest: str = ""
-    """sha256 of the decompressed content, of parquet of the footer."""
-
-    @property
-    def state(self) -> tuple[str, int, str]:
-        """What is the same as long as nobody changes the file."""
-        return self.url, self.bytes, self.stamp
+    format: str
+    stamp: str
+    columns: list[str] = []
 
     @property
     def described(self) -> SourceFile:
         """The file as job.json describes it."""
         url = redact(self.url)
         return SourceFile(url=url, bytes=self.bytes, rows=self.rows, digest=self.digest)
+
+
+class Wanted(Record, frozen=True, kw_only=True):
+    """What to take of each row."""
+
+    columns: list[str] | None = None
+    """Columns to keep, in this order; None for all."""
+    id_column: str = ""
+    """Column whose values become `_id`; empty for row numbers."""
+    delimiter: str = ""
+    """Character between the values of CSV; "" for a comma, or a tab in .tsv files."""
+
+
+class Block(NamedTuple):
+    """Some consecutive rows."""
+
+    num_rows: int
+    lines: bytes
+    """The rows, each with a newline at its end."""
+    ids: Sequence[bytes] | pl.Series = ()
+    """The ids that rows have from a column."""
+    num_broken: int = 0
+    """Number of rows that are no JSON object."""
+
+
+def refuse_columns(names: Collection[str], where: str) -> None:
+    """Raise InputError if a column is there twice, or has a name that `split` gives to a column of its own."""
+    for name in ("_row", "_id"):
+        if name in names:
+            raise InputError(
+                f"{where}: has a column {name!r}, which is a name of split's own columns",
+                hint="answers of an earlier run? narrow the source; else rename it in the source, or leave it out: "
+                "--columns A,B,…",
+            )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(
+            f"{where}: column {twice[0]!r} is there twice, expected unique names",
+            hint="rename one of them and write the file again; in --columns, name it once",
+        )
+
+
+# --------------------------------------------------------------------------- finding
 
 
 def ending(url: str) -> str:
@@ -111,10 +149,9 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             raise FileNotFoundError(path)
         if info is None:
             listed = system.glob(path, detail=True)
-        elif info["type"] == "directory":
-            listed = system.find(path, detail=True)
         else:
-            return _of_one_format(argument, [_data_file(path, info, argument)]), revision
+            is_folder = info["type"] == "directory"
+            listed = system.find(path, detail=True) if is_folder else {path: info}
         found = []
         for name, described in sorted(listed.items()):
             start = os.path.commonpath([name, path])
@@ -204,7 +241,7 @@ def damaged(url: str, what: str) -> InputError:
 
 
 @contextlib.contextmanager
-def opened(url: str) -> Iterator[BinaryIO]:
+def opened(url: str) -> Iterator[Any]:
     """Open a file for reading, decompressed if its name ends in .gz or .zst."""
     with reading(url), contextlib.ExitStack() as stack:
         system, path = _filesystem(url)
@@ -216,7 +253,10 @@ def opened(url: str) -> Iterator[BinaryIO]:
         if name.endswith(".gz"):
             file = stack.enter_context(gzip.open(file, "rb"))
         elif name.endswith(".zst"):
-            file = io.BufferedReader(ZstdFile(file), _BUFFER_BYTES)
+            import pyarrow
+
+            unpacked = pyarrow.input_stream(file, compression="zstd")
+            file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         yield file
 
 

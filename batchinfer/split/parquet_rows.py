@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 import msgspec
@@ -19,8 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
-from batchinfer.split.blocks import Block, Wanted
-from batchinfer.split.files import DataFile, opened
+from batchinfer.split.files import Block, DataFile, Wanted, opened
 
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384
@@ -59,20 +57,18 @@ def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
     with opened(file.url) as there, pq.ParquetFile(there, pre_buffer=False) as parquet:
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         row_bytes = sum(group.total_byte_size for group in groups) / file.rows
-        kinds = [parquet.schema_arrow.field(name).type for name in needed]
+        fields = map(parquet.schema_arrow.field, needed)
+        forms = [_form(field.type, f"{file.url}: column {field.name!r}") for field in fields]
         # The names in polars are numbers, because it gives some names, such as * and ^a$, a meaning.
-        schema = pa.schema(
-            (str(i), _plain(kind, file.url, name))
-            for i, (name, kind) in enumerate(zip(needed, kinds, strict=True))
-        )
-        values = [_as_text(kind, pl.col(str(i))).alias(str(i)) for i, kind in enumerate(kinds)]
+        schema = pa.schema((str(i), plain) for i, (plain, _) in enumerate(forms))
+        texts = [text(pl.col(str(i))).alias(str(i)) for i, (_, text) in enumerate(forms) if text]
         # A name with a dot may bring other columns along, which `select` leaves out.
         for batch in parquet.iter_batches(
             batch_size=max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1)))),
             columns=needed,
         ):
             table = pa.Table.from_batches([batch.select(needed)]).rename_columns(schema.names)
-            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).select(values)
+            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).with_columns(texts)
             number = pl.int_range(row, row + frame.height, dtype=pl.Int64)
             own, ids = number.cast(pl.String), pl.Series(dtype=pl.Binary)
             if wanted.id_column:
@@ -95,75 +91,69 @@ def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
                     hint="leave their column out: --columns A,B,…",
                 ) from error
             found = lines.getvalue()
-            yield Block(frame.height, found, ids, 0 if _is_text(table) else _num_broken(found))
+            yield Block(frame.height, found, ids, _num_broken(found))
             row += frame.height
 
 
-def _is_text(table: pa.Table) -> bool:
-    """Whether all texts are UTF-8, which Arrow does not check when it reads them."""
-    try:
-        table.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
 def _num_broken(lines: bytes) -> int:
-    """Return the number of rows that are no UTF-8, of which the worker makes error rows."""
-    return sum(raw_members(line) is None for line in lines.split(b"\n")[:-1])
+    """Return the number of rows that are no UTF-8, of which the worker makes error rows.
+
+    Arrow does not check texts when it reads them, nor does polars when it writes them.
+    """
+    try:
+        lines.decode()
+    except UnicodeDecodeError:
+        return sum(raw_members(line) is None for line in lines.split(b"\n")[:-1])
+    return 0
 
 
-def _simple(kind: pa.DataType) -> pa.DataType:
-    """Return a type without dictionaries, extensions but UUIDs, and other containers than lists and structs."""
-    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
-        return _simple(kind.storage_type)
-    if isinstance(kind, pa.DictionaryType | pa.RunEndEncodedType):
-        return _simple(kind.value_type)
-    if isinstance(kind, pa.MapType):
-        return pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
-    return pa.list_(kind.value_type) if isinstance(kind, _LISTS) else kind
-
-
-def _plain(kind: pa.DataType, url: str, name: str) -> pa.DataType:
-    """Return the Arrow type that a column is cast to: one that polars can write, but for bytes.
+def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr], pl.Expr] | None]:
+    """Return the type that a column is cast to, and what then makes texts of its bytes, if it has any, at any depth.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no form of this type in JSON.
     """
-    kind = _simple(kind)
     if isinstance(kind, pa.UuidType):
-        return kind.storage_type
-    if isinstance(kind, pa.ListType):
-        return pa.list_(_plain(kind.value_type, url, name))
+        return kind.storage_type, lambda value: value.bin.encode("hex").str.replace(*_UUID)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _form(kind.storage_type, where)
+    if isinstance(kind, pa.DictionaryType | pa.RunEndEncodedType):
+        return _form(kind.value_type, where)
+    if isinstance(kind, pa.MapType):
+        entry = pa.struct([("key", kind.key_type), ("value", kind.item_type)])
+        return _form(pa.list_(entry), where)
+    if isinstance(kind, _LISTS):
+        inner, text = _form(kind.value_type, where)
+        return pa.list_(inner), text and (lambda value: value.list.eval(text(pl.element())))
     if isinstance(kind, pa.StructType):
-        return pa.struct([(field.name, _plain(field.type, url, name)) for field in kind])
+        return _form_of_struct(kind, where)
     if pa.types.is_floating(kind):  # polars would shorten those of 32 bits
-        return pa.float64()
+        return pa.float64(), None
     # pyarrow cannot cast nulls within a part of a struct.
     if pa.types.is_decimal(kind) or pa.types.is_null(kind):
-        return pa.string()
+        return pa.string(), None
     if pa.types.is_timestamp(kind):  # polars knows no time zones that are offsets
-        return pa.timestamp(kind.unit, "UTC" if kind.tz else None)
+        return pa.timestamp(kind.unit, "UTC" if kind.tz else None), None
     if pa.types.is_nested(kind) or pa.types.is_interval(kind):
         raise InputError(
-            f"{url}: column {name!r} holds {kind}, which has no form in JSON here",
+            f"{where} holds {kind}, which has no form in JSON here",
             hint="leave it out: --columns A,B,…",
         )
-    return kind
+    return kind, (lambda value: value.bin.encode("base64")) if "binary" in str(kind) else None
 
 
-def _as_text(kind: pa.DataType, value: pl.Expr) -> pl.Expr:
-    """Make base64 of bytes and texts of UUIDs, at any depth. `kind` is the type before the cast by `_plain`."""
-    kind = _simple(kind)
-    if not re.search("binary|uuid", str(kind)):
-        return value
-    if isinstance(kind, pa.ListType):
-        return value.list.eval(_as_text(kind.value_type, pl.element()))
-    if isinstance(kind, pa.StructType):
-        fields = [
-            _as_text(each.type, value.struct.field(each.name)).alias(each.name) for each in kind
+def _form_of_struct(
+    kind: pa.StructType, where: str
+) -> tuple[pa.DataType, Callable[[pl.Expr], pl.Expr] | None]:
+    forms = {field.name: _form(field.type, where) for field in kind}
+
+    def texts(value: pl.Expr) -> pl.Expr:
+        parts = [
+            (text(part) if text else part).alias(name)
+            for name, (_, text) in forms.items()
+            for part in [value.struct.field(name)]
         ]
-        return pl.when(value.is_not_null()).then(pl.struct(fields))
-    if isinstance(kind, pa.UuidType):
-        return value.bin.encode("hex").str.replace(*_UUID)
-    return value.bin.encode("base64")
+        return pl.when(value.is_not_null()).then(pl.struct(parts))
+
+    plain = pa.struct([(name, inner) for name, (inner, _) in forms.items()])
+    return plain, texts if any(text for _, text in forms.values()) else None

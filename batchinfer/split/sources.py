@@ -5,31 +5,27 @@ The first look reads only the footers of parquet, but all of the other formats. 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from batchinfer.core.errors import InputError, near
-from batchinfer.core.records import FORMAT_VERSION, Job, Record, Source
+from batchinfer.core import layout
+from batchinfer.core.errors import InputError, ObjectNotFound, near
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, Source, SourceFile
 from batchinfer.core.redaction import redact
-from batchinfer.split import files, parquet_rows, text_lines
-from batchinfer.split.blocks import Block, Wanted, refuse_columns
-from batchinfer.split.files import DataFile
-from batchinfer.storage.opening import is_inside
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
+from batchinfer.split import files, text_lines
+from batchinfer.split.files import Block, DataFile, Wanted, refuse_columns
+from batchinfer.split.parquet_rows import count_parquet, read_parquet
+from batchinfer.storage.opening import is_inside, join_url
+from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-Count = Callable[[DataFile, Wanted], DataFile]
-Read = Callable[[DataFile, Wanted, int], Iterator[Block]]
-
-_FORMATS: dict[str, tuple[Count, Read]] = {
-    "parquet": (parquet_rows.count_parquet, parquet_rows.read_parquet),
-    "jsonl": (text_lines.count_lines, text_lines.read_lines),
-    "csv": (text_lines.count_texts, text_lines.read_texts),
-    "text": (text_lines.count_texts, text_lines.read_texts),
-}
-"""How files of each format are counted and read."""
 _BATCH_REQUEST = {"custom_id", "method", "url", "body"}
 
 
@@ -47,11 +43,6 @@ class Sources(Record, frozen=True, kw_only=True):
     rows: int
     first_row: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(file.bytes for file in self.files)
-
     def without(self, job: Job) -> Sources:
         """Return the sources without the files that a job has, numbered after its rows."""
         known = {file.content for file in job.files}
@@ -59,11 +50,17 @@ class Sources(Record, frozen=True, kw_only=True):
         for source in self.sources:
             new = [file for file in source.files if file.content not in known]
             left += [msgspec.structs.replace(source, files=new)] if new else []
-        new_files = [file for file in self.files if file.described.content not in known]
+        new_files = [file for file in self.files if file.content not in known]
         rows = sum(file.rows for file in new_files)
         return msgspec.structs.replace(
             self, sources=left, files=new_files, rows=rows, first_row=job.rows
         )
+
+    def extend(self, job: Job) -> bool:
+        """Whether sources have all files of a job, and so all of its rows, and others."""
+        num_new = len(self.without(job).files)
+        num_files = sum(file.rows > 0 for file in job.files)
+        return job.limit is None and num_new > 0 and len(self.files) - num_new >= num_files
 
     def blocks(self) -> Iterator[Block]:
         """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, more than it allows.
@@ -74,7 +71,7 @@ class Sources(Record, frozen=True, kw_only=True):
         row = self.first_row
         for file in self.files:
             last = row + file.rows
-            for block in _FORMATS[file.format][1](file, self.wanted, row):
+            for block in _read(file, self.wanted, row):
                 row += block.num_rows
                 if row > last:
                     break
@@ -85,18 +82,21 @@ class Sources(Record, frozen=True, kw_only=True):
     def head(self, index: int, count: int) -> tuple[int, list[bytes]]:
         """Return the number of the first row of one of the files, and its first rows as lines."""
         file, first = self.files[index], sum(file.rows for file in self.files[:index])
-        block = next(_FORMATS[file.format][1](file, self.wanted, first))
+        block = next(_read(file, self.wanted, first))
         most = min(count, block.num_rows, self.rows - first)
         return first, block.lines.split(b"\n", most)[:most]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""
-        there = {file.state for file in self.files if file.url.startswith("hf://")}
-        for argument in self.arguments:
-            if not argument.startswith("hf://"):
-                there.update(file.state for file in files.locate(argument)[0])
+        arguments = [each for each in self.arguments if not each.startswith("hf://")]
+        there = {
+            (file.url, file.bytes, file.stamp)
+            for argument in arguments
+            for file in files.locate(argument)[0]
+        }
         for file in self.files:
-            if file.state not in there:
+            state = file.url, file.bytes, file.stamp
+            if state not in there and not file.url.startswith("hf://"):
                 raise files.changed(file.url)
 
     def check_apart(self, output: str) -> None:
@@ -115,7 +115,48 @@ class Sources(Record, frozen=True, kw_only=True):
         ``*``, empty names and the columns that `split` adds are not checked.
         """
         for name in {*names} - {"", "*", "_row", "_id"}:
-            _require_column(self.files, option, name, in_each=in_each)
+            self._require(option, name, in_each=in_each)
+
+    def _require(self, option: str, name: str, *, in_each: bool = True) -> None:
+        """Raise InputError if a file lacks a column. One row of JSON Lines is enough."""
+        lacking = [
+            file
+            for file in self.files
+            if name not in file.columns
+            and not (file.format == "jsonl" and text_lines.has_column(file.url, name))
+        ]
+        if lacking and (in_each or len(lacking) == len(self.files)):
+            known = lacking[0].columns
+            shown = f"{', '.join(known[:30])}{near(name, known)}"
+            is_elsewhere = len(lacking) < len(self.files)
+            hint = "other files have it: rename the column, or leave this file out"
+            raise InputError(
+                f"{lacking[0].url}: has no column {name!r} (from {option}), expected one of: {shown}",
+                hint=hint if is_elsewhere else "name one of these columns",
+            )
+
+    def check_columns(self) -> None:
+        """Check the columns that are kept, and warn of those that only some tables have.
+
+        Raises:
+            InputError: A column that is kept has a name of `split`'s own columns, or is there twice; or a table lacks a
+                column that was chosen, or no row of JSON Lines has it.
+        """
+        columns = self.wanted.columns
+        for file in self.files:
+            names = [name for name in file.columns if columns is None or name in columns]
+            refuse_columns(names, file.url)
+        if columns is not None:
+            refuse_columns(columns, "--columns")
+            for name in columns:
+                self._require("--columns", name)
+            return
+        tables = [file for file in self.files if file.format in ("parquet", "csv")]
+        for file in tables:
+            if missing := set(tables[0].columns).symmetric_difference(file.columns):
+                text = "column %r: in some files only, as %s and %s differ; --columns leaves it out"
+                logger.warning(text, min(missing), redact(tables[0].url), redact(file.url))
+                break
 
     def as_job(self) -> Job:
         """Return what job.json says of these sources, without chunks."""
@@ -128,6 +169,11 @@ class Sources(Record, frozen=True, kw_only=True):
             num_workers=1,
             id_column=self.wanted.id_column,
         )
+
+
+def _read(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+    read = read_parquet if file.format == "parquet" else text_lines.read_lines
+    return read(file, wanted, row)
 
 
 def count_sources(
@@ -162,8 +208,9 @@ def count_sources(
         new = []
         for file in found:
             if limit is None or rows < limit:
+                count = count_parquet if file.format == "parquet" else text_lines.count_lines
                 with files.reading(file.url):
-                    new.append(_FORMATS[file.format][0](file, wanted))
+                    new.append(count(file, wanted))
                 rows += new[-1].rows
         described = [file.described for file in new]
         sources.append(
@@ -174,63 +221,21 @@ def count_sources(
         raise InputError(
             f"{', '.join(arguments)}: holds no rows, expected at least one", hint="check the path"
         )
-    _check_columns(counted, columns)
-    if id_column not in ("", "_row"):
-        _require_column(counted, "--id-column", id_column)
-    id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
     known = list(dict.fromkeys(name for file in counted for name in file.columns))
-    return Sources(
+    counts = Sources(
         arguments=list(arguments),
         sources=sources,
         files=counted,
-        wanted=msgspec.structs.replace(wanted, id_column=id_column),
+        wanted=wanted,
         columns=known if columns is None else columns,
         rows=rows if limit is None else min(rows, limit),
     )
-
-
-def _check_columns(found: list[DataFile], columns: list[str] | None) -> None:
-    """Check the columns that are kept, and warn of those that only some tables have.
-
-    Raises:
-        InputError: A column that is kept has a name of `split`'s own columns, or is there twice; or a table lacks a
-            column that was chosen, or no row of JSON Lines has it.
-    """
-    if columns and len({*columns}) < len(columns):
-        raise InputError("--columns: a name is there twice, expected each once")
-    for file in found:
-        refuse_columns(
-            [name for name in file.columns if columns is None or name in columns], file.url
-        )
-    for name in columns or ():
-        _require_column(found, "--columns", name)
-    tables = [file for file in found if file.format in ("parquet", "csv")]
-    for file in tables if columns is None else []:
-        if missing := set(tables[0].columns).symmetric_difference(file.columns):
-            logger.warning(
-                "column %r: in some files only, as %s and %s differ; rows without it lack it, --columns leaves it out",
-                *(min(missing), redact(tables[0].url), redact(file.url)),
-            )
-            break
-
-
-def _require_column(found: list[DataFile], option: str, name: str, *, in_each: bool = True) -> None:
-    """Raise InputError if a file lacks a column; unless `in_each`, if all lack it. One row of JSON Lines is enough."""
-    lacking = [
-        file
-        for file in found
-        if name not in file.columns
-        and not (file.format == "jsonl" and text_lines.has_column(file.url, name))
-    ]
-    if lacking and (in_each or len(lacking) == len(found)):
-        known = lacking[0].columns
-        shown = f"{', '.join(known[:30])}{near(name, known)}"
-        raise InputError(
-            f"{lacking[0].url}: has no column {name!r} (from {option}), expected one of: {shown}",
-            hint="other files have it: rename the column, or leave this file out"
-            if len(lacking) < len(found)
-            else "name one of these columns",
-        )
+    counts.check_columns()
+    counts.require("--id-column", [id_column])
+    id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
+    return msgspec.structs.replace(
+        counts, wanted=msgspec.structs.replace(wanted, id_column=id_column)
+    )
 
 
 def _usual_id(found: list[DataFile]) -> str:
@@ -244,3 +249,55 @@ def _usual_id(found: list[DataFile]) -> str:
         "column 'id' names the rows (_id); to take another: --id-column COLUMN, or _row for row numbers"
     )
     return "id"
+
+
+# --------------------------------------------------------------------------- by reference
+
+
+def reference_job(url: str, open_store: OpenStore) -> Job:
+    """Return the job whose chunks are the files of a list (`split --by-reference`), which are read once, not copied.
+
+    Args:
+        url: Path or URL of the list: a path or URL a line of JSON Lines, relative to the list's folder.
+        open_store: Opens the stores of the list and of the files.
+
+    Raises:
+        InputError: A file is missing, empty or no JSON Lines, or two files would have the same chunk name.
+    """
+    folder, name = split_name(url)
+    store = open_store(folder)
+    try:
+        listed = store.get(name).data.decode()
+    except ObjectNotFound as error:
+        raise InputError(f"{url}: no such file", hint="check the spelling") from error
+    chunks: dict[str, Chunk] = {}
+    described: list[SourceFile] = []
+    columns: dict[str, None] = {}
+    row = 0
+    with contextlib.closing(Scratch()) as scratch:
+        for place in filter(None, map(str.strip, listed.split("\n"))):
+            full = place if is_absolute(place) else join_url(store.url, place)
+            root, key = split_name(full)
+            stem = layout.stem(key)
+            if not layout.is_chunk_name(stem) or stem in chunks:
+                raise InputError(
+                    f"{url}: {full} cannot be the chunk {stem!r}, expected a name of its own of letters, digits, . _ -",
+                    hint="rename the file, or let `split` copy the rows: name the files as SOURCE",
+                )
+            local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
+            with local.path.open("rb") as file:
+                head = list(itertools.islice(file, text_lines.SAMPLE_LINES))
+            columns.update(dict.fromkeys(text_lines.sample_columns(head, full)))
+            local.path.unlink()
+            sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}
+            chunks[stem] = Chunk(name=stem, first_row=row, sha256=local.sha256, file=full, **sizes)
+            described.append(SourceFile(url=redact(full), digest=local.sha256, **sizes))
+            row += local.num_lines
+    return Job(
+        format_version=FORMAT_VERSION,
+        sources=[Source(url=redact(url), format="jsonl", files=described)],
+        columns=list(columns),
+        rows=row,
+        chunks=list(chunks.values()),
+        num_workers=1,
+    )

@@ -91,18 +91,18 @@ def run_split(
     _check_options(config)
     existing = _existing(config, store)
     if config.append:
-        counted = _count(config, _appended_id(config, existing))
+        if existing is None:
+            raise InputError(
+                f"{config.output}: no job.json there, expected a job to append to",
+                hint="make the job first, without --append",
+            )
+        counted = _count(config, existing.id_column or "_row")
     elif not config.by_reference:
         counted = counted or _count(config, config.id_column)
     if counted is not None:
         counted.check_apart(config.output)
     job = _make(config, existing, store, counted)
-    rows = existing.rows if existing else 0
-    more: dict[str, Any] = {}
-    if existing is not None and config.append:
-        chunks = len(job.chunks) - len(existing.chunks)
-        more = {"rows_appended": job.rows - rows, "chunks_appended": chunks}
-        more["generation"] = job.generation
+    rows, chunks = (existing.rows, len(existing.chunks)) if existing else (0, 0)
     is_new = job.rows > rows
     if not is_new:
         logger.info("%s: holds these rows already, nothing changed", config.output)
@@ -114,6 +114,7 @@ def run_split(
         )
     if is_new and job.broken_lines:
         logger.warning("lines that are no JSON object, and become error rows: %d", job.broken_lines)
+    appended = {"rows_appended": job.rows - rows, "chunks_appended": len(job.chunks) - chunks}
     return {
         "status": "done" if is_new else "unchanged",
         "job": config.output,
@@ -124,7 +125,7 @@ def run_split(
         "bytes": sum(chunk.bytes for chunk in job.chunks),
         "broken_lines": job.broken_lines,
         "duplicate_ids": job.duplicate_ids,
-        **more,
+        **(appended | {"generation": job.generation} if config.append else {}),
         "seconds": round(time.monotonic() - started, 3),
     }
 
@@ -148,35 +149,15 @@ def _check_options(config: SplitConfig) -> None:
             hint="an unset variable of the shell? The present folder is `.`",
         )
     refused = {
-        "append": "overwrite limit by_reference",
-        "by_reference": "append limit columns id_column delimiter num_chunks",
+        "append": ("overwrite", "limit", "num_workers", "id_column", "compression"),
+        "by_reference": ("append", "limit", "columns", "id_column", "delimiter", "num_chunks"),
     }
+    usual = SplitConfig(sources=[], output="")
     for option, names in refused.items():
-        for name in names.split() if getattr(config, option) else ():
-            if getattr(config, name):
-                raise ConfigError(f"{_spelled(name)}: not together with {_spelled(option)}")
-
-
-def _appended_id(config: SplitConfig, job: Job | None) -> str:
-    """Return the --id-column of the job to append to, which is there with these options."""
-    if job is None:
-        raise InputError(
-            f"{config.output}: no job.json there, expected a job to append to",
-            hint="make the job first, without --append",
-        )
-    plain = SplitConfig(sources=[], output="")
-    for name in ("num_workers", "id_column", "compression"):
-        there, here = getattr(job, name), getattr(config, name)
-        if here not in (there, getattr(plain, name)):
-            raise ConfigError(
-                f"{_spelled(name)} {here}: the job has {there!r}, which cannot change",
-                hint="leave it out: the job's own is taken",
-            )
-    return job.id_column or "_row"
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        for name in names if getattr(config, option) else ():
+            if getattr(config, name) != getattr(usual, name):
+                this, other = (f"--{each.replace('_', '-')}" for each in (name, option))
+                raise ConfigError(f"{this}: not together with {other}", hint=f"leave {this} out")
 
 
 def _count(config: SplitConfig, id_column: str) -> Sources:
@@ -194,30 +175,29 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
 def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
     """Make the job, or append to it, unless it is there already."""
     from batchinfer.split import writer
-    from batchinfer.split.append import append, complete_manifests
-    from batchinfer.split.references import reference_job
+    from batchinfer.split.sources import reference_job
     from batchinfer.storage.opening import open_store
 
-    if counted is None:
-        job = reference_job(config.by_reference, open_store)
-    elif config.append:
-        return append(store, counted, num_chunks=config.num_chunks)
-    else:
-        job = counted.as_job()
-    job = msgspec.structs.replace(
-        job, num_workers=config.num_workers, limit=config.limit, compression=config.compression
+    if counted is not None and config.append:
+        return writer.append(store, counted, num_chunks=config.num_chunks)
+    wanted = msgspec.structs.replace(
+        counted.as_job() if counted else reference_job(config.by_reference, open_store),
+        num_workers=config.num_workers,
+        limit=config.limit,
+        compression=config.compression,
     )
     if existing is not None:
-        _check_same(config, existing, job)
+        _check_same(config, existing, wanted)
         if existing.generation:
-            complete_manifests(store)
+            writer.complete_manifests(store)
         return existing
     bounds: list[int] = []
     if counted is not None:
-        usual = writer.usual_num_chunks(counted.rows, counted.num_bytes, config.num_workers)
+        num_bytes = sum(file.bytes for file in counted.files)
+        usual = writer.usual_num_chunks(counted.rows, num_bytes, config.num_workers)
         bounds = writer.even_bounds(counted.rows, config.num_chunks or usual)
         bounds = sorted({*bounds, config.border})
-    num_chunks = len(job.chunks) or len(bounds) - 1
+    num_chunks = len(wanted.chunks) or len(bounds) - 1
     if config.num_workers > num_chunks:
         raise ConfigError(
             f"--num-workers {config.num_workers}: more than the {units.many(num_chunks, 'chunk')}",
@@ -227,9 +207,9 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
     if config.overwrite:
         store.delete([layout.JOB_KEY])
     if counted is not None:
-        job = writer.write_chunks(store, job, counted, bounds)
-    writer.complete_job(store, job)
-    return job
+        wanted = writer.write_chunks(store, wanted, counted, bounds)
+    writer.complete_job(store, wanted)
+    return wanted
 
 
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:

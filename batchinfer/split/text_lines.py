@@ -1,22 +1,23 @@
 r"""Reads JSON Lines, CSV and text. Lines end with the byte \n only, and a final \n makes no row.
 
 A JSON line is copied byte for byte, with `_row` and `_id` before its closing brace. What is no JSON object is copied as
-it is, a blank line too: the worker makes an error row of it.
+it is, a blank line too: the worker makes an error row of it. Records of CSV and lines of text become JSON lines first.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
-from batchinfer.split.blocks import Block, Wanted, refuse_columns
-from batchinfer.split.files import DataFile, damaged, ending, opened
+from batchinfer.split import files
+from batchinfer.split.files import Block, DataFile, Wanted
 
 TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""
@@ -29,18 +30,14 @@ _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
 
 
-# --------------------------------------------------------------------------- JSON Lines
-
-
-def count_lines(file: DataFile, _wanted: Wanted) -> DataFile:
-    """Read a whole file, to find the number of its lines, its sha256, and the columns of the first rows."""
+def count_lines(file: DataFile, wanted: Wanted) -> DataFile:
+    """Read a whole file, to find the number of its rows, their sha256, and the columns of the first ones."""
     digest, rows, columns = hashlib.sha256(), 0, list[str]()
-    with opened(file.url) as there:
-        while lines := there.readlines(_BLOCK_BYTES):
-            columns = columns or sample_columns(lines, file.url)
-            rows += len(lines)
-            for line in lines:
-                digest.update(line)
+    for lines in _blocks(file, wanted):
+        columns = columns or sample_columns(lines, file.url)
+        rows += len(lines)
+        for line in lines:
+            digest.update(line)
     return msgspec.structs.replace(file, rows=rows, columns=columns, digest=digest.hexdigest())
 
 
@@ -66,37 +63,36 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
 
 def has_column(url: str, name: str) -> bool:
     """Whether a row of JSON Lines has a column. Reads up to the first one."""
-    with opened(url) as there:
+    with files.opened(url) as there:
         return any(name in (raw_members(line) or ()) for line in there)
 
 
 def read_lines(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
-    """Yield the rows of JSON Lines."""
+    """Yield the rows of a file."""
     first_row = row
-    with opened(file.url) as there:
-        while lines := there.readlines(_BLOCK_BYTES):
-            done, ids, num_broken = [], [], 0
-            for copied in lines:
-                line = copied.removeprefix(_BOM) if row == first_row else copied
-                members = raw_members(line)
-                if members is None:
-                    num_broken += 1
-                    done.append(line.removesuffix(b"\n") + b"\n")
-                else:
-                    body = _body(members, line, wanted, f"{file.url}, line {row - first_row + 1}")
-                    own = _id_of(members.get(wanted.id_column) if wanted.id_column else None)
-                    if own is not None:
-                        ids.append(own.strip(b'"'))
-                    tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
-                    done.append(body + tail)
-                row += 1
-            yield Block(len(lines), b"".join(done), ids, num_broken)
+    for lines in _blocks(file, wanted):
+        done, ids, num_broken = [], [], 0
+        for line in lines:
+            members = raw_members(line)
+            if members is None:
+                num_broken += 1
+                done.append(line.removesuffix(b"\n") + b"\n")
+            else:
+                body = _body(members, line, wanted, f"{file.url}, line {row - first_row + 1}")
+                own = _id_of(members.get(wanted.id_column) if wanted.id_column else None)
+                if own is not None:
+                    ids.append(own.strip(b'"'))
+                tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
+                done.append(body + tail)
+            row += 1
+        yield Block(len(lines), b"".join(done), ids, num_broken)
 
 
 def _body(members: dict[str, msgspec.Raw], line: bytes, wanted: Wanted, where: str) -> bytes:
     """Return a JSON object as far as its end, with a comma after the last member."""
     if wanted.columns is None:
-        refuse_columns(members, where)
+        if "_row" in members or "_id" in members:
+            files.refuse_columns(members, where)
         body = line.rstrip()[:-1]
     else:
         kept = {name: members[name] for name in wanted.columns if name in members}
@@ -112,49 +108,34 @@ def _id_of(value: msgspec.Raw | None) -> bytes | None:
     return text if text.startswith(b'"') else msgspec.json.encode(text.decode())
 
 
-# --------------------------------------------------------------------------- CSV and text
+def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
+    """Yield the rows as JSON lines, some at a time."""
+    with files.opened(file.url) as there:
+        if there.peek(len(_BOM)).startswith(_BOM):
+            there.read(len(_BOM))
+        if file.format == "jsonl":
+            yield from iter(lambda: there.readlines(_BLOCK_BYTES), [])
+            return
+        records = _records(file, wanted, _texts(there, file.url))
+        while some := [msgspec.json.encode(each) + b"\n" for each in islice(records, _BLOCK_ROWS)]:
+            yield some
 
 
-def count_texts(file: DataFile, wanted: Wanted) -> DataFile:
-    """Read a whole file of CSV or text, to find the number of rows, the columns and the sha256."""
-    digest, rows, columns = hashlib.sha256(), 0, list[str]()
-    for record in _records(file, wanted, digest):
-        columns = columns or list(record)
-        rows += 1
-    return msgspec.structs.replace(file, rows=rows, columns=columns, digest=digest.hexdigest())
-
-
-def read_texts(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
-    """Yield the rows of CSV or text. Every value is text."""
-    records = _records(file, wanted, hashlib.sha256())
-    while some := list(islice(records, _BLOCK_ROWS)):
-        lines, ids = [], []
-        for number, record in enumerate(some, row):
-            own = record[wanted.id_column] if wanted.id_column else str(number)
-            names = record if wanted.columns is None else wanted.columns
-            kept = {name: record[name] for name in names}
-            lines.append(msgspec.json.encode(kept | {"_row": number, "_id": own}) + b"\n")
-            ids.append(own.encode())
-        yield Block(len(some), b"".join(lines), ids if wanted.id_column else ())
-        row += len(some)
-
-
-def _records(file: DataFile, wanted: Wanted, digest: hashlib._Hash) -> Iterator[dict[str, str]]:
-    """Yield the rows by the names of their columns. Blank lines are no rows."""
-    texts = _texts(file, digest)
+def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of CSV or text by the names of their columns. Blank lines are no rows."""
     if file.format == "text":
         for text in texts:
             if text.strip(_SPACE):
                 yield {TEXT_COLUMN: text.removesuffix("\n").removesuffix("\r")}
         return
     csv.field_size_limit(_VALUE_BYTES)
-    delimiter = wanted.delimiter or ("\t" if ending(file.url) == ".tsv" else ",")
+    delimiter = wanted.delimiter or ("\t" if files.ending(file.url) == ".tsv" else ",")
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     try:
         records = filter(None, reader)
         header = next(records, [])
         names = [name for name in header if wanted.columns is None or name in wanted.columns]
-        refuse_columns(names, file.url)
+        files.refuse_columns(names, file.url)
         for record in records:
             if len(record) != len(header):
                 what = f"{len(record)} values, expected the header's {len(header)}"
@@ -170,12 +151,9 @@ def _records(file: DataFile, wanted: Wanted, digest: hashlib._Hash) -> Iterator[
         ) from error
 
 
-def _texts(file: DataFile, digest: hashlib._Hash) -> Iterator[str]:
-    with opened(file.url) as there:
-        for number, line in enumerate(there, 1):
-            digest.update(line)
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                what = f"line {number} is not UTF-8: {error.reason}"
-                raise damaged(file.url, what) from error
+def _texts(there: Any, url: str) -> Iterator[str]:
+    for number, line in enumerate(there, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise files.damaged(url, f"line {number} is not UTF-8: {error.reason}") from error

@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
+import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import polars as pl
+from msgspec import UNSET
 
-from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
+from batchinfer.core import codec, layout, units
+from batchinfer.core.errors import (
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
 from batchinfer.core.records import Chunk, Job
 from batchinfer.ledger.inventory import in_parallel
-from batchinfer.ledger.jobs import chunk_key, is_absolute, manifest_chunks
+from batchinfer.ledger.jobs import chunk_key, decode_job, identity, is_absolute, manifest_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
     from batchinfer.split.sources import Sources
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 4
 _ZSTD_LEVEL = 3
@@ -42,12 +54,18 @@ def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
     There are at least 50 for each worker, so that workers end together, unless a chunk would have fewer than 20 rows:
     then at least 4. There are at most 100,000 in all.
 
+    >>> [usual_num_chunks(rows, 0, 1) for rows in (3, 999, 100_001, 10**10)]
+    [3, 49, 51, 100000]
     >>> (
-    ...     usual_num_chunks(1_000_000, 0, 4),
+    ...     usual_num_chunks(1000, 0, 16),
     ...     usual_num_chunks(1000, 0, 4),
-    ...     usual_num_chunks(10**10, 0, 4),
-    ... )
-    (500, 50, 100000)
+    ... )  # where that gives each worker four
+    (64, 50)
+    >>> (
+    ...     usual_num_chunks(10**6, 3 << 30, 16),
+    ...     usual_num_chunks(1000, 1 << 30, 1),
+    ... )  # of 4 rows of a megabyte
+    (800, 256)
     """
     enough = max(-(-rows // _USUAL_ROWS), -(-num_bytes // _USUAL_BYTES))
     enough = max(enough, min(_CHUNKS_PER_WORKER * num_workers, rows // _FEW_ROWS))
@@ -76,7 +94,7 @@ class _Rows:
 
     def __init__(self, sources: Sources) -> None:
         self._blocks = sources.blocks()
-        self._lines, self._start, self._num_left = b"", 0, 0
+        self._lines, self._num_left = io.BytesIO(), 0
         self._ids: list[pl.Series] = []
         self._num_ids = 0
         self.num_broken = 0
@@ -86,17 +104,14 @@ class _Rows:
         while count:
             if not self._num_left:
                 self._next_block()
-            taken, end = min(count, self._num_left), len(self._lines)
-            if taken < self._num_left:
-                end = self._start
-                for _ in range(taken):
-                    end = self._lines.index(b"\n", end) + 1
-            yield self._lines[self._start : end]
-            self._start, self._num_left, count = end, self._num_left - taken, count - taken
+            taken = min(count, self._num_left)
+            is_all = taken == self._num_left
+            yield self._lines.read() if is_all else b"".join(itertools.islice(self._lines, taken))
+            self._num_left, count = self._num_left - taken, count - taken
 
     def _next_block(self) -> None:
         block = next(self._blocks)
-        self._lines, self._start, self._num_left = block.lines, 0, block.num_rows
+        self._lines, self._num_left = io.BytesIO(block.lines), block.num_rows
         self.num_broken += block.num_broken
         if len(block.ids) and self._num_ids < _MOST_IDS:
             self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
@@ -134,11 +149,14 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
             name = layout.chunk_name(index, before + len(bounds) - 1)
             path = scratch.new_path(name)
             sha256 = _write_file(path, rows.take(stop - first), job.compression)
-            row, size = sources.first_row + first, path.stat().st_size
-            chunk = Chunk(name=name, first_row=row, rows=stop - first, bytes=size, sha256=sha256)
-            if before:
-                file = layout.chunk_file(name, job.compression, sha256[:12])
-                chunk = msgspec.structs.replace(chunk, file=file)
+            chunk = Chunk(
+                name=name,
+                first_row=sources.first_row + first,
+                rows=stop - first,
+                bytes=path.stat().st_size,
+                sha256=sha256,
+                file=layout.chunk_file(name, job.compression, sha256[:12]) if before else UNSET,
+            )
             yield chunk, path
 
     def publish(pair: tuple[Chunk, Path]) -> Chunk:
@@ -222,3 +240,84 @@ def write_manifests(store: Store, job: Job) -> None:
             path = scratch.new_path("manifest")
             path.write_text("".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks))
             store.put_file(key, path)
+
+
+# --------------------------------------------------------------------------- append
+
+
+def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
+    """Append those files of the sources to the job that it does not have (`split --append`), and return the job.
+
+    Runs of the job stay as they are: no chunk changes, and the job keeps its identity. job.json is replaced when the
+    new chunks are complete, and only if nobody else did so: a command that is killed has appended everything or
+    nothing, and of two at once one appends and the other is refused. Appended chunks have names by their content, so
+    that what a killed command left is used by the same command, and is in nobody else's way.
+
+    Raises:
+        InputError: The files do not fit the job, have changed, or another command has changed the job meanwhile.
+    """
+    data, etag = store.get(layout.JOB_KEY)
+    job = decode_job(data, store.url)
+    new = sources.without(job)
+    _check_fits(store.url, job, new)
+    if left_out := len(sources.files) - len(new.files):
+        logger.info("left out %s that the job has", units.many(left_out, "file"))
+    if new.rows:
+        text = "%s of new files: to be appended to the %d that are there"
+        logger.info(text, units.many(new.rows, "row"), job.rows)
+        if num_chunks is None:
+            largest = max(chunk.rows for chunk in job.chunks)
+            num_chunks = max(-(-new.rows // largest), min(new.rows, job.num_workers))
+        job = msgspec.structs.replace(
+            write_chunks(store, job, new, even_bounds(new.rows, num_chunks)),
+            sources=[*job.sources, *new.sources],
+            rows=job.rows + new.rows,
+            generation=job.generation + 1,
+            first_sha256=identity(job, data),
+        )
+        try:
+            store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
+        except PreconditionFailed as error:
+            raise InputError(
+                f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
+                hint="run the same command again",
+            ) from error
+    complete_manifests(store)
+    return job
+
+
+def complete_manifests(store: Store) -> None:
+    """Make the manifests list all chunks of the job, also if another command appends to it meanwhile."""
+    etag = ""
+    while etag != store.stat(layout.JOB_KEY).etag:
+        data, etag = store.get(layout.JOB_KEY)
+        write_manifests(store, decode_job(data, store.url))
+
+
+def _check_fits(url: str, job: Job, new: Sources) -> None:
+    """Raise InputError if new files have other columns than the job, or may have rows that are in it already."""
+    if job.limit is not None or any(is_absolute(chunk.file or "") for chunk in job.chunks):
+        option = "--by-reference" if job.limit is None else f"--limit {job.limit}"
+        raise InputError(
+            f"{url}: was made with {option}, so nothing can be appended",
+            hint="make another job of the new sources",
+        )
+    known = {_address(file.url) for file in job.files}
+    for file in new.files:
+        if _address(file.url) in known:
+            raise InputError(
+                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
+                hint="put the new rows into a file of their own; if all its rows are new, rename it",
+            )
+    new.require("the job", job.columns)
+    more = set(new.columns).difference(job.columns)
+    if more and all(each.format != "jsonl" for each in [*job.sources, *new.sources]):
+        raise InputError(
+            f"{new.files[0].url}: has a column {min(more)!r}, which the job lacks",
+            hint=f"take the job's columns: --columns '{','.join(job.columns)}', or make another job",
+        )
+
+
+def _address(url: str) -> str:
+    """Return what names a file: its URL, for a file of the Hub without the revision."""
+    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)

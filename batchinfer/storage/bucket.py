@@ -8,13 +8,12 @@ and compared.
 from __future__ import annotations
 
 import contextlib
-import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from batchinfer.core import layout
 from batchinfer.core.errors import (
@@ -37,7 +36,6 @@ _PARTS_AT_ONCE = 4
 _HEAVY_BYTES = 1 << 20
 _KEYS_PER_PAGE = 1000
 _PIECE_BYTES = 1 << 20
-_READ_AHEAD_BYTES = 4 << 20
 
 
 class BucketStore:
@@ -79,16 +77,10 @@ class BucketStore:
 
         return self._ask(key, read)
 
-    def open(self, key: str) -> BinaryIO:
-        """See `Store.open`. One request, and one for each block."""
-        size = self.stat(key).bytes
-
-        def read(start: int, length: int) -> bytes:
-            path = self._path(key)
-            ask = partial(self._store.get_range, path, start=start, length=length)
-            return bytes(self._ask(key, ask))
-
-        return io.BufferedReader(_ObjectFile(size, read), _READ_AHEAD_BYTES)
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Read the bytes of an object from `start` up to, but not including, `end`. One request."""
+        ask = partial(self._store.get_range, self._path(key), start=start, end=end)
+        return bytes(self._ask(key, ask))
 
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`. One request."""
@@ -282,39 +274,6 @@ class BucketStore:
         if not self._cloud.is_remote:
             return attempt()
         return retried(self._retries, lambda: interruptible(attempt))
-
-
-class _ObjectFile(io.RawIOBase):
-    """An object as a file of `size` bytes. `read` returns a range by its start and its length."""
-
-    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        super().__init__()
-        self._size = size
-        self._read = read
-        self._place = 0
-
-    def readable(self) -> bool:
-        """Return True: the file can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True: the file can be read from any place."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place. See io.IOBase."""
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into `buffer` and return the number of bytes; 0 at the end. See io.RawIOBase."""
-        length = max(0, min(len(buffer), self._size - self._place))
-        found = self._read(self._place, length) if length else b""
-        buffer[: len(found)] = found
-        self._place += len(found)
-        if len(found) < length:  # the object has been replaced by a shorter one
-            self._size = self._place
-        return len(found)
 
 
 def interruptible(work: Callable[[], T]) -> T:

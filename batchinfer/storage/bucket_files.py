@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-from fsspec.spec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import ObjectInfo, Store, split_bucket
@@ -38,9 +38,21 @@ class BucketFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no ty
         found = {f"{bucket}/{info.key}": _described(info) for info in below}
         return found if detail else list(found)
 
-    def open(self, path: str, *_: Any, **__: Any) -> BinaryIO:
+    def _open(self, path: str, *_: Any, **options: Any) -> _ObjectFile:
         """Open an object for reading, from any place in it."""
-        return cast("BucketStore", self._store).open(path.partition("/")[2])
+        return _ObjectFile(self, path, size=self.info(path)["size"], **options)
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """Read the bytes of an object from `start` up to, but not including, `end`."""
+        return cast("BucketStore", self._store).get_range(path.partition("/")[2], start, end)
+
+
+class _ObjectFile(AbstractBufferedFile):  # type: ignore[misc]
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        found: bytes = self.fs.read_range(self.path, start, end)
+        if len(found) < end - start:  # the object has been replaced by a shorter one
+            self.size = self.cache.size = start + len(found)
+        return found
 
 
 def _described(info: ObjectInfo) -> dict[str, Any]:

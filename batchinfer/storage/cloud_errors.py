@@ -39,53 +39,46 @@ _RULES = [
         "NoSuchBucket ContainerNotFound",
         InputError,
         "the bucket does not exist at this endpoint, expected an existing bucket",
-        "{cloud.create}",
+        "{create}",
     ),
+    Rule("BlobAlreadyExists", AlreadyExists, "exists with other bytes, expected none"),
     # The clock of a machine that was suspended is wrong until it is set again. An unknown upload was aborted, or
-    # completed with a reply that was lost.
+    # completed with a reply that was lost. S3's 409 tells of a concurrent write.
     Rule(
-        "RequestTimeout RequestTimeTooSkewed NoSuchUpload 408 429",
+        "RequestTimeout RequestTimeTooSkewed NoSuchUpload 408 409 429",
         TransientError,
         "the store answered {said}",
     ),
     # A metadata server that gives the credentials may be down for a moment.
-    Rule(
-        "CredentialRetrievalError", TransientError, "no credentials ({said})", "{cloud.credentials}"
-    ),
+    Rule("CredentialRetrievalError", TransientError, "no credentials ({said})", "{credentials}"),
     Rule(
         "ExpiredToken ExpiredTokenException InvalidToken InvalidAccessKeyId SignatureDoesNotMatch "
         "TokenRefreshRequired AuthenticationFailed InvalidAuthenticationInfo UnauthenticatedError",
         AccessDenied,
         "credentials are missing or refused ({said})",
-        "{cloud.credentials}",
+        "{credentials}",
     ),
     Rule(
         "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException BareRedirect",
         ConfigError,
         "the bucket is in another region or at another endpoint ({said})",
-        "{cloud.place}",
+        "{place}",
     ),
     Rule("404 FileNotFoundError NotFoundError", ObjectNotFound, "no such object"),
-    Rule("BlobAlreadyExists", AlreadyExists, "exists with other bytes, expected none"),
-    Rule("409", TransientError, "a concurrent write was in the way ({said})"),
     Rule("AlreadyExistsError", AlreadyExists, "exists with other bytes, expected none"),
     Rule("PreconditionError", PreconditionFailed, "is not the version that was expected"),
-    Rule(
-        "PermissionDeniedError", AccessDenied, "the store refused access ({said})", "{cloud.rights}"
-    ),
+    Rule("PermissionDeniedError", AccessDenied, "the store refused access ({said})", "{rights}"),
     Rule("501 NotSupportedError", NotSupported, "the store does not support this ({said})"),
     Rule(
         "InvalidPathError",
         InputError,
         "{said}, expected names joined by single slashes; no listing gets past that object",
     ),
-    Rule("PanicException", ConfigError, "no request can be made ({said})", "{cloud.credentials}"),
+    Rule("PanicException", ConfigError, "no request can be made ({said})", "{credentials}"),
     Rule("4xx", StorageError, "the store answered {said}"),
     Rule("answered", TransientError, "the store answered {said}"),
-    Rule(
-        "Connect", Unreachable, "nothing answers at the store's address ({said})", "{cloud.place}"
-    ),
-    Rule("silent", TransientError, "no answer from the store ({said})", "{cloud.place}"),
+    Rule("Connect", Unreachable, "nothing answers at the store's address ({said})", "{place}"),
+    Rule("silent", TransientError, "no answer from the store ({said})", "{place}"),
 ]
 
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
@@ -106,7 +99,7 @@ def translate(error: BaseException, where: str, cloud: Cloud) -> BatchinferError
     code, status = _first(_CODE, text), _first(_STATUS, text)
     facts = {code, status, kind, *_WORDS.findall(text)}
     facts |= {f"{status[0]}xx", "answered"} if status else {"silent"}
-    return by_rules(_RULES, facts, where, said=_said(text, status, code), cloud=cloud)
+    return by_rules(_RULES, facts, where, said=_said(text, status, code), **cloud._asdict())
 
 
 def bad_answer(where: str, what: str) -> TransientError:

@@ -66,56 +66,38 @@ _memory: dict[str, Any] = {}
 """The memory:// buckets of this process, by name."""
 
 
-def open_s3(url: str, retries: RetryPolicy | None) -> BucketStore:
-    """Open the bucket of an s3:// or r2:// URL.
+_KINDS: dict[str, tuple[Any, Cloud]] = {
+    "s3": (S3Store, S3),
+    "r2": (S3Store, S3),
+    "gs": (GCSStore, GCS),
+    "az": (AzureStore, AZURE),
+}
+
+
+def open_bucket(scheme: str, url: str, retries: RetryPolicy | None = None) -> BucketStore:
+    """Open the bucket of a URL, or memory:// of this process: two stores of one URL, or of nested ones, share objects.
 
     Raises:
-        ConfigError: AWS's configuration cannot be used, or r2:// has no endpoint.
+        ConfigError: The cloud's configuration or credentials cannot be used, or r2:// has no endpoint.
     """
-    options, client = _aws_settings(url)
-    if url.startswith("r2://") and not options["endpoint"]:
+    bucket, (_, _, place) = split_bucket(url)[0], url.partition("://")
+    if scheme == "memory":
+        return BucketStore(url, _memory.setdefault(bucket, MemoryStore()), MEMORY)
+    kind, cloud = _KINDS[scheme]
+    options, client = _aws_settings(url) if cloud is S3 else ({}, {})
+    if scheme == "r2" and not options.get("endpoint"):
         raise ConfigError(
             f"{url!r}: no endpoint is configured, so requests would go to AWS",
             hint="export AWS_ENDPOINT_URL=https://ACCOUNT_ID.r2.cloudflarestorage.com, "
             "or put endpoint_url into the profile that AWS_PROFILE names",
         )
-    return _open(url, "s3", S3Store, S3, retries, client, **options)
-
-
-def open_gcs(url: str, retries: RetryPolicy | None) -> BucketStore:
-    """Open the bucket of a gs:// URL. Raises ConfigError if the configured credentials cannot be read."""
-    return _open(url, "gs", GCSStore, GCS, retries, {})
-
-
-def open_azure(url: str, retries: RetryPolicy | None) -> BucketStore:
-    """Open the container of an az:// URL. Raises ConfigError if no account is configured."""
-    return _open(url, "az", AzureStore, AZURE, retries, {})
-
-
-def open_memory(url: str) -> BucketStore:
-    """Open memory:// of this process. Two stores of one URL, or of nested ones, share objects."""
-    return BucketStore(url, _memory.setdefault(split_bucket(url)[0], MemoryStore()), MEMORY)
-
-
-def _open(
-    url: str,
-    scheme: str,
-    kind: Any,
-    cloud: Cloud,
-    retries: RetryPolicy | None,
-    client: dict[str, Any],
-    **options: Any,
-) -> BucketStore:
-    """Open a bucket with obstore's `kind` of store. `client` and `options` are added to its own."""
-    bucket = split_bucket(url)[0]
-    given = {name: value for name, value in options.items() if value}
     try:
         quick, patient = (
             kind(
                 bucket,
                 client_options={**client, **_CLIENT, "read_timeout": silence},
                 retry_config=_ONCE,
-                **given,
+                **options,
             )
             for silence in _SILENCE.values()
         )
@@ -124,7 +106,7 @@ def _open(
             f"{url}: {str(error).splitlines()[0]}, expected a working configuration for {cloud.name}",
             hint=f"{cloud.credentials}; {cloud.place}",
         ) from error
-    place = f"{scheme}://{url.partition('://')[2]}"
+    place = f"{'s3' if cloud is S3 else scheme}://{place}"
     return BucketStore(place, quick, cloud, patient=patient, retries=retries)
 
 
@@ -162,6 +144,7 @@ def _aws_settings(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "virtual_hosted_style_request": "true" if is_virtual else None,
         "credential_provider": _aws_credentials(session),
     }
+    options = {name: value for name, value in options.items() if value}
     return options, {"root_certificate": Path(bundle).read_bytes()} if bundle else {}
 
 

@@ -30,56 +30,37 @@ _CLIENTS = {
     *("requests", "urllib3"),
 }
 """Packages whose errors may come from a request to the Hub or to a web server."""
-_ACCESS_HINT = (
+_ACCESS = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
 )
-_NETWORK_HINT = (
+_NETWORK = (
     "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
 )
-
-
 _RULES = [
-    Rule(
-        "GatedRepoError LocalTokenNotFoundError",
-        AccessDenied,
-        "needs a token with access",
-        _ACCESS_HINT,
-    ),
+    Rule("GatedRepoError LocalTokenNotFoundError", AccessDenied, "needs a token", _ACCESS),
     # The Hub gives the same answer if the repository exists but the token may not see it.
     Rule(
         "RepositoryNotFoundError",
         InputError,
         "no such repository on the Hub, or a private one",
-        f"check the name; for a private one {_ACCESS_HINT}",
+        f"check the name; for a private one {_ACCESS}",
     ),
-    Rule(
-        "RevisionNotFoundError",
-        InputError,
-        "no such revision",
-        "name a branch, a tag or a commit of it",
-    ),
-    Rule("HFValidationError BadRequestError", InputError, "the Hub refuses it ({said})"),
+    Rule("RevisionNotFoundError", InputError, "no such revision", "name a branch, tag or commit"),
     Rule(
         "OfflineModeIsEnabled",
         InputError,
         "the Hub may not be asked, as HF_HUB_OFFLINE is set",
         "unset HF_HUB_OFFLINE{otherwise}",
     ),
-    Rule(
-        "LocalEntryNotFoundError",
-        TransientError,
-        "cannot be reached, and is not in the cache",
-        _NETWORK_HINT,
-    ),
+    Rule("LocalEntryNotFoundError", TransientError, "cannot be reached, nor is cached", _NETWORK),
     Rule("FileNotFoundError 404", ObjectNotFound, "no such file"),
-    Rule("PermissionError 401 403", AccessDenied, "the server refused access", _ACCESS_HINT),
-    Rule("409 412", TransientError, "another commit came in between", _NETWORK_HINT),
-    Rule("408 429 5xx", TransientError, "the server answered {status}", _NETWORK_HINT),
+    Rule("HFValidationError BadRequestError ValueError", InputError, "{said}"),
+    Rule("PermissionError 401 403", AccessDenied, "the server refused access", _ACCESS),
+    Rule("409 412", TransientError, "another commit came in between", _NETWORK),
+    Rule("408 429 5xx", TransientError, "the server answered {status}", _NETWORK),
     Rule("status", StorageError, "the server answered {status}"),
-    # Those that follow have no status.
-    Rule("ValueError", InputError, "{said}"),
-    Rule("client", TransientError, "cannot be reached ({said})", _NETWORK_HINT),
+    Rule("client", TransientError, "cannot be reached ({said})", _NETWORK),
 ]
 
 

@@ -22,10 +22,7 @@ from batchinfer.storage.retrying import NotSupported, RetryPolicy
 
 logger = logging.getLogger(__name__)
 
-S3_SCHEMES = ("s3", "s3a", "r2")
-GCS_SCHEMES = ("gs", "gcs")
-AZURE_SCHEMES = ("az",)
-BUCKET_SCHEMES = (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "memory")
+BUCKET_SCHEMES = ("s3", "r2", "gs", "az", "memory")
 READ_ONLY_SCHEMES = ("hf", "http", "https")
 SCHEMES = ("file", *BUCKET_SCHEMES, *READ_ONLY_SCHEMES)
 
@@ -78,7 +75,7 @@ def check_url(url: str) -> None:
             has too few slashes to be one.
     """
     scheme = url.partition(":")[0].lower()
-    if scheme in (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "hf") and has_user(url):
+    if scheme in (*BUCKET_SCHEMES, "hf") and has_user(url):
         raise ConfigError(
             f"{url}: has a user or a secret before the name, expected {scheme}://name/path",
             hint="leave out all before the @; docs/object-storage.md says where credentials belong",
@@ -147,15 +144,9 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
 
         return LocalStore(local_path(url))
     if scheme not in READ_ONLY_SCHEMES:
-        from batchinfer.storage import clouds
+        from batchinfer.storage.clouds import open_bucket
 
-        if scheme == "memory":
-            return clouds.open_memory(url)
-        if scheme in S3_SCHEMES:
-            return clouds.open_s3(url, retries)
-        if scheme in GCS_SCHEMES:
-            return clouds.open_gcs(url, retries)
-        return clouds.open_azure(url, retries)
+        return open_bucket(scheme, url, retries)
     from batchinfer.storage.hub import ReadOnlyStore
 
     return ReadOnlyStore(url, retries=retries)

@@ -12,12 +12,20 @@ import itertools
 import os
 from array import array
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec
 from batchinfer.core.counts import Counts
-from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, count_rows, encode_rows
+from batchinfer.ledger.checkpoints import (
+    Deaths,
+    FinishedRow,
+    add_deaths,
+    batches,
+    count_rows,
+    encode_rows,
+)
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts.types import RawRow
@@ -53,6 +61,22 @@ class Suspect(NamedTuple):
     """Most suspects, this row included, that may run together."""
 
 
+@dataclass(slots=True)
+class Saved:
+    """What storage has of an open chunk's finished rows."""
+
+    keys: list[str] = field(default_factory=list)
+    """Keys on storage of those segments of the chunk that this worker has read or written."""
+    num_bytes: int = 0
+    """Bytes at the beginning of the spool whose rows need no further segment."""
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Gives the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
+
+    def reach(self, num_bytes: int) -> None:
+        """Note that storage has the spool's rows up to this byte."""
+        self.num_bytes = num_bytes
+
+
 class OpenChunk:
     """A chunk that this worker has opened and not closed yet."""
 
@@ -67,7 +91,6 @@ class OpenChunk:
         claim_etag: str = "",
     ) -> None:
         self.ref = ref
-        self.name = ref.name
         self.local = local
         self.num_rows = num_rows
         self.spool = spool
@@ -78,18 +101,22 @@ class OpenChunk:
         self.claim_etag = claim_etag
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths during which a row was in the engine, by the row's line."""
-        self.segment_keys: list[str] = []
-        """Keys on storage of those segments of the chunk that this worker has read or written."""
-        self._segment_numbers = itertools.count(1)
-        self.checkpointed_bytes = 0
-        """Bytes at the beginning of the spool whose rows need no further segment, because storage has them."""
+        self.saved = Saved()
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
-        self.bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
-        """Mean number of bytes of a line of the local copy."""
         self._reader: BinaryIO | None = None
         self._cursor = 0
         """Line that `read_rows` reads next."""
+
+    @property
+    def name(self) -> str:
+        """The chunk's name."""
+        return self.ref.name
+
+    @property
+    def bytes_per_line(self) -> int:
+        """Mean number of bytes of a line of the local copy."""
+        return max(1, self.local.size_bytes // max(1, self.local.num_lines))
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         """Read the next unfinished rows from the local copy and mark them taken, until one of the limits is reached.
@@ -119,10 +146,8 @@ class OpenChunk:
 
         Rows that are suspects now count as not begun, so that `suspects` returns them.
         """
-        deaths = Deaths(1, rows_in_flight)
         for line in lines:
-            before = self.deaths.get(line)
-            self.deaths[line] = deaths if before is None else before.plus(deaths)
+            add_deaths(self.deaths, line, 1, rows_in_flight)
             if self._state[line] == RowState.TAKEN and self.is_suspect(line):
                 self._state[line] = RowState.TODO
 
@@ -202,23 +227,15 @@ class OpenChunk:
             holds_every_row: Whether these segments, and the output that is repaired, hold all rows that are in the
                 spool now. If so, the chunk's next segment starts with the first row that finishes from now on.
         """
-        self.segment_keys.extend(keys)
+        self.saved.keys.extend(keys)
         self.deaths = deaths
         if holds_every_row:
-            self.checkpointed_bytes = self.spool.size_bytes
-
-    def note_checkpointed(self, end: int) -> None:
-        """Note that segments hold the spool's rows up to this byte."""
-        self.checkpointed_bytes = max(self.checkpointed_bytes, end)
+            self.saved.reach(self.spool.size_bytes)
 
     @property
     def has_unsaved_rows(self) -> bool:
         """Whether finished rows are on the local disk only, in no segment on storage."""
-        return self.checkpointed_bytes < self.spool.size_bytes
-
-    def next_segment_number(self) -> int:
-        """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
-        return next(self._segment_numbers)
+        return self.saved.num_bytes < self.spool.size_bytes
 
     def close(self) -> None:
         """Remove the local copy and the spool. Idempotent."""

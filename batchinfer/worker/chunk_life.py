@@ -15,9 +15,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from batchinfer.core import layout
-from batchinfer.core.clock import iso_utc
+from batchinfer.core.clock import Clock, iso_utc
 from batchinfer.core.errors import (
     AlreadyExists,
     BatchinferError,
@@ -31,11 +32,11 @@ from batchinfer.core.records import Marker
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import Published, build_output
+from batchinfer.ledger.publishing import Published, build_output, read_marker
 from batchinfer.storage.scratch import remove_quietly
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
-from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
+from batchinfer.worker.worker_config import RunAccess, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _READ_ATTEMPTS = 2
 _SEGMENT_BYTES = 8 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
 whole, when it is written and when it is read, twice for a moment."""
-_MAX_WRITING = 4
+MAX_WRITING = 4
 """Number of segments that are written at the same time."""
 _RETRY_SECONDS = 0.5
 """Seconds after a failed segment until the next one of the chunk. A store that refuses at once, such as a full disk,
@@ -60,39 +61,26 @@ Ending = Published | Marker | Held | BatchinferError | None
 unfinished, because the worker ends."""
 
 
+@dataclass(slots=True)
 class Hall:
-    """What the lives of a worker share.
+    """What the lives of a worker share."""
 
-    Args:
-        environment: The clock and the background.
-        run: Access to the run, which the worker has joined.
-        config: The worker's configuration.
-        has_rows_left: Returns whether open chunks have unfinished rows. While the engine generates them, a store that
-            cannot be reached has time to come back, so no chunk is given up because of storage.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        run: RunAccess,
-        config: WorkerConfig,
-        has_rows_left: Callable[[], bool],
-    ) -> None:
-        self.run = run
-        self.clock = environment.clock
-        self.limits = config.limits
-        self.checkpoint_seconds = config.checkpoint_seconds
-        self.has_rows_left = has_rows_left
-        self.publishing = environment.background.gate(config.limits.max_publishing)
-        self.writing = environment.background.gate(_MAX_WRITING)
-        self.is_closing = False
-        """Whether no chunk is opened any more."""
-        self.is_ending = False
-        """Whether all chunks are saved and given back."""
-        self.deadline: Callable[[], float] = lambda: float("-inf")
-        """Returns the monotonic seconds until which rows are saved at the end."""
-        self._unlogged = 0
-        self._logged_at = float("-inf")
+    clock: Clock
+    run: RunAccess
+    config: WorkerConfig
+    has_rows_left: Callable[[], bool]
+    """Returns whether open chunks have unfinished rows. While the engine generates them, a store that cannot be reached
+    has time to come back, so no chunk is given up because of storage."""
+    publishing: threading.Semaphore
+    writing: threading.Semaphore
+    is_closing: bool = False
+    """Whether no chunk is opened any more."""
+    is_ending: bool = False
+    """Whether all chunks are saved and given back."""
+    deadline: Callable[[], float] = lambda: float("-inf")
+    """Returns the monotonic seconds until which rows are saved at the end."""
+    _unlogged: int = 0
+    _logged_at: float = float("-inf")
 
     def close(self) -> None:
         """Let no chunk be opened any more."""
@@ -146,7 +134,7 @@ class Life:
     def note_death(self, lines: list[int], rows_in_flight: int) -> None:
         """Have it noted on storage that the engine died with these lines, among so many rows of all chunks."""
         assert self.chunk is not None
-        self._notes.append((self.chunk.next_segment_number(), lines, rows_in_flight))
+        self._notes.append((next(self.chunk.saved.numbers), lines, rows_in_flight))
         self._event.set()
 
     # -- the thread
@@ -164,13 +152,13 @@ class Life:
         self.chunk = chunk = opened
         ending: Ending = None
         try:
-            due = clock.monotonic() + hall.checkpoint_seconds
+            due = clock.monotonic() + hall.config.checkpoint_seconds
             while chunk.num_left and not hall.is_ending:
                 self._wait(due - clock.monotonic())
                 if not chunk.num_left and not hall.is_closing:
                     break  # it is published next; a worker that may end soon saves it before
                 if self._has_to_save or self._notes or clock.monotonic() >= due:
-                    seconds = hall.checkpoint_seconds if self.save() else _RETRY_SECONDS
+                    seconds = hall.config.checkpoint_seconds if self.save() else _RETRY_SECONDS
                     due = clock.monotonic() + seconds
             if not hall.is_ending:
                 ending = self._publish(chunk)
@@ -190,7 +178,9 @@ class Life:
             except (StorageError, InputError) as error:
                 is_last = attempts >= _READ_ATTEMPTS
                 if isinstance(error, StorageError):
-                    is_last = attempts >= hall.limits.storage_attempts and not hall.has_rows_left()
+                    is_last = (
+                        attempts >= hall.config.limits.storage_attempts and not hall.has_rows_left()
+                    )
                 if is_last or hall.is_closing:
                     return self._give_up(error, "cannot be opened")
                 self._pause(error, "cannot be opened", attempts)
@@ -217,7 +207,7 @@ class Life:
             except StorageError as error:
                 # A failure caused by this worker's late heartbeat is not counted: the next attempt waits for one.
                 attempts += not isinstance(error, LeaseLapsed)
-                most = hall.limits.storage_attempts + chunk.has_unsaved_rows
+                most = hall.config.limits.storage_attempts + chunk.has_unsaved_rows
                 if attempts >= most and not hall.has_rows_left():
                     return self._give_up(error, "not published")
                 failure = error
@@ -243,13 +233,12 @@ class Life:
                 with contextlib.suppress(AlreadyExists):  # written before, as it turns out
                     _write(chunk, hall, checkpoints.encode_deaths(lines, rows_in_flight), number, 0)
                 self._notes.popleft()
-            while chunk.checkpointed_bytes < until:
-                start = chunk.checkpointed_bytes
+            while (start := chunk.saved.num_bytes) < until:
                 end = chunk.spool.record_end(start + _SEGMENT_BYTES)
                 with hall.writing:
                     data = chunk.spool.read(start, end)
-                    _write(chunk, hall, data, chunk.next_segment_number(), data.count(b"\n"))
-                chunk.note_checkpointed(end)
+                    _write(chunk, hall, data, next(chunk.saved.numbers), data.count(b"\n"))
+                chunk.saved.reach(end)
         except ScratchFull:
             raise
         except LeaseLapsed:
@@ -276,8 +265,8 @@ class Life:
             if run.claims.release(self.name, chunk.claim_etag):
                 return
             # Whoever has the claim now may have published the chunk, and removed only the segments that it saw.
-            if run.publisher.current_marker(self.name, self.ref.generation) is not None:
-                run.store.delete(chunk.segment_keys)
+            if read_marker(run.store, self.name, self.ref.generation)[0] is not None:
+                run.store.delete(chunk.saved.keys)
         except BatchinferError as error:
             logger.warning("%s: claim not released (%s); it lapses by itself", self.name, error)
 
@@ -292,7 +281,7 @@ class Life:
         Rows that are to be saved meanwhile are saved.
         """
         hall = self._hall
-        seconds = hall.limits.storage_delay_seconds(attempts)
+        seconds = hall.config.limits.storage_delay_seconds(attempts)
         text = "{chunk}: {} ({}); trying again in {:.0f} s"
         level = logging.WARNING
         tell(logger, "chunk_retry", text, what, error, seconds, level=level, chunk=self.name)
@@ -328,7 +317,7 @@ def _publish_once(chunk: OpenChunk, hall: Hall) -> Published:
         # The machine's clock may have been set back since the chunk was opened.
         end=iso_utc(max(chunk.started, hall.clock.now())),
     )
-    leftovers = [*chunk.segment_keys, layout.claim_key(chunk.name)]
+    leftovers = [*chunk.saved.keys, layout.claim_key(chunk.name)]
     path = run.scratch.new_path(chunk.name)
     try:
         built = build_output(path, chunk.spool.payloads())
@@ -343,7 +332,7 @@ def _write(chunk: OpenChunk, hall: Hall, data: bytes, number: int, num_rows: int
     run, lease = hall.run, hall.run.lease
     lease.require()
     key = layout.segment_key(chunk.name, lease.writer, number, num_rows)
-    chunk.segment_keys.append(key)  # it may be there even if the reply is lost
+    chunk.saved.keys.append(key)  # it may be there even if the reply is lost
     checkpoints.write_segment(
         run.store, key, data, chunk_sha256=chunk.local.sha256, fingerprint=run.fingerprint
     )

@@ -15,6 +15,7 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.publishing import read_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 from batchinfer.worker.chunk import OpenChunk, Spool
@@ -55,10 +56,10 @@ def open_chunk(ref: ChunkRef, run: RunAccess, *, now: float) -> Opened:
 
 
 def _open_claimed(ref: ChunkRef, claim: Taken, run: RunAccess, *, now: float) -> OpenChunk | Marker:
-    marker = run.publisher.current_marker(ref.name, ref.generation)
+    marker, _ = read_marker(run.store, ref.name, ref.generation)
     if marker is not None:
         return marker
-    local = fetch(run.sources[ref.root], ref, run.scratch)
+    local = fetch(run.source_at(ref.root), ref, run.scratch)
     num_rows = local.num_lines if ref.row_limit is None else min(ref.row_limit, local.num_lines)
     spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
     chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
@@ -99,7 +100,7 @@ def _keep_good_rows(chunk: OpenChunk, base: int, run: RunAccess) -> None:
         InputError: that output or its marker is missing or changed, or the chunk itself has changed since.
         RunMismatch: the output was made with another configuration.
     """
-    before = run.publisher.current_marker(chunk.name, base)
+    before, _ = read_marker(run.store, chunk.name, base)
     redo = f"batchinfer clean RUN --redo {quote(chunk.name)} --yes"
     hint = f"restore it, or do the chunk again from the start: {redo}"
     if before is None:

@@ -22,8 +22,8 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import tell
 from batchinfer.core.records import Worker, WorkerLease
 from batchinfer.core.shell import quote
-from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
-from batchinfer.ledger.statistics import Statistics
+from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Lease
+from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
 from batchinfer.worker.telemetry import Telemetry
@@ -65,10 +65,10 @@ class Heartbeat:
         self._telemetry = telemetry
         self._stopper = stopper
         self._clock = clock
-        self._num_lapses = 0
-        self._lapsed_at = 0.0
+        self._lapsed_at: float | None = None
+        """Monotonic seconds since when the lease had lapsed at the end of every heartbeat; None if it is held."""
         self._turned_at = clock.monotonic()
-        self._statistics = Statistics(store, lease.worker_id)
+        self._statistics = OwnRecord(store, layout.statistics_key(lease.worker_id), Worker)
         self.lease = lease
 
     def turned(self) -> None:
@@ -91,7 +91,7 @@ class Heartbeat:
         taking = background.submit(self._take)
         before, earlier = unless_stopped(background, self._stopper, taking, may_finish=True)
         telemetry.log_start(before)
-        background.submit(partial(self._statistics.write, telemetry.latest))
+        background.submit(partial(self._statistics.overwrite, telemetry.latest))
         stack.callback(self._end, background)
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
             last = "" if earlier is None else earlier.reason
@@ -124,9 +124,8 @@ class Heartbeat:
             )
             return
         try:
-            lease.renew(self._telemetry.latest)
-            if lease.error is None and lease.is_held():  # the statistics are still this start's
-                self._statistics.write(self._telemetry.up_to_date())
+            if lease.renew(self._telemetry.latest):  # the statistics are still this start's
+                self._statistics.overwrite(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
             tell(logger, "heartbeat_failed", "heartbeat: {}", error, level=logging.WARNING)
@@ -142,13 +141,11 @@ class Heartbeat:
         """
         lease, now = self.lease, self._clock.monotonic()
         if lease.is_held():
-            self._num_lapses = 0
+            self._lapsed_at = None
             return
-        if not self._num_lapses:
-            self._lapsed_at = now
-        self._num_lapses += 1
+        self._lapsed_at = self._lapsed_at or now
         seconds = now - self._lapsed_at + lease.lease_seconds
-        if self._num_lapses > LAPSES_WITHOUT_STORAGE and seconds >= lease.give_up_seconds:
+        if seconds >= LEASES_WITHOUT_STORAGE * lease.lease_seconds:
             reason = f"{self._store.url}: for {seconds:.0f} s no heartbeat of {lease.worker_id} was written in time"
             hint = "start the same command again once the bucket can be written, or with more --lease-seconds"
             self._stopper.request(StorageError(reason, hint=hint))
@@ -159,7 +156,7 @@ class Heartbeat:
 
         def close() -> None:
             self.lease.close(record)
-            self._statistics.write(record)
+            self._statistics.overwrite(record)
 
         closing = background.beside(1).submit(close)  # whatever hangs on the other threads
         deadline = self._clock.monotonic() + _END_SECONDS

@@ -257,7 +257,7 @@ def make_result(
         "errors": counts.errors,
         "rows_resumed": counts.rows_resumed,
         "chunks_total": work.chunks,
-        "chunks_done": work.num_published,
+        "chunks_done": len(work.published),
         "chunks_resumed": work.num_resumed,
         "chunks_skipped": work.chunks_skipped,
         "run_time_sec": round(telemetry.run_seconds, 3),

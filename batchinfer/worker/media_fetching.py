@@ -22,10 +22,8 @@ from batchinfer.prompts.builder import internal_failure
 from batchinfer.prompts.types import MediaRef, RowProblem
 from batchinfer.storage import check_key, split_bucket, web
 from batchinfer.storage.opening import (
-    AZURE_SCHEMES,
-    GCS_SCHEMES,
+    BUCKET_SCHEMES,
     READ_ONLY_SCHEMES,
-    S3_SCHEMES,
     join_url,
     local_path,
     split_url,
@@ -38,9 +36,10 @@ NUM_THREADS = 16
 _CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
 """Bytes of memory that an entry of the cache takes beside its content and its place."""
+_NUM_LOCKS = 64
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
-_BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, *AZURE_SCHEMES, "hf", "memory")
+_BUCKETS = (*BUCKET_SCHEMES, "hf")
 
 
 class MediaFetcher:
@@ -207,7 +206,8 @@ class MediaCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[bytes]] = OrderedDict()
+        self._fetching = [threading.Lock() for _ in range(_NUM_LOCKS)]
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, place: str, fetch: Callable[[], bytes]) -> bytes:
@@ -216,34 +216,19 @@ class MediaCache:
         Raises:
             RowProblem: it cannot be used. It is asked for again for the next row.
         """
-        with self._lock:
-            is_first = place not in self._kept
-            future = self._kept.setdefault(place, Future())
-            self._kept.move_to_end(place)
-        if is_first:
-            found: bytes | BaseException
-            try:
+        with self._fetching[hash(place) % _NUM_LOCKS]:
+            found = self._kept.get(place)
+            if found is None:
                 found = fetch()
-            except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
-                found = error
-            # In one step: a thread that makes room takes off what is done, so it must have been counted.
             with self._lock:
-                if isinstance(found, bytes):
-                    future.set_result(found)
-                else:
-                    future.set_exception(found)
-                self._settle(place, future)
-        return future.result()
+                if place not in self._kept:
+                    self._kept[place] = found
+                    self._num_bytes += _size(place, found)
+                self._kept.move_to_end(place)
+                while self._num_bytes > self._max_bytes:
+                    self._num_bytes -= _size(*self._kept.popitem(last=False))
+        return found
 
-    def _settle(self, place: str, future: Future[bytes]) -> None:
-        """Count what was fetched, or forget it. What was used least lately makes room, also if it is under way."""
-        if self._kept.get(place) is not future:
-            return
-        if future.exception() is not None:
-            del self._kept[place]
-            return
-        self._num_bytes += _ENTRY_BYTES + len(place) + len(future.result())
-        while self._num_bytes > self._max_bytes:
-            oldest, kept = self._kept.popitem(last=False)
-            if kept.done() and kept.exception() is None:
-                self._num_bytes -= _ENTRY_BYTES + len(oldest) + len(kept.result())
+
+def _size(place: str, found: bytes) -> int:
+    return _ENTRY_BYTES + len(place) + len(found)

@@ -21,7 +21,7 @@ from batchinfer.ledger.claims import Held
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.chunk_life import Ending, Hall, Life
+from batchinfer.worker.chunk_life import MAX_WRITING, Ending, Hall, Life
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, RunAccess, WorkerConfig
@@ -49,22 +49,22 @@ class OpenChunks:
         self._environment = environment
         self._run = run
         self._ring = ring
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self._limits = config.limits
         self._threads = environment.background.beside(config.limits.max_open_chunks)
         self._hall = Hall(
-            environment,
+            environment.clock,
             run,
             config,
             lambda: any(chunk.num_left for chunk in list(self.open.values())),
+            publishing=environment.background.gate(config.limits.max_publishing),
+            writing=environment.background.gate(MAX_WRITING),
         )
         self._lives: dict[str, tuple[Life, Future[Ending]]] = {}
         self._opening_seconds = _FIRST_OPENING_SECONDS
-        self.open: dict[str, OpenChunk] = {}
+        self.open: dict[str, OpenChunk] = telemetry.workload.open
         """Chunks whose rows the engine may have, by name."""
         self.failures: dict[str, BatchinferError] = {}
-        self.published: set[str] = set()
-        """Chunks whose marker is this worker's."""
 
     # -- state
 
@@ -110,8 +110,9 @@ class OpenChunks:
             BatchinferError: the worker must end: full scratch disk, refused permissions, a newer start of itself.
         """
         self._collect()
+        found_done: set[str] = set()
         if not self.is_closing:
-            counts, seconds = self._telemetry.counts, self._telemetry.busy_seconds
+            counts, seconds = self.telemetry.counts, self.telemetry.busy_seconds
             # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
             rate = counts.rows_done / max(seconds, 1.0) or rows_wanted
             # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the
@@ -119,9 +120,9 @@ class OpenChunks:
             missing = rows_wanted + int(2 * rate * self._opening_seconds)
             missing -= rows_built + self.num_unread
             missing -= sum(self._expected_rows(life.ref) for life in self._opening())
-            self._ring.tick(is_hungry=missing > 0)
+            found_done = self._ring.tick(is_hungry=missing > 0)
             self._begin_lives(missing)
-        self._telemetry.workload.done(*self._ring.take_found_done() - self.open.keys())
+        self.telemetry.workload.done(*found_done - self.open.keys())
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         """Keep finished rows of a chunk, and wake its thread after its last row."""
@@ -130,7 +131,7 @@ class OpenChunks:
             return
         fresh = chunk.finish(rows)
         if fresh:
-            self._telemetry.rows_finished(fresh)
+            self.telemetry.rows_finished(fresh)
             if not chunk.num_left:
                 self._lives[name][0].wake()
 
@@ -226,8 +227,7 @@ class OpenChunks:
                 # The estimate rises at once after a slow opening. It falls slowly after fast openings, since the next
                 # one may be slow again.
                 self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
-                self.open[name] = life.chunk
-                self._telemetry.chunk_opened(life.chunk)
+                self.telemetry.chunk_opened(life.chunk)
             if is_over:
                 del self._lives[name]
                 self.open.pop(name, None)
@@ -238,7 +238,7 @@ class OpenChunks:
                         life.chunk.close()
 
     def _ended(self, life: Life, ending: Ending) -> None:
-        name, ring, telemetry = life.name, self._ring, self._telemetry
+        name, ring, telemetry = life.name, self._ring, self.telemetry
         outcome = "released"
         if isinstance(ending, Marker):
             ring.ended(name, is_done=True)
@@ -248,10 +248,7 @@ class OpenChunks:
             tell(logger, "chunk_held", text, chunk=name, worker=ending.claim.worker)
             ring.ended(name)
         elif isinstance(ending, Published):
-            outcome = "lost"
-            if ending.is_ours:
-                outcome = "done"
-                self.published.add(name)
+            outcome = "done" if ending.is_ours else "lost"
             ring.ended(name, is_done=True)
         elif isinstance(ending, BatchinferError):
             self.failures[name] = ending

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from batchinfer.core.records import Marker
+from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import find_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background
 
 logger = logging.getLogger(__name__)
 
 _NUM_READERS = 4
-"""Background jobs that read markers at the same time, so that many workers that start do not ask for all at once."""
+"""Markers that are read at the same time, so that many workers that start do not ask for all at once."""
 MOST_READ = 2000
 """Most markers of which a start compares the configuration. To read all of a large run would take long."""
 
@@ -29,31 +27,20 @@ class OwnMarkers:
 
     Args:
         store: The run's store.
-        background: Reads several markers at once.
-        wait: Waits for a background job and returns its result, unless the worker is asked to stop.
+        do: Does work in the background and returns its result, unless the worker is asked to stop.
     """
 
-    def __init__(
-        self, store: Store, background: Background, wait: Callable[[Future[Any]], Any]
-    ) -> None:
+    def __init__(self, store: Store, do: Callable[[Callable[[], Any]], Any]) -> None:
         self._store = store
-        self._background = background
-        self._wait = wait
+        self._do = do
         self.num_read = 0
         self.has_answers = False
         """Whether a marker that was read has a row with an answer."""
 
     def read(self, generations: Mapping[str, int]) -> dict[str, Marker]:
         """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
-        wanted = list(generations.items())
-
-        def read(part: list[tuple[str, int]]) -> dict[str, Marker | None]:
-            return {name: find_marker(self._store, name, each) for name, each in part}
-
-        parts = [part for index in range(_NUM_READERS) if (part := wanted[index::_NUM_READERS])]
-        reads = [self._background.submit(partial(read, part)) for part in parts]
-        found = {name: marker for each in reads for name, marker in self._wait(each).items()}
-        markers = {name: marker for name, marker in found.items() if marker is not None}
+        work = partial(read_markers, self._store, generations, _NUM_READERS)
+        markers: dict[str, Marker] = self._do(work)
         self.num_read += len(markers)
         self.has_answers |= any(marker.rows_ok for marker in markers.values())
         return markers
@@ -87,8 +74,8 @@ class OwnMarkers:
         Raises:
             RunMismatch: a chunk was done with another configuration.
         """
-        listing = self._background.submit(partial(newest_markers, self._store))
-        now = {name: seen.generation for name, seen in self._wait(listing).items()}
+        listed = self._do(partial(newest_markers, self._store))
+        now = {name: seen.generation for name, seen in listed.items()}
         late = [name for name in names if name in now and before.get(name) != now[name]]
         refuse_foreign(self.fingerprints(now, late), fingerprint, url=self._store.url)
 

@@ -15,13 +15,14 @@ import logging
 import random
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
+from functools import partial
 
 from batchinfer.core.errors import StorageError
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of, release_given_up
+from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,43 @@ _CLAIMS_PER_SECOND = 2000
 record and perhaps a marker; S3 takes 5500 reads a second for a prefix."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
+
+
+class _Circle:
+    """The chunks of the job in blocks of neighbours, which one round after the other goes through."""
+
+    def __init__(self, names: Iterable[str], worker_id: str) -> None:
+        groups: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            groups[neighbours_of(name)].append(name)
+        self._blocks = deque(groups.values())
+        self._blocks.rotate(-random.Random(worker_id).randrange(len(groups) or 1))
+        self.num_left = len(groups)
+        """Blocks that this round has not looked at."""
+        self.is_undecided = False
+        """Whether this round met a claim whose owner may be gone, or a block that could not be seen."""
+
+    def next_block(self, done: Container[str], busy: Container[str]) -> list[str]:
+        """Return the next block without chunks at work; empty at a round's end. Chunks that are done are forgotten."""
+        while self.num_left:
+            self.num_left -= 1
+            block = [name for name in self._blocks.popleft() if name not in done]
+            if not block:
+                continue
+            self._blocks.append(block)
+            if block := [name for name in block if name not in busy]:
+                return block
+        return []
+
+    def begin_round(self, *, at_last: bool) -> None:
+        """Look at every block again; `at_last`: beginning with the one that was looked at last."""
+        self._blocks.rotate(int(at_last))
+        self.num_left = len(self._blocks)
+        self.is_undecided = False
+
+    def doubt(self) -> None:
+        """Note that a claim's owner may be gone, or that a block could not be seen."""
+        self.is_undecided = True
 
 
 class Ring:
@@ -65,21 +103,17 @@ class Ring:
         self._num_workers = num_workers
         self._todo = deque(own)
         self._refs = {ref.name: ref for ref in self._todo}
-        self._done = set(done)
+        self._settled = set(done)
+        """Chunks that need no more work of this worker: they are done, or it has failed with them for good."""
         self._busy: set[str] = set()
-        self._given_up: set[str] = set()
-        self._own_left = self._refs.keys() - self._done
-        self._found: deque[ChunkRef] = deque()
-        self._found_done: set[str] = set()
-        self._blocks: deque[list[str]] | None = None
-        """Neighbouring chunks. The blocks are made when they are first needed: a job may have very many chunks."""
-        self._num_left = 0
-        """Blocks that this round has not looked at."""
+        self._own_left = self._refs.keys() - self._settled
+        self._found: deque[tuple[float, ChunkRef]] = deque()
+        """Chunks that looks have found free, and when."""
+        self._circle: _Circle | None = None
+        """Made when it is first needed: a job may have very many chunks."""
         self._looking: Future[Survey] | None = None
-        self._due = self._collected = float("-inf")
+        self._due = float("-inf")
         self._first_beats: dict[str, int] = {}
-        self._is_undecided = False
-        """Whether this round met a claim whose owner may be gone, or a block that could not be seen."""
         self._is_over = False
         """Whether the last round over all blocks found nothing to take, and no claim whose owner may be gone."""
 
@@ -92,25 +126,24 @@ class Ring:
     def ended(self, name: str, *, is_done: bool = False, is_given_up: bool = False) -> None:
         """Note that this worker does not work on a chunk any more: it is done, by any worker, or another one has it.
 
-        A chunk with which this worker has failed for good is given up: the worker neither tries it again nor waits for
-        it.
+        A worker that has failed with a chunk for good waits for no chunk that others have. Its late writes may hold
+        claims, and two such workers would wait for each other for ever.
         """
         self._busy.discard(name)
-        if is_done:
+        if is_done or is_given_up:
             self._settle({name})
         if is_given_up:
-            self._own_left.discard(name)
-            self._given_up.add(name)
+            self._own_left.clear()
 
     # -- what is next
 
     def next(self) -> ChunkRef | None:
         """Take the next chunk to open. None if none is known now; `is_finished` says whether more may follow."""
-        for chunks in (self._todo, self._found):
-            while chunks:
-                ref = chunks.popleft()
-                if not any(ref.name in each for each in (self._done, self._busy, self._given_up)):
-                    return ref
+        oldest = self._environment.clock.monotonic() - _FRESH_SECONDS
+        while self._todo or self._found:
+            since, ref = (oldest, self._todo.popleft()) if self._todo else self._found.popleft()
+            if since >= oldest and ref.name not in self._settled and ref.name not in self._busy:
+                return ref
         return None
 
     @property
@@ -121,110 +154,82 @@ class Ring:
     @property
     def is_finished(self) -> bool:
         """Whether no chunk is left to open or to wait for. Chunks that are open here do not count."""
-        is_idle = not (self._todo or self._found or self._looking)
-        return is_idle and self._is_over and not self.waiting_for
+        return self._is_idle and self._is_over and not self.waiting_for
 
-    def take_found_done(self) -> set[str]:
-        """Return the chunks that looks have found done, by any worker, since the last call."""
-        found, self._found_done = self._found_done, set()
-        return found
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._todo or self._found or self._looking)
 
-    def tick(self, *, is_hungry: bool) -> None:
-        """Take in the last look at the run. If `is_hungry` and no chunk is left to open, begin the next one if due."""
-        now = self._environment.clock.monotonic()
+    def tick(self, *, is_hungry: bool) -> set[str]:
+        """Take in the last look at the run. If `is_hungry` and no chunk is left to open, begin the next one if due.
+
+        Returns the chunks that the look has found done, by any worker.
+        """
+        done: set[str] = set()
         if self._looking is not None and self._looking.done():
-            looking, self._looking, self._collected = self._looking, None, now
+            looking, self._looking = self._looking, None
             try:
-                self._take_in(looking.result())
+                survey = looking.result()
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
-                self._is_undecided = True
-                self._begin_round(at_last=True)
+                assert self._circle is not None
+                self._circle.begin_round(at_last=True)
+                self._circle.doubt()
                 self._pause(0, has_to_wait=True)
-        if self._found and now - self._collected >= _FRESH_SECONDS:
-            self._found.clear()  # found again if nobody has taken them meanwhile
-        is_idle = not (self._todo or self._found or self._looking)
-        if is_hungry and is_idle and now >= self._due and (self.waiting_for or not self._is_over):
+            else:
+                done = survey.done
+                self._take_in(survey)
+        is_due = self._environment.clock.monotonic() >= self._due
+        if is_hungry and is_due and self._is_idle and (self.waiting_for or not self._is_over):
             self._look()
+        return done
 
     def _look(self) -> None:
-        block = self._next_block()
+        worker_id, store, claims = self._run.lease.worker_id, self._run.store, self._run.claims
+        if self._circle is None:
+            self._refs = (self._everything() if self._everything else {}) | self._refs
+            self._circle = _Circle(self._refs, worker_id)
+        block = self._circle.next_block(self._settled, self._busy)
         if not block:
             self._end_round()
             return
-        worker_id, store, claims = self._run.lease.worker_id, self._run.store, self._run.claims
         # Each worker prefers its own chunks, then other claims than others do, and the same ones at each look.
         own = self._own_left
         block.sort(key=lambda name: (name not in own, zlib.crc32(f"{worker_id} {name}".encode())))
         wanted = {name: self._refs[name].generation for name in block}
-        given_up = set(self._given_up)
-
-        def work() -> Survey:
-            release_given_up(store, claims, given_up)
-            return look_at_neighbours(store, claims, wanted)
-
-        self._looking = self._environment.background.submit(work)
+        self._looking = self._environment.background.submit(
+            partial(look_at_neighbours, store, claims, wanted)
+        )
 
     def _take_in(self, survey: Survey) -> None:
-        self._found_done |= survey.done
+        assert self._circle is not None
+        circle, now = self._circle, self._environment.clock.monotonic()
         self._settle(survey.done)
         free, lapsed = survey.unclaimed, survey.lapsed
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.
         random.Random(f"{self._run.lease.worker_id}{len(free)}").shuffle(free)
-        names = [name for name in free + lapsed if name not in self._given_up]
-        self._found.extend(self._refs[name] for name in names)
+        self._found.extend((now, self._refs[n]) for n in free + lapsed if n not in self._settled)
         for owner in survey.owners:
             # Until an owner's heart has beaten again, it may be gone.
             first = self._first_beats.setdefault(f"{owner.id}/{owner.nonce}", owner.beat)
-            self._is_undecided |= owner.beat == first
+            if owner.beat == first:
+                circle.doubt()
         self._pause(len(survey.owners) + len(lapsed), has_to_wait=bool(lapsed and not free))
         if self._found:
-            self._is_over = self._is_undecided = False
-            self._begin_round(at_last=True)
-        elif not self._num_left:
+            self._is_over = False
+            circle.begin_round(at_last=True)
+        elif not circle.num_left:
             self._end_round()
 
     def _settle(self, names: set[str]) -> None:
-        self._done |= names
+        self._settled |= names
         self._own_left -= names
-
-    # -- rounds over all blocks
-
-    def _next_block(self) -> list[str]:
-        """Return the next block without the chunks that this worker does or has given up; empty at a round's end.
-
-        Chunks that are done are forgotten.
-        """
-        if self._blocks is None:
-            self._refs = (self._everything() if self._everything else {}) | self._refs
-            groups: defaultdict[str, list[str]] = defaultdict(list)
-            for name in self._refs:
-                groups[neighbours_of(name)].append(name)
-            self._blocks = deque(groups.values())
-            first = random.Random(self._run.lease.worker_id).randrange(len(groups) or 1)
-            self._blocks.rotate(-first)
-            self._num_left = len(groups)
-        while self._num_left:
-            self._num_left -= 1
-            block = [name for name in self._blocks.popleft() if name not in self._done]
-            if not block:
-                continue
-            self._blocks.append(block)
-            if block := [n for n in block if n not in self._busy and n not in self._given_up]:
-                return block
-        return []
-
-    def _begin_round(self, *, at_last: bool) -> None:
-        """Look at every block again; `at_last`: beginning with the one that was looked at last."""
-        assert self._blocks is not None
-        if at_last:
-            self._blocks.rotate(1)
-        self._num_left = len(self._blocks)
 
     def _end_round(self) -> None:
         """End a round over all blocks in which there was nothing to take. The next one begins after a pause."""
-        self._is_over, self._is_undecided = not self._is_undecided, False
-        self._begin_round(at_last=False)
+        assert self._circle is not None
+        self._is_over = not self._circle.is_undecided
+        self._circle.begin_round(at_last=False)
         self._pause(0, has_to_wait=True)
 
     def _pause(self, num_claims: int, *, has_to_wait: bool) -> None:

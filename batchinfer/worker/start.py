@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -87,7 +87,7 @@ class _Start:
             money=config.money,
         )
         self.store = environment.open_store(config.output)
-        self.markers = OwnMarkers(self.store, environment.background, self._await)
+        self.markers = OwnMarkers(self.store, self._do)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
         self._turn: Callable[[], None] = lambda: None
@@ -133,7 +133,7 @@ class _Start:
         Afterwards storage is as it was before.
         """
         assignment = self._do(partial(read_work, self.config, self.environment, self.store))
-        self.telemetry.workload.set_own({ref.name: _num_rows(ref) for ref in assignment.chunks})
+        self.telemetry.workload.set_own({ref.name: ref.rows_to_do for ref in assignment.chunks})
         self._do(partial(check_stop_request, self.store))
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
@@ -183,7 +183,7 @@ class _Start:
             marked = self.markers.fingerprints(done, own)
             refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
         checkpointed = self._await(with_checkpoints)
-        access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
+        access = self._access_run(heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
         self._log_work(membership.assignment.chunks, checkpointed)
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
@@ -196,13 +196,11 @@ class _Start:
         access = dataclasses.replace(access, fingerprint=self._join(membership, info, done))
         open_chunks = OpenChunks(environment, access, ring, self.telemetry, config)
         submit(heartbeat.beat)  # so that `status` says running
-        stream = RowStream(
-            environment, open_chunks, builder, self.telemetry, config.limits, info=info
-        )
-        MainLoop(engine, stream, open_chunks, config, environment, self.telemetry, self._turn).run()
+        stream = RowStream(environment, open_chunks, builder, config.limits, info=info)
+        MainLoop(engine, stream, open_chunks, config, environment, self._turn).run()
         if open_chunks.failures:
             raise _undone(open_chunks.failures)
-        self._confirm(membership, done, own - open_chunks.published)
+        self._confirm(membership, done, own - self.telemetry.workload.published)
 
     def _confirm(self, membership: Membership, before: dict[str, int], others: set[str]) -> None:
         """Check that the run is a success: of one configuration, and with an answer.
@@ -257,8 +255,7 @@ class _Start:
             environment.stopper.raise_if_requested()
             if ring.is_finished and has_run:
                 return None
-            ring.tick(is_hungry=True)
-            self.telemetry.workload.done(*ring.take_found_done())
+            self.telemetry.workload.done(*ring.tick(is_hungry=True))
             environment.show_progress(self.telemetry)
             environment.background.wait(_POLL_SECONDS)
         return self._await(loading)
@@ -280,22 +277,15 @@ class _Start:
         return run.fingerprint
 
     def _access_run(
-        self,
-        membership: Membership,
-        lease: Lease,
-        scratch: Scratch,
-        checkpointed: dict[str, int],
+        self, lease: Lease, scratch: Scratch, checkpointed: dict[str, int]
     ) -> RunAccess:
-        assignment = membership.assignment
-        # Also the job's own store: this worker may take chunks that are not in its manifests.
-        roots = {assignment.job_url, *(ref.root for ref in assignment.chunks)}
         return RunAccess(
             store=self.store,
             lease=lease,
             claims=Claims(self.store, lease, self.clock),
             publisher=Publisher(self.store, nonce=self.nonce, require_lease=lease.require),
             scratch=scratch,
-            sources={root: self.environment.open_store(root) for root in roots},
+            source_at=cache(self.environment.open_store),
             checkpointed=checkpointed,
         )
 
@@ -326,7 +316,7 @@ class _Start:
         """Log how much of this worker's manifests is done already, by what storage holds."""
         work = self.telemetry.workload
         rows = sum(
-            min(checkpointed.get(ref.name, 0), _num_rows(ref))
+            min(checkpointed.get(ref.name, 0), ref.rows_to_do)
             for ref in own
             if not work.is_done(ref.name)
         )
@@ -348,8 +338,3 @@ def _undone(failures: dict[str, BatchinferError]) -> StorageError:
         f"{len(failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
         hint="fix them, then start the same command again",
     )
-
-
-def _num_rows(ref: ChunkRef) -> int:
-    """Number of rows to do of a chunk."""
-    return (ref.rows or 0) if ref.row_limit is None else ref.row_limit

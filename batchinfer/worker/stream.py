@@ -22,6 +22,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,7 +37,6 @@ from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import OpenChunks
-from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, Limits
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,13 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
 
 _Finished = defaultdict[str, list[FinishedRow]]
 """Finished rows by the name of their chunk."""
-_Built = list[tuple[OpenChunk, list[Prepared]]]
-"""Rows whose calls were built, by chunk."""
+
+
+class _Building(NamedTuple):
+    """Calls of so many rows that are being built in the background. The result is the rows by chunk."""
+
+    pending: Future[list[tuple[OpenChunk, list[Prepared]]]]
+    num_rows: int
 
 
 class RowStream:
@@ -65,7 +70,6 @@ class RowStream:
         environment: Environment,
         open_chunks: OpenChunks,
         builder: PromptBuilder,
-        telemetry: Telemetry,
         limits: Limits,
         *,
         info: EngineInfo,
@@ -73,15 +77,13 @@ class RowStream:
         self._background = environment.background
         self._open_chunks = open_chunks
         self._builder = builder
-        self._telemetry = telemetry
         self._limits = limits
         self.max_in_flight = info.max_in_flight
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
         """Bytes of memory of all rows that wait or are in flight, about."""
         self._builders = environment.background.beside(1)
-        self._building: Future[_Built] | None = None
-        self._num_building = 0
+        self._building: _Building | None = None
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._to_fetch: deque[_Flight] = deque()
         """Rows whose media are not asked for yet."""
@@ -132,9 +134,8 @@ class RowStream:
     def collect(self) -> None:
         """Take in the calls that the background has built, and the media that it has fetched."""
         finished: _Finished = defaultdict(list)
-        if self._building is not None and self._building.done():
-            building, self._building = self._building, None
-            self._num_building = 0
+        if self._building is not None and self._building.pending.done():
+            building, self._building = self._building.pending, None
             for chunk, prepared_rows in building.result():
                 for prepared in prepared_rows:
                     self._take(chunk, prepared, finished)
@@ -150,7 +151,7 @@ class RowStream:
     @property
     def num_built(self) -> int:
         """Number of rows that were read from their chunks and that the engine has not taken yet."""
-        return self._num_waiting + self._num_building
+        return self._num_waiting + (0 if self._building is None else self._building.num_rows)
 
     def prepare(self) -> None:
         """Begin to build the calls of the next rows.
@@ -227,7 +228,7 @@ class RowStream:
     ) -> None:
         row = encode_row(prepared, result)
         if row.failure is not None:
-            self._telemetry.row_failed(*prepared.key, row.failure)
+            self._open_chunks.telemetry.row_failed(*prepared.key, row.failure)
         finished[chunk.name].append(
             FinishedRow.of(
                 prepared.key[1],
@@ -308,14 +309,14 @@ class RowStream:
     ) -> None:
         """Begin to build the calls of rows, which `read` reads on a background thread."""
         builder = self._builder
-        self._num_building = num_rows
-        self._building = self._builders.submit(
+        building = self._builders.submit(
             lambda: [
                 (chunk, builder.build(chunk.name, chunk.ref.first_row, rows))
                 for chunk, rows in read()
                 if rows
             ]
         )
+        self._building = _Building(building, num_rows)
 
     def _fetch_more(self) -> None:
         """Begin to fetch media of the next rows.

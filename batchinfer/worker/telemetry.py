@@ -140,7 +140,7 @@ class Telemetry:
             reason=reason,
             seconds=round(self.run_seconds, 3),
             errors=counts.errors,
-            chunks_done=self.workload.num_published,
+            chunks_done=len(self.workload.published),
             **self.sums,
         )
 
@@ -317,7 +317,7 @@ class Telemetry:
             },
             examples=dict(list((self.examples | base.examples).items())[:MAX_CODES]),
             minutes=self._minutes.series(),
-            chunks_done=base.chunks_done + work.num_published,
+            chunks_done=base.chunks_done + len(work.published),
             replicas_lost=self.stats.replicas_lost,
             engine_restarts=base.engine_restarts + self.stats.restarts,
             busy_seconds=base.busy_seconds + self.busy_seconds,

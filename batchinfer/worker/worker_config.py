@@ -107,8 +107,6 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     """Stable name of this worker. Default: SkyPilot's task id and node rank, else random."""
     checkpoint_seconds: Positive = 30.0
     """Seconds between checkpoints of open chunks."""
-    checkpoint_rows: Annotated[int | None, NO_OPTION] = None
-    """Number of finished rows after which a checkpoint is made also."""
     lease_seconds: Positive = 120.0
     """Without a heartbeat for so long, others take a worker's chunks."""
     grace_seconds: NotNegative = 20.0
@@ -179,8 +177,8 @@ class RunAccess:
     claims: Claims
     publisher: Publisher
     scratch: Scratch
-    sources: dict[str, Store]
-    """The stores that chunks are read from, by URL."""
+    source_at: Callable[[str], Store]
+    """Returns the store at a URL, from which chunks are read."""
     checkpointed: Container[str]
     """Names of the chunks that had checkpoints when the worker started."""
 

@@ -17,12 +17,12 @@ class Workload:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._own: set[str] = set()
-        self._mine: set[str] = set()
-        """Own chunks, and others that this worker has open or has closed done."""
-        self.open: dict[str, OpenChunk] = {}
-        """Chunks that this worker has open."""
         self._done: set[str] = set()
         self._num_done = 0
+        self.open: dict[str, OpenChunk] = {}
+        """Chunks that this worker has open, by name."""
+        self.published: set[str] = set()
+        """Chunks whose marker is of this start."""
         self.rows = 0
         """Number of rows of the job, or of the worker's own manifests if it keeps to them."""
         self.own_rows = 0
@@ -31,12 +31,10 @@ class Workload:
         """Number of chunks that this start has opened."""
         self.num_resumed = 0
         """Number of those with rows that were taken over from storage."""
-        self.num_published = 0
-        """Number of those that this start has published."""
 
     def set_own(self, rows: Mapping[str, int]) -> None:
         """Set the number of rows of each chunk of this worker's manifests, by the chunk's name."""
-        self._own, self._mine = set(rows), set(rows)
+        self._own = set(rows)
         self.own_rows = sum(rows.values())
         self.set_job(rows)
 
@@ -47,7 +45,6 @@ class Workload:
 
     def opened(self, chunk: OpenChunk) -> None:
         """Note that this worker has opened a chunk."""
-        self._mine.add(chunk.name)
         self.open[chunk.name] = chunk
         self.num_opened += 1
         self.num_resumed += chunk.counts.rows_resumed > 0
@@ -56,9 +53,8 @@ class Workload:
         """Note that this worker has closed a chunk. `outcome`: as for `Telemetry.chunk_closed`."""
         if outcome != "released":
             self.done(name)
-            self.num_published += outcome == "done"
-        elif name not in self._own and name not in self._done:
-            self._mine.discard(name)
+        if outcome == "done":
+            self.published.add(name)
         self.open.pop(name, None)
 
     def done(self, *names: str) -> None:
@@ -74,18 +70,18 @@ class Workload:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the manifests, and of others that this worker has open or has done."""
-        return len(self._mine)
+        """Number of chunks of the manifests, and of others that this start has published."""
+        return len(self._own | self.published)
 
     @property
     def chunks_done(self) -> int:
         """Number of these chunks that are known to have their marker, no matter which worker wrote it."""
-        return len(self._mine & self._done)
+        return len((self._own | self.published) & self._done)
 
     @property
     def chunks_skipped(self) -> int:
         """Number of these chunks that another worker or an earlier start has done."""
-        return self.chunks_done - self.num_published
+        return self.chunks_done - len(self.published)
 
     @property
     def rows_done(self) -> int:

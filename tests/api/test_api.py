@@ -80,7 +80,6 @@ def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
     [
         (["What is 1 + 1?", "And [2] * 2?"], ["What is 1 + 1?", "And [2] * 2?"]),
         ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], ["a", "b"]),
-        ((text for text in ("one", "two")), ["one", "two"]),
     ],
 )
 def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
@@ -213,16 +212,6 @@ def test_a_data_set_of_several_splits_is_refused() -> None:
 
     with pytest.raises(errors.InputError, match="has the splits train, expected one"):
         run(datasets.DatasetDict({"train": data_set()}))
-
-
-def test_no_progress_of_duckdb_stands_before_the_result() -> None:
-    """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
-    code = (
-        "from pathlib import Path; from batchinfer.collect.answers import connect;"
-        "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
-        "assert found == [(False,)], found"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_an_error_has_all_lines_that_the_command_says() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,37 @@ def test_the_notebook_runs(folder: Path) -> None:
     assert "3/3 rows" in progress
     last = notebook.cells[-1].outputs[0]["data"]["text/plain"]
     assert all(answer in last for answer in ("Lima", "Tokyo", "85"))
+
+
+STEPS = """
+import batchinfer
+
+def step(name, data, column, **options):
+    given = {"engine": "echo", "quiet": True, "prompt_column": column, **options}
+    return batchinfer.run(data, output=f"steps/{name}.parquet", **given)
+
+rows = ({"title": str(number), "body": " ".join(["word"] * (number % 7))} for number in range(1000))
+short = step("short", rows, "body", max_tokens=4)
+table = short.to_arrow(with_source=True, columns={"title": "title", "summary": "text"})
+judged = step("judged", table, "summary")
+table = judged.to_arrow(with_source=True, where="text LIKE 'word%'", columns={"title": "title", "good": "summary"})
+print(step("kept", table, "good").to_arrow(with_source=True, columns={"title": "title", "text": "text"}).to_pylist())
+"""
+
+
+def test_steps_that_are_killed_go_on_where_they_were(folder: Path) -> None:
+    wanted = [
+        {"title": str(number), "text": " ".join(["word"] * min(4, number % 7))}
+        for number in range(1000)
+        if number % 7
+    ]
+    for name in ("short", "judged", "kept"):
+        command = [sys.executable, "-c", STEPS]
+        with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as program:
+            under_way = folder / f"steps/{name}.parquet.batchinfer/run/outputs"
+            while program.poll() is None and not under_way.exists():
+                time.sleep(0.01)
+            program.kill()
+        assert program.returncode == -signal.SIGKILL
+        assert not (folder / f"steps/{name}.parquet").exists()
+    assert shown(STEPS, folder) == f"{wanted}\n"

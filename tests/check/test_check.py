@@ -7,11 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from batchinfer.check.machine import Machine, problems_of
 from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from fake_endpoint import fake_endpoint
@@ -170,3 +173,36 @@ def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> Non
     assert has_chat_template(EngineConfig(model=str(tmp_path)))
     assert has_chat_template(EngineConfig(engine="openai", model="m"))
     assert not has_chat_template(EngineConfig(engine="echo"))
+
+
+SOUND = Machine(
+    vllm="0.32.0", cuda="13.0", driver="580.95", gpus=[Gpu(id="0"), Gpu(id="1")], has_compiler=True,
+    memory=1 << 40, shared_memory=1 << 34, free={"HF_HOME": 1 << 40, "TMPDIR": 1 << 40}, open_files=65536,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, []),
+        ({"gpus": [], "cuda": "", "driver": ""}, []),
+        ({"vllm": "", "cuda": ""}, [("error", "vLLM is missing")]),
+        ({"cuda": ""}, [("warning", "this vLLM is for the CPU, and there are GPUs")]),
+        ({"driver": "", "gpus": []}, [("error", "no NVIDIA driver answers")]),
+        ({"driver": "575.1"}, [("error", "driver 575.1 is too old for CUDA 13.0")]),
+        ({"driver": "575.1", "cuda": "12.9"}, []),
+        ({"has_compiler": False}, [("error", "no C compiler, which Triton needs")]),
+        ({"shared_memory": 1 << 26}, [("warning", "0.1 GiB of shared memory for several GPUs")]),
+        ({"open_files": 1024}, [("warning", "at most 1024 open files")]),
+        ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1.0 GiB of disk are free")]),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_named(changes: Any, found: Any) -> None:
+    problems = problems_of(msgspec.structs.replace(SOUND, **changes))
+    assert [(level, text) for level, text, _ in problems] == found
+
+
+def test_this_machine_is_looked_at_without_other_options(check: Call) -> None:
+    done = check("--machine")
+    assert done.result["machine"]["memory"] > 1 << 30
+    assert done.err.startswith("machine: vllm ")

@@ -15,7 +15,7 @@ HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datas
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
 ENTRIES = [
     "batchinfer",
-    *(f"batchinfer.{name}" for name in ("collect", "split", "worker")),
+    *(f"batchinfer.{name}" for name in ("split", "worker")),
 ]
 
 

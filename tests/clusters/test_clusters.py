@@ -117,7 +117,6 @@ FORGED = [
     {"workers": -1},
     {"handle": {"job": "--all"}, "id": ""},
     "{",
-    '{"plan": \x1b[31m',
 ]
 
 

@@ -74,7 +74,7 @@ def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
     assert hub.num_uploads == (ROWS if kind == "parquet" else 0)
     assert result["commit"] == hub.commit_of(REPO, "main")
     files = hub.repos[REPO]["main"]
-    assert json.loads((files / RECORD).read_text())["rows"] == ROWS
+    assert json.loads((files / RECORD).read_text())["result"]["rows"] == ROWS
     assert "path: data/part-*" in (files / CARD).read_text()
 
 

@@ -98,7 +98,6 @@ def test_places_of_a_job_are_named_once() -> None:
         ("file:///data/job", "/out", True),
         ("s3://b/job", "s3://b/out", True),
         ("r2://b/job", "s3://b/out", True),
-        ("gcs://b/job", "gs://b/out", True),
         ("hf://datasets/o/n/job", "hf://datasets/o/n/out", True),
         ("http://127.0.0.1:1/d", "/out", False),
         ("s3://other/job", "s3://b/out", False),

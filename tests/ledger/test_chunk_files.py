@@ -43,7 +43,8 @@ def put(store: MemoryStore, data: bytes, key: str = "x.jsonl", **fields: Any) ->
 def test_a_last_line_without_a_newline_is_a_row(
     data: bytes, is_packed: bool, store: MemoryStore, scratch: Scratch
 ) -> None:
-    stored = zstandard.compress(data) if is_packed else data
+    packed = zstandard.compress(data[:2]) + zstandard.compress(data[2:])
+    stored = packed if is_packed else data
     key = "x.jsonl.zst" if is_packed else "x.jsonl"
     found = fetch(store, put(store, stored, key), scratch)
     assert (found.num_lines, found.size_bytes) == (2, len(data))
@@ -58,6 +59,7 @@ def test_a_last_line_without_a_newline_is_a_row(
         (WHOLE, {"rows": 3}, "2 rows, job.json says 3"),
         (WHOLE + b" ", {}, "3 rows, job.json says 2"),
         (WHOLE, {"key": "x.jsonl.zst"}, "not readable as zstd"),
+        (zstandard.compress(WHOLE)[:-1], {"key": "x.jsonl.zst"}, "not readable as zstd"),
     ],
 )
 def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(

@@ -105,7 +105,6 @@ def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
         ("limit", "1; touch /tmp/x"),
         ("limit", 1.5),
         ("seed", True),
-        ("engine_args", ["a"]),
         ("job_sha256", 5),
         ("prompt", "p"),
     ],

@@ -101,11 +101,6 @@ def test_where_the_prompt_is_is_found_and_named(
     assert answers(dest) == ["hi"]
 
 
-def test_a_system_prompt_makes_a_chat_of_a_text(run: Runner, rows: Path, dest: Path) -> None:
-    assert run(rows, "-o", dest, "--system-prompt", "Be brief") == 0
-    assert "sent as a user's message: --system-prompt" in run.err
-
-
 def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
     run: Runner, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ MODULES = (
     "collect.collecting",
     "pipeline.run",
     "pipeline.work_folder",
-    "split.append",
     "split.sources",
+    "split.splitting",
 )
 STEPS = [
     "job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parquet"

@@ -478,7 +478,7 @@ def test_what_pages_quote_is_what_a_worker_says(reader: Path) -> None:
     refused = run_in_bash(f"{worker} 1024 2>&1 | sed -n '/^error/,/this worker/p'")
     quoted = re.escape(block("when-it-goes-wrong.md", "error: …")).replace("…", ".*")
     assert re.fullmatch(quoted, refused.strip())
-    line = json.loads(block("logs.md", '{"time": "2026').replace("\n", " "))
+    line = json.loads(block("monitoring.md", '{"time": "2026').replace("\n", " "))
     logged = map(json.loads, Path("log.jsonl").read_text().splitlines())
     (same, *_) = (each for each in logged if each.get("event") == line["event"])
     assert (same.keys(), same["fields"].keys()) == (line.keys(), line["fields"].keys())

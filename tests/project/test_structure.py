@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -66,6 +68,15 @@ def test_classes_are_decoded_through_codec():
         if not is_plain(kind)
     ]
     assert found == []
+
+
+def test_examples_in_docstrings_are_true():
+    """They are the only proof of some pure functions."""
+    found = [path for path in MODULES if ">>> " in (PACKAGE / path).read_text()]
+    for path in found:
+        module = importlib.import_module(".".join(["batchinfer", *path.with_suffix("").parts]))
+        assert doctest.testmod(module).failed == 0, path
+    assert found
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] in QUIET], ids=str)

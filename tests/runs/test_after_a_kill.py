@@ -1,17 +1,15 @@
-"""What `status`, `report`, `verify` and the next start say right after a worker was killed: the same as the bucket."""
+"""What `status`, `verify` and the next start say right after a worker was killed: the same as the bucket."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core import layout, units
+from batchinfer.core import layout
 from batchinfer.core.clock import SystemClock
-from batchinfer.runs.report import ReportConfig, run_report
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage.opening import open_store
@@ -45,7 +43,7 @@ def verified(run: str) -> dict[str, Any]:
     return run_verify(VerifyConfig(run=run), open_store=open_store, clock=SystemClock()).result
 
 
-def test_status_verify_report_and_the_next_start_agree_after_a_kill(tmp_path: Path) -> None:
+def test_status_verify_and_the_next_start_agree_after_a_kill(tmp_path: Path) -> None:
     """The worker is killed long after its last heartbeat, with chunks done and rows checkpointed since."""
     job = tmp_path / "job"
     make_job(job, rows=ROWS, per_chunk=50)
@@ -70,17 +68,3 @@ def test_status_verify_report_and_the_next_start_agree_after_a_kill(tmp_path: Pa
     assert again.status == 0
     assert again.result["rows_resumed"] == checkpointed
     assert again.result["request_count"] == rows.waiting
-
-    path = tmp_path / "page.html"
-    run_report(
-        ReportConfig(look=RunConfig(run=run), output=str(path)),
-        open_store=open_store,
-        clock=SystemClock(),
-    )
-    page = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
-    found = verified(run)
-    assert f"rows 100 % {ROWS} of {ROWS}" in text
-    assert f"input tokens {units.short(found['prompt_tokens'])}" in text
-    assert f"output tokens {units.short(found['completion_tokens'])}" in text
-    assert f"ended by stop {ROWS} 100 %" in text

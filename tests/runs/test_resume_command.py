@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.records import Run
-from batchinfer.runs.resume_command import worker_command
+from batchinfer.runs.verify import worker_command
 
 HOSTILE = (
     "0; touch hurt",

@@ -199,15 +199,3 @@ def test_the_last_line_of_stdout_is_one_object_and_json_is_everything(
     out, err = capsys.readouterr()
     seen = codec.decode(out.encode(), Overview, name="stdout")
     assert (seen.cost.source, len(seen.workers), err) == ("--price-per-hour", 3, "")
-
-
-def test_what_is_no_run_is_said_with_what_to_give_instead(root: str) -> None:
-    with pytest.raises(InputError, match="no run there"):
-        look(root)
-    run = write_in_memory(root, SMALL)
-    with pytest.raises(InputError, match="is a job, expected one of its runs") as caught:
-        look(root)
-    assert caught.value.hint == f"give {run}"
-    overwrite(in_memory(run), layout.RUN_KEY, b'{"format_version": 99}')
-    with pytest.raises(InputError, match="format version 99"):
-        look(run)

@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Claim, Marker, Worker, WorkerLease
+from batchinfer.core.records import Marker, Worker, WorkerLease
 from batchinfer.formats import bodies
 from batchinfer.ledger import checkpoints, claims, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
@@ -87,10 +87,7 @@ def no_fence() -> Defect:
 def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
-    def settle(self: Lease) -> None:
-        self._own.expect(self._own.read()[1])
-
-    return mock.patch.object(Lease, "_settle", settle)
+    return mock.patch.object(Lease, "confirm", lambda self: self._own.read())
 
 
 def dropped_segment() -> Defect:
@@ -322,11 +319,11 @@ def row_condemned_in_company() -> Defect:
 def lost_reply_is_a_loss() -> Defect:
     """A renewal whose reply was lost counts as somebody else's."""
 
-    def settle(self: Lease) -> None:
+    def confirm(self: Lease) -> None:
         self._superseded = True
         self.require()
 
-    return mock.patch.object(Lease, "_settle", settle)
+    return mock.patch.object(Lease, "confirm", confirm)
 
 
 def clean_takes_every_orphan() -> Defect:
@@ -375,30 +372,13 @@ def lease_renewed_as_of_the_end() -> Defect:
     """A heartbeat counts from when it was answered, although others saw it long before."""
     real = Lease.renew
 
-    def renew(self: Lease, record: Worker) -> None:
-        real(self, record)
-        if self.error is None:
+    def renew(self: Lease, record: Worker) -> bool:
+        is_renewed = real(self, record)
+        if is_renewed:
             self._renewed = self._clock.monotonic()
+        return is_renewed
 
     return mock.patch.object(Lease, "renew", renew)
-
-
-def settle_without_the_nonce() -> Defect:
-    """Every record of the worker counts as one's own, whichever start wrote it."""
-
-    def confirm(self: Lease) -> str:
-        return self._own.read()[1]
-
-    return mock.patch.object(Lease, "confirm", confirm)
-
-
-def every_claim_of_the_id_is_ours() -> Defect:
-    """A claim counts as this start's if it names the worker, whichever start wrote it."""
-
-    def is_ours(self: Claims, claim: Claim) -> bool:
-        return claim.worker == self._lease.worker_id
-
-    return mock.patch.object(Claims, "is_ours", is_ours)
 
 
 def clean_ignores_chunks_at_work() -> Defect:
@@ -546,6 +526,18 @@ def rows_of_a_dead_engine_are_lost() -> Defect:
         real(self, [reply for reply in replies if not reply.is_engine_death])
 
     return mock.patch.object(stream.RowStream, "handle", handle)
+
+
+def given_up_is_not_settled() -> Defect:
+    """A worker that has failed with a chunk for good waits for the chunks that others have."""
+    real = ring.Ring.ended
+
+    def ended(self: ring.Ring, name: str, **how: bool) -> None:
+        left = self._own_left - {name}
+        real(self, name, **how)
+        self._own_left |= left
+
+    return mock.patch.object(ring.Ring, "ended", ended)
 
 
 DEFECTS: dict[str, Callable[[], Defect]] = {

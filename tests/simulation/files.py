@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from unittest import mock
 
+from batchinfer.ledger import inventory
 from batchinfer.storage import scratch
 
 BASE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -66,15 +67,24 @@ def _no_space(path: Path) -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+@contextmanager
 def tracked_files(
     has_room: Callable[[str], bool] = lambda _process_name: True,
-) -> AbstractContextManager[Any]:
-    """Remember the files that scratch folders open, for `close_files`.
+) -> Iterator[None]:
+    """Remember the files that scratch folders open, for `close_files`. Nothing is read on real threads meanwhile.
 
     `has_room`: Whether the scratch disk of a process takes what is written to it.
     """
     _TrackedPath.has_room = staticmethod(has_room)
-    return mock.patch.object(scratch, "Path", _TrackedPath)
+
+    def one_by_one(work: Callable[[Any], Any], items: Iterable[Any], _: int = 1) -> Iterator[Any]:
+        return map(work, items)
+
+    with (
+        mock.patch.object(scratch, "Path", _TrackedPath),
+        mock.patch.object(inventory, "in_parallel", one_by_one),
+    ):
+        yield
 
 
 def close_files(process_name: str) -> None:

@@ -27,11 +27,9 @@ class Plot:
         self.run_seed = chance.choice([None, 0, 1, 2, 3])
         self.lease_seconds = chance.choice([3.0, 6.0, 12.0])
         self.checkpoint_seconds = chance.choice([0.5, 1.5, 4.0, 1000.0])
-        self.checkpoint_rows = chance.choice([None, None, 1, 3])
         self.grace_seconds = chance.choice([0.5, 2.0, 5.0])
         self.mishaps_seconds = chance.choice([15.0, 30.0, 60.0])
         self.mishap_gap = chance.choice([1.0, 3.0, 8.0])
-        self.few = chance.choice([20, 20, 1])
         # 0: an idle worker looks at one chunk after the other, as at the blocks of a large job.
         self.neighbour_digits = chance.choice([0, 0, 3])
         self.most_sampled = chance.choice([1, 64])

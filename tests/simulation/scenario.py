@@ -31,7 +31,7 @@ from batchinfer.core.errors import (
     Superseded,
 )
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.ledger import inventory, survey
+from batchinfer.ledger import survey
 from batchinfer.runs import clean
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
@@ -163,7 +163,6 @@ class Scenario:
         names = SimpleNamespace(token_hex=lambda _: f"{draw(64):x}")
         longest = plot.image_seconds or 0.0
         for where, name, value in (
-            (survey, "_FEW", plot.few),
             (survey, "_NEIGHBOUR_DIGITS", plot.neighbour_digits),
             (survey, "MOST_SAMPLED", plot.most_sampled),
             (ring, "_FRESH_SECONDS", plot.fresh_seconds),
@@ -171,7 +170,6 @@ class Scenario:
             (MediaFetcher, "fetch_now", partialmethod(fetch_images, longest_seconds=longest)),
             (opening, "secrets", names),
             (clean, "secrets", names),
-            (inventory, "in_parallel", map),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
         stack.enter_context(tracked_files(self._has_room))
@@ -452,7 +450,6 @@ class Scenario:
             max_error_rate=1.0,  # a run of few rows may by chance have bad ones only
             lease_seconds=plot.lease_seconds,
             checkpoint_seconds=plot.checkpoint_seconds,
-            checkpoint_rows=plot.checkpoint_rows,
             max_attempts=1000,
             scratch_dir=str(self.folder / f"{slot.worker_id}#{slot.starts}"),
             limits=plot.limits,

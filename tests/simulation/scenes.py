@@ -8,17 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted, Superseded
+from batchinfer.core.errors import Interrupted, StorageError, Superseded
 from batchinfer.core.records import Claim, WorkerLease
-from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
+from batchinfer.ledger.claims import Claims, Held, Lease
 from batchinfer.ledger.publishing import Publisher, build_output
-from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
-from fakes import FakeClock, MemoryStore, worker_record
+from batchinfer.worker.worker_config import Limits
+from fakes import FakeClock, MemoryStore, lease_record, worker_record
 
 from .oracle import RUN
 from .scheduler import Process
-from .stage import Stage
+from .stage import Stage, when
 
 CHUNK = "part-00000"
 LEASE_SECONDS = 6.0
@@ -83,18 +83,6 @@ def an_output_gets_a_name_that_none_has_had() -> None:
     assert names[0] != names[1]
 
 
-def a_ghost_leaves_its_successors_claim_alone() -> None:
-    """It had given the chunk up, and releases what its own late write may have left there."""
-    store, clock = MemoryStore("memory://scene-ghost"), FakeClock()
-    _, ghost = _start(store, clock, "old")
-    _, successor = _start(store, clock, "new")
-    successor.take(CHUNK)
-    with suppress(Superseded):
-        release_given_up(store, ghost, [CHUNK])
-    key = layout.claim_key(CHUNK)
-    assert decode_claim(store.get(key).data, key).worker == "w0"
-
-
 def a_renewal_leaves_the_record_of_another_start_alone() -> None:
     """The worker's record was lost between them."""
     store, clock = MemoryStore("memory://scene-nonce"), FakeClock()
@@ -113,7 +101,7 @@ def rows_beside_vanished_segments_are_saved_again() -> None:
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
         stage.engine.max_in_flight = 2
         stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(checkpoint_rows=1)
+        stage.run(checkpoint_seconds=0.2)
         first, second, *_ = stage.server.keys(RUN + layout.CHECKPOINTS)
         adopted = _lines(stage.server.objects[first].data)
 
@@ -136,7 +124,7 @@ def a_segment_that_was_changed_on_storage_is_left_out() -> None:
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
         stage.engine.max_in_flight = 2
         stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(checkpoint_rows=1)
+        stage.run(checkpoint_seconds=0.2)
         assert stage.objects(layout.CHECKPOINTS)
         for key, data in stage.objects(layout.CHECKPOINTS).items():
             stage.put(key, data.replace(b"|0.5|", b"|0.7|"))
@@ -177,16 +165,37 @@ def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
         assert set(owners) == {""}
 
 
+def who_has_given_a_chunk_up_waits_for_no_other() -> None:
+    """Its late write holds the chunk, and the other worker, which has given up another one, waits for it likewise."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        stage.put(layout.claim_key("part-00001"), codec.encode(Claim(worker="w1", nonce="n")))
+
+        def beat(count: int = 1) -> None:
+            record = lease_record(id="w1", nonce="n", lease_seconds=LEASE_SECONDS, beat=count)
+            stage.put(layout.worker_key("w1"), codec.encode(record))
+            if count < 40:
+                stage.scheduler.after(1.0, lambda: beat(count + 1))
+
+        beat()
+        stage.network.attempts = 1
+        stage.network.weather.late_seconds = 4.0
+        late = when(
+            lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
+        )
+        ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
+        assert isinstance(ending.error, StorageError)
+        assert stage.scheduler.now < 30
+
+
 SCENES: dict[str, Callable[[], None]] = {
     "first_sighting_from_asking": an_owner_seen_by_a_slow_answer_keeps_its_claim,
-    "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
-    "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
     "no_fence_of_starts": a_renewal_leaves_the_record_of_another_start_alone,
     "lease_renewed_as_of_the_end": a_heartbeat_counts_from_when_it_was_sent,
     "output_name_given_again": an_output_gets_a_name_that_none_has_had,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
+    "given_up_is_not_settled": who_has_given_a_chunk_up_waits_for_no_other,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""

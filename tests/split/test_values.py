@@ -19,7 +19,7 @@ from arrow_examples import EVERY_TYPE
 from batchinfer.core.errors import InputError
 from batchinfer.prompts.json_lines import decode_object
 from batchinfer.prompts.types import RowProblem
-from batchinfer.split.parquet_rows import _plain
+from batchinfer.split.parquet_rows import _form
 from batchinfer.split.sources import count_sources
 
 
@@ -81,7 +81,7 @@ def test_a_date_that_cannot_be_written_is_refused_with_its_rows(tmp_path: Path) 
 def test_a_type_without_a_form_is_refused_with_its_column() -> None:
     for kind in (pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())])):
         with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
-            _plain(pa.struct([("in", pa.list_(kind))]), "a.parquet", "odd")
+            _form(pa.struct([("in", pa.list_(kind))]), "a.parquet: column 'odd'")
         assert "--columns" in caught.value.hint
 
 

@@ -43,7 +43,6 @@ def test_each_scheme_opens_its_store(monkeypatch):
         store = open_store(f"{url}/")
         assert isinstance(store, BucketStore)
         assert store.url == url
-    assert open_store("s3a://bucket/job/").url == "s3://bucket/job"
     assert isinstance(open_store("hf://datasets/org/name"), ReadOnlyStore)
     assert isinstance(open_store("https://127.0.0.1/x"), ReadOnlyStore)
 

@@ -12,7 +12,7 @@ import pytest
 
 from batchinfer.cli.main import main
 from batchinfer.core.records import Run
-from batchinfer.runs.resume_command import worker_command
+from batchinfer.runs.verify import worker_command
 from making import Finished, make_job, output_lines, worker_arguments
 from peft_adapter import write_adapter
 

@@ -39,10 +39,10 @@ def records(stage: Stage) -> list[list[bytes]]:
 def test_one_checkpoint_is_written_in_parts_until_nothing_is_left_of_it() -> None:
     dies = when(lambda method, key: method == "put_object" and "outputs/" in key, "dies_before")
     with Stage(PROMPTS) as stage:
-        ending = stage.run(hook=dies, checkpoint_rows=15, checkpoint_seconds=1000.0)
+        ending = stage.run(hook=dies, checkpoint_seconds=3.0)
         assert ending.is_killed
         parts = records(stage)
-        assert 15 <= sum(len(part) for part in parts) < 40
+        assert sum(len(part) for part in parts) < 40
         assert len(parts) > 3
         for part in parts:
             assert part

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import zstandard
 
 from batchinfer.core import codec, layout
-from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
@@ -72,7 +70,7 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
         claims=claims,
         publisher=publisher(run),
         scratch=scratch,
-        sources={"job": source},
+        source_at=lambda _url: source,
         checkpointed=(),
     )
     return open_chunk(ref, cast("RunAccess", access), now=0.0)
@@ -172,38 +170,3 @@ def test_a_download_that_fails_leaves_nothing_on_the_disk(scratch: Scratch, tmp_
     with pytest.raises(StorageError, match="reset"):
         fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl"), scratch)
     assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
-
-
-@pytest.mark.parametrize("kept", [0.5, 0.999])
-def test_a_compressed_file_that_was_cut_is_not_taken_for_a_whole_one(
-    scratch: Scratch, tmp_path: Path, kept: float
-) -> None:
-    """Nothing else vouches for a list from elsewhere: the rows behind the cut were lost, and the marker said all."""
-    packed = zstandard.compress(b"".join(b'{"n":%d}\n' % n for n in range(20_000)))
-    store = open_store(str(tmp_path / "job"))
-    store.create("texts.jsonl.zst", packed[: int(len(packed) * kept)])
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl.zst")
-    with pytest.raises(InputError, match=r"not readable as zstd.*ends early"):
-        fetch(store, ref, scratch)
-    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
-
-
-def test_a_compressed_file_that_is_nothing_but_repetition_takes_little_memory() -> None:
-    packed = zstandard.compress(b"x" * (200 << 20))
-    tracemalloc.start()
-    try:
-        with ZstdFile(io.BytesIO(packed)) as file:
-            num_bytes = sum(len(piece) for piece in iter(lambda: file.read(1 << 16), b""))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert num_bytes == 200 << 20
-    assert peak < 80 << 20
-
-
-def test_a_compressed_file_may_have_many_frames(scratch: Scratch, tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "job"))
-    frames = [zstandard.compress(b'{"n":%d}\n' % n) for n in range(3)]
-    store.create("texts.jsonl.zst", b"".join(frames))
-    local = fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl.zst"), scratch)
-    assert local.path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":2}\n'

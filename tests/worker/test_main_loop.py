@@ -30,13 +30,13 @@ def test_finished_rows_are_saved_when_a_stop_is_asked_and_not_only_when_the_last
     stopper: Any = Mock(is_requested=True, error=Interrupted("SIGTERM"))
     stopper.is_set.return_value = False
     stopper.raise_if_requested.side_effect = Interrupted("SIGTERM")
-    config: Any = SimpleNamespace(checkpoint_rows=0, max_error_rate=None)
+    config: Any = SimpleNamespace(max_error_rate=None)
     clock = Mock(monotonic=Mock(return_value=-1e9))
-    telemetry = MagicMock()
-    telemetry.counts.rows_error = 0
+    chunks.telemetry = MagicMock()
+    chunks.telemetry.counts.rows_error = 0
     loop = MainLoop(
         Mock(generate=replies), stream, chunks, config,
-        MagicMock(stopper=stopper, clock=clock), telemetry, Mock(),
+        MagicMock(stopper=stopper, clock=clock), Mock(),
     )  # fmt: skip
     with pytest.raises(Interrupted):
         loop.run()

@@ -16,7 +16,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.ledger.runs import read_run
 from batchinfer.prompts.types import MediaRef
-from batchinfer.runs.resume_command import worker_command
+from batchinfer.runs.verify import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
@@ -166,38 +166,12 @@ def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
     assert found == [[RED]] * 8
 
 
-def test_the_cache_counts_what_it_keeps_while_several_threads_make_room() -> None:
-    """One was taken off that another thread had fetched and not counted yet."""
-    cache, is_full = MediaCache(10_000), threading.Event()
-    settle = threading.Lock()
-
-    class Late:
-        """A lock that a slow thread gets after its fetch only when others have filled the cache."""
-
-        def __enter__(self) -> None:
-            if fetched_slowly.is_set() and threading.current_thread() is slow:
-                is_waiting.set()
-                is_full.wait()
-            settle.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            settle.release()
-
-    def fetch_slowly() -> bytes:
-        fetched_slowly.set()
-        return b"x" * 7000
-
-    fetched_slowly, is_waiting = threading.Event(), threading.Event()
-    cache._lock = Late()  # type: ignore[assignment]
-    slow = threading.Thread(target=cache.get, args=("a", fetch_slowly))
-    slow.start()
-    is_waiting.wait()
-    for place in ("b", "d"):
-        cache.get(place, lambda: b"y" * 7000)
-    is_full.set()
-    slow.join()
-    kept = sum(1000 + len(place) + len(found.result()) for place, found in cache._kept.items())
-    assert cache._num_bytes == kept <= 10_000
+def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately() -> None:
+    cache = MediaCache(18_000)
+    for place in ("a", "b", "a", "d"):
+        assert cache.get(place, lambda: b"x" * 7000) == b"x" * 7000
+    assert list(cache._kept) == ["a", "d"]
+    assert cache._num_bytes == 2 * 8001
 
 
 def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:

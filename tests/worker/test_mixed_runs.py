@@ -171,7 +171,7 @@ class TestCheckpoints:
         """Do some rows of the first chunk, and remove run.json. Returns the rows that are in checkpoints."""
         stage.engine.max_in_flight = 2
         stage.scheduler.after(4.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(checkpoint_rows=1)
+        stage.run(checkpoint_seconds=0.2)
         assert not markers(stage)
         stage.server.delete(RUN + layout.RUN_KEY)
         saved = {

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from batchinfer.storage.opening import open_store
 from fixtures_vllm import served
 from making import make_job, output_lines, read_marker
 from mistral_model import write_mistral
-from pictures import as_base64, as_data_url, picture
+from pictures import as_base64, as_data_url, clip, picture
 from pooling_models import write_bert
 from vision_model import torchvision_copy, write_vision_model
+from web_server import HttpServer
 from whisper_model import sound, write_whisper
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -211,23 +214,28 @@ def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
     model = write_whisper(tmp_path / "model")
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
+    (tmp_path / "calls").mkdir()
+    (tmp_path / "calls" / "a.wav").write_bytes(sounds[0])
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
+    rows.append({"audio": "calls/a.wav"})
     options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
+    options += ("--media-root", str(tmp_path))
     options += ("--sampling", "language=en", "--engine", "openai")
     arguments = [*SMALL, "--dtype", "float32", "--max-num-batched-tokens", "2048"]
     config = EngineConfig(model=str(model), task="transcribe", server_args=arguments)
     with served(config, tmp_path) as url:
         found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
         alone = [transcribe(url, model, each) for each in sounds]
-    assert [line["status"] for line in found] == [200, 200, 200, 400]
-    assert [line["body"]["text"] for line in found[:3]] == [each["text"] for each in alone]
+    assert [line["status"] for line in found] == [200, 200, 200, 400, 200]
+    texts = [line["body"]["text"] for line in found if line["status"] == 200]
+    assert texts == [each["text"] for each in [*alone, alone[0]]]
     assert len({each["text"] for each in alone}) > 1
 
 
-def describe(url: str, model: Path, image: bytes) -> Any:
-    """Ask a server about an image as curl would."""
+def describe(url: str, model: Path, kind: str, medium: str) -> Any:
+    """Ask a server about an image or a video as curl would."""
     parts = [
-        {"type": "image_url", "image_url": {"url": as_data_url(image)}},
+        {"type": f"{kind}_url", f"{kind}_url": {"url": medium}},
         {"type": "text", "text": "Which colour?"},
     ]
     body = {
@@ -242,24 +250,37 @@ def describe(url: str, model: Path, image: bytes) -> Any:
         return json.loads(found.read())
 
 
-def test_images_are_described_as_the_server_does_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_images_and_videos_are_described_as_the_server_does_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_url: Any
 ) -> None:
+    """Wherever they lie: in a column, behind a link, in a bucket, in a folder."""
     monkeypatch.setenv("PYTHONPATH", f"{torchvision_copy()}{os.pathsep}{Path.cwd()}")
-    model = write_vision_model(tmp_path / "model")
+    model, bucket = write_vision_model(tmp_path / "model"), s3_url()
     images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]
-    given = [*map(as_base64, images), as_data_url(b"no image")]
-    rows = [{"question": "Which colour?", "image": each} for each in given]
+    videos = [clip("red", "blue"), clip("green", "green")]
+    (tmp_path / "a.png").write_bytes(images[0])
+    open_store(bucket).create("b.mp4", videos[0])
+    web = HttpServer(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    given = [*map(as_base64, images), f"{web.url}/a.png", "a.png", as_data_url(b"no image")]
+    rows: list[dict[str, Any]] = [{"image": each} for each in given]
+    rows += [{"video": each} for each in (*map(as_base64, videos), f"{bucket}/b.mp4")]
+    rows = [{"question": "Which colour?", "image": None, "video": None, **row} for row in rows]
     options = ("--prompt-column", "question", "--as-chat", "--column", "image=image")
+    options += ("--column", "video=video", "--media-root", str(tmp_path))
     options += ("--temperature", "0", "--max-tokens", "12", "--engine", "openai")
-    config = EngineConfig(model=str(model), server_args=[*SMALL, "--max-model-len", "512"])
+    arguments = [*SMALL, "--max-model-len", "512", "--allowed-media-domains", "127.0.0.1"]
+    config = EngineConfig(model=str(model), server_args=arguments)
     with served(config, tmp_path) as url:
         found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
-        alone = [describe(url, model, each) for each in images]
-    assert [line["status"] for line in found] == [200, 200, 200, 400]
-    assert found[3]["error"]["code"] == "invalid_request"
-    contents = [line["body"]["choices"][0]["message"]["content"] for line in found[:3]]
-    assert contents == [each["choices"][0]["message"]["content"] for each in alone]
-    prompts = [line["body"]["usage"]["prompt_tokens"] for line in found[:3]]
-    assert prompts == [each["usage"]["prompt_tokens"] for each in alone]
-    assert len(set(contents)) > 1
+        alone = [describe(url, model, "image", as_data_url(each)) for each in images]
+        alone += [describe(url, model, "video", as_data_url(each, "video/mp4")) for each in videos]
+    web.close()
+    assert [line["status"] for line in found] == [200] * 5 + [400] + [200] * 3
+    broken = found.pop(5)
+    assert broken["error"]["code"] == "invalid_request"
+    wanted = [alone[index] for index in (0, 1, 2, 0, 0, 3, 4, 3)]
+    told = [line["body"]["choices"][0]["message"]["content"] for line in found]
+    assert told == [each["choices"][0]["message"]["content"] for each in wanted]
+    prompts = [line["body"]["usage"]["prompt_tokens"] for line in found]
+    assert prompts == [each["usage"]["prompt_tokens"] for each in wanted]
+    assert len(set(told[:3])) > 1

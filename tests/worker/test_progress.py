@@ -83,12 +83,12 @@ def test_the_total_is_that_of_the_job_and_the_own_share_is_named() -> None:
     assert state(work) == (70, 80, 0, 1), "another worker did it"
 
 
-def test_a_chunk_of_another_worker_is_among_mine_while_it_is_open_and_once_it_is_done() -> None:
+def test_a_chunk_of_another_worker_is_among_mine_once_it_is_done() -> None:
     work = Workload()
     work.set_own({"own": 10})
     work.set_job({"own": 10, "other": 7})
     work.opened(chunk("other", 7, left=2))
-    assert state(work) == (5, 17, 0, 2)
+    assert state(work) == (5, 17, 0, 1)
     work.closed("other", "released")
     assert state(work) == (0, 17, 0, 1)
     work.opened(chunk("other", 7, left=0))

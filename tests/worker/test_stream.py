@@ -20,7 +20,6 @@ from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.media_fetching import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
-from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, Limits
 from fakes import FakeClock
 
@@ -91,6 +90,7 @@ class ChunksPutByHand:
 
     is_closing = False
     may_grow = False
+    telemetry = SimpleNamespace(row_failed=lambda *_: None)
 
     def __init__(self, folder: Path) -> None:
         self.open: dict[str, OpenChunk] = {}
@@ -145,12 +145,10 @@ def stream_over(
         background=background or AtOnce(),
         open_store=lambda _url: pictures or Pictures(),
     )
-    telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
         cast("Environment", environment),
         cast("OpenChunks", chunks),
         PromptBuilder(prompt, None, rules=EngineRules(model="m")),
-        cast("Telemetry", telemetry),
         Limits(max_row_memory=max_row_memory),
         info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
     )

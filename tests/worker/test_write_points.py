@@ -17,7 +17,7 @@ from simulation.stage import Stage
 
 PROMPTS = [[f"say {index}" for index in range(6)]]
 FATES = ("dies_before", "dies_after", "lost", "refused", "late")
-OPTIONS: dict[str, Any] = {"checkpoint_rows": 2, "checkpoint_seconds": 1000.0}
+OPTIONS: dict[str, Any] = {"checkpoint_seconds": 0.5}
 MINE = ("worker", "nonce", "start", "end", "rows_resumed", "output")
 
 

@@ -1,15 +1,19 @@
-"""Columns of JSON values: each has the type that all of its values share. Where they share none, it is JSON text.
+"""Columns that SQL over the answers' bodies does not give: members of JSON values, verdicts on them, and vectors.
 
-No value becomes another: no float stands for an integer that it would round, and no number for a text.
+A column of JSON values has the type that all of its values share. Where they share none, it is JSON text. No value
+becomes another: no float stands for an integer that it would round, and no number for a text.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.collect.answers import quoted, rows_of
+import msgspec
+
+from batchinfer.collect.answers import Answers, quoted, rows_of
 from batchinfer.core.json_text import is_deep
 
 MAX_NAMES = 100
@@ -108,8 +112,9 @@ def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> di
     """Return the shapes of values by their names, JSON for those whose types would change a number."""
     kinds, large = {}, {}
     for name, (value, shape) in found.items():
-        types = set(_types(shape))
-        kinds[name] = "JSON" if "JSON" in types else _signed(shape)
+        types = set[str]()
+        signed = _signed(shape, types)
+        kinds[name] = "JSON" if "JSON" in types else signed
         if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
             pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
             large[name] = f"bool_or(regexp_matches(({value})::VARCHAR, '{pattern}'))"
@@ -119,27 +124,20 @@ def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> di
     return kinds
 
 
-def _signed(shape: Shape) -> Shape:
-    """Return a shape with one type for all integers."""
+def _signed(shape: Shape, types: set[str]) -> Shape:
+    """Return a shape with one type for all integers. Its types are added to a set.
+
+    JSON stands for objects that Arrow or DuckDB cannot hold.
+    """
     if isinstance(shape, str):
+        types.add(shape)
         return "BIGINT" if shape.endswith(("BIGINT", "HUGEINT")) else shape
     if isinstance(shape, list):
-        return list(map(_signed, shape))
-    return {name: _signed(kind) for name, kind in shape.items()}
-
-
-def _types(shape: Shape) -> Iterator[str]:
-    """Yield the types in a shape; JSON stands for objects that Arrow or DuckDB cannot hold."""
-    if isinstance(shape, str):
-        yield shape
-    elif isinstance(shape, list):
-        yield from _types(shape[0])
-    else:
-        names = {name.casefold() for name in shape}
-        if len(names) < len(shape) or len(names) > MAX_NAMES or not all(names):
-            yield "JSON"
-        for kind in shape.values():
-            yield from _types(kind)
+        return [_signed(shape[0], types)]
+    names = {name.casefold() for name in shape}
+    if len(names) < len(shape) or len(names) > MAX_NAMES or not all(names):
+        types.add("JSON")
+    return {name: _signed(kind, types) for name, kind in shape.items()}
 
 
 # --------------------------------------------------------------------------- the schema of a run
@@ -163,3 +161,112 @@ def types_of(schema: Any) -> dict[str, str]:
         for name, member in (members if isinstance(members, Mapping) else {}).items()
         if isinstance(member, Mapping) and str(member.get("type")) in _OF_SCHEMA
     }
+
+
+class AnswerSchema:
+    """A JSON schema that answers are validated against. It fetches no schema from elsewhere.
+
+    Args:
+        schema: The schema. One that is none itself is kept by nothing: `is_usable` is False.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        import jsonschema
+        import referencing
+
+        self.is_usable = False
+        """Whether answers can be validated."""
+        if isinstance(schema, Mapping):
+            kind = jsonschema.validators.validator_for(schema)
+            self.is_usable = not list(kind(kind.META_SCHEMA).iter_errors(schema))
+            self._validator = kind(schema, registry=referencing.Registry())
+
+    def array(self, texts: Any, reasons: Any) -> Any:
+        """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
+
+        Null for an answer that did not end by itself, and where the schema refers to another place.
+        """
+        import pyarrow as pa
+
+        is_list = pa.types.is_list(texts.type)
+        kind = pa.list_(pa.bool_()) if is_list else pa.bool_()
+        found = map(self._is_valid, texts.to_pylist(), reasons.to_pylist())
+        return pa.array(found, kind)
+
+    def _is_valid(self, text: Any, reason: Any) -> Any:
+        from referencing.exceptions import Unresolvable
+
+        if isinstance(text, list):
+            reasons = reason if isinstance(reason, list) else [reason] * len(text)
+            return list(map(self._is_valid, text, reasons))
+        if text is None or reason != "stop":
+            return None
+        try:
+            return bool(self._validator.is_valid(json.loads(text)))
+        except (ValueError, RecursionError):
+            return False
+        except Unresolvable:
+            return None
+
+
+def num_broken(column: Any) -> int:
+    """Return how many answers of such a column break the schema."""
+    from pyarrow import compute, types
+
+    flat = compute.list_flatten(column) if types.is_list(column.type) else column
+    return compute.sum(compute.invert(flat)).as_py() or 0
+
+
+# --------------------------------------------------------------------------- vectors
+
+_LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
+WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
+_ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
+_LENGTHS = f"list_transform({_ALL}, lambda v: {_LENGTH})"
+
+
+class VectorColumn:
+    """A column of vectors: its name and type, which are those of all rows.
+
+    Args:
+        answers: The answers, some of which have vectors.
+        task: The run's task.
+        column: The column that holds them as JSON texts: `embedding`, or `embeddings` if a row may have several.
+    """
+
+    def __init__(self, answers: Answers, task: str, column: str) -> None:
+        import pyarrow as pa
+
+        is_list = column == "embeddings"
+        least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
+        self._is_nested = least < 0
+        self._is_number = task == "reward" and least == most == 1
+        is_reward = task == "reward" and (self._is_number or self._is_nested)
+        self.name = "reward" if is_reward else "embedding"
+        if self._is_nested:
+            self.name = "rewards" if is_reward else "token_embeddings"
+        elif is_list:
+            self.name += "s"
+        self.type = pa.list_(pa.float32(), most if least == most > 0 else -1)
+        if self._is_number:
+            self.type = pa.float32()
+        for is_so in (self._is_nested, is_list):
+            self.type = pa.list_(self.type) if is_so else self.type
+
+    def array(self, table: Any) -> Any:
+        """Return this column of a table as an Arrow array, of that of the JSON texts."""
+        import pyarrow as pa
+
+        return pa.array(map(self._value, table[self.name].to_pylist()), self.type)
+
+    def _value(self, text: Any) -> Any:
+        import numpy as np
+
+        if text is None or isinstance(text, list):
+            return text and list(map(self._value, text))
+        value = msgspec.json.decode(text)
+        if isinstance(value, str):
+            value = np.frombuffer(base64.b64decode(value), "<f4")
+        if self._is_nested and not isinstance(value[0], list):
+            return [value]
+        return value[0] if self._is_number else value
