@@ -269,7 +269,6 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin/activate").touch()
-    write_model_stub(tmp_path / "here/model")
     (tmp_path / "lib/sglang").mkdir(parents=True)
     (tmp_path / "lib/sglang/launch_server.py").write_text(OTHER_SERVER)
     path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -316,6 +315,8 @@ def make_world(
             Path("logs").mkdir()
             words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
             run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
+        if "./model" in text:
+            write_model_stub(reader / "model")
         if "--lora" in text:
             write_adapter(reader / "sql-adapter")
         if "org/" in text:
