@@ -41,7 +41,7 @@ file = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 generate = HttpEngine.generate
 def counted(self, source, stop):
     for batch in generate(self, source, stop):
-        os.write(file, b"x" * len(batch))
+        os.write(file, b"x" * sum(bool(reply.key[0]) for reply in batch))  # rows, and no probe
         yield batch
 HttpEngine.generate = counted
 sys.exit(main(sys.argv[2:]))

@@ -14,7 +14,6 @@ from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
-from batchinfer.engines.gpus import gib
 from batchinfer.worker.worker_config import WorkerConfig
 
 
@@ -42,14 +41,14 @@ def tell(result: dict[str, Any], *, show: int = 3) -> None:
     for request in result.get("requests", ())[:show]:
         say(f"request: {request}")
     if machine := result.get("machine"):
-        gpus = [f"{gpu['name']} {gib(gpu['total_bytes'])}" for gpu in machine["gpus"]]
+        gpus = [f"{gpu['name']} {units.size(gpu['total_bytes'])}" for gpu in machine["gpus"]]
         sizes = {"memory": machine["memory"], "shared memory": machine["shared_memory"]}
         free = {f"free disk at {name}": size for name, size in machine["free"].items()}
         versions = ", ".join(
             f"{name} {machine[name] or 'none'}" for name in ("vllm", "cuda", "driver")
         )
         say(f"machine: {versions}; GPUs: {', '.join(gpus) or 'none'}")
-        say("; ".join(f"{name} {gib(size)}" for name, size in (sizes | free).items()))
+        say("; ".join(f"{name} {units.size(size)}" for name, size in (sizes | free).items()))
     if lengths := result.get("lengths"):
         how = " (estimated from bytes: no tokenizer here)" if lengths["is_estimate"] else ""
         say(

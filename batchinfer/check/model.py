@@ -12,7 +12,8 @@ from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import DEFAULT_UTILIZATION, GIB, OVERHEAD_BYTES, Gpu, choose_layout
-from batchinfer.engines.models import ModelInfo, model_files
+from batchinfer.engines.model_files import model_files
+from batchinfer.engines.models import ModelInfo
 
 logger = logging.getLogger(__name__)
 

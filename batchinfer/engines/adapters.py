@@ -7,7 +7,6 @@ far as they go, and then answers wrongly; so their shapes are compared here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -18,7 +17,7 @@ from typing import Any
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.models import hub_folder, local_copy
+from batchinfer.engines.model_files import hash_files, hub_folder, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +63,19 @@ def _describe(name: str, place: str) -> AdapterInfo:
     try:
         values = json.loads((folder / CONFIG_FILE).read_bytes())
         ranks = {values["r"], *(values.get("rank_pattern") or {}).values()}
-        weights = next(
-            (each for each in WEIGHT_FILES if (folder / each).is_file()), WEIGHT_FILES[0]
-        )
-        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-        with (folder / weights).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        weights = [each for each in WEIGHT_FILES if (folder / each).is_file()] or WEIGHT_FILES
+        identity = hash_files([folder / CONFIG_FILE, folder / weights[0]])
         if not 0 < max(ranks) <= RANKS[-1]:
             raise ValueError(f"r is {max(ranks)}, expected 1 to {RANKS[-1]}")
         for layer, pair in _matrices(folder).items():
             if len({pair["A"][0], pair["B"][1]}) > 1 or pair["A"][0] not in ranks:
                 raise ValueError(f"r is {max(ranks)}, and the matrices of {layer} are {pair}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{subject}: {place} is no adapter, or is damaged: {error}",
-            hint="vLLM takes plain LoRA adapters in PEFT's format",
-        ) from error
-    folder, identity = folder.resolve(), digest.hexdigest()[:40]
-    return AdapterInfo(name=name, folder=str(folder), identity=identity, rank=max(ranks))
+        hint = "vLLM takes plain LoRA adapters in PEFT's format"
+        message = f"{subject}: {place} is no adapter, or is damaged: {error}"
+        raise ConfigError(message, hint=hint) from error
+    place = str(folder.resolve())
+    return AdapterInfo(name=name, folder=place, identity=identity, rank=max(ranks))
 
 
 def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None = None) -> None:
@@ -107,11 +101,9 @@ def check_fit(adapters: Sequence[AdapterInfo], model: str, revision: str | None 
             made_for = [pairs[layer]["B"][0], pairs[layer]["A"][1]]
             if shape not in (made_for, made_for[::-1]):
                 has = f"has {shape}" if shape else "has no such layer"
-                raise ConfigError(
-                    f"--lora {adapter.name}: was made for another model: {layer} is {made_for} there, "
-                    f"and {model} {has}",
-                    hint=f"see base_model_name_or_path in its {CONFIG_FILE}",
-                )
+                message = f"--lora {adapter.name}: was made for another model: {layer} is "
+                hint = f"see base_model_name_or_path in its {CONFIG_FILE}"
+                raise ConfigError(f"{message}{made_for} there, and {model} {has}", hint=hint)
 
 
 def _layers(model: str, revision: str | None) -> dict[str, list[int]]:
@@ -172,11 +164,9 @@ def write_options(
     slots = len(adapters) + 1 if is_cpu else min(len(adapters), MOST_SLOTS)
     slots = asked_slots or slots
     if is_cpu and slots <= len(adapters):
-        raise ConfigError(
-            f"--max-loras: is {slots}, expected more than the {len(adapters)} adapters: on a CPU, vLLM answers "
-            "rows without an adapter by the adapter in the last slot",
-            hint="leave it out",
-        )
+        why = "vLLM answers rows without an adapter by the adapter in the last slot"
+        hint = "leave it out"
+        raise ConfigError(f"--max-loras: is {slots}, too few on a CPU: {why}", hint=hint)
     rank = next(each for each in RANKS if each >= max(one.rank for one in adapters))
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
     options += ["--max-loras", str(slots), "--max-cpu-loras", str(max(slots, len(adapters) + 1))]

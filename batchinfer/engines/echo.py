@@ -8,12 +8,12 @@ of everything but the engine, and for tests. Use it with::
 A token is a word: the text between two single spaces. `max_tokens` cuts the answer after that many words (finish_reason
 "length"), and `n` gives equal choices; there are no log-probabilities, and responses are never cut. An image or a sound
 is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that depend on
-nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options (`config.EchoOptions`):
+nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options of `EngineConfig`:
 
-* `latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an exponential
-  distribution. They depend only on the call's body, so they are the same in every worker and at every attempt. At most
-  `max_num_seqs` calls run at once; the others wait.
-* `load_seconds`: seconds that `open` takes.
+* `echo_latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an
+  exponential distribution. They depend only on the call's body, so they are the same in every worker and at every
+  attempt. At most `max_num_seqs` calls run at once; the others wait.
+* `echo_load_seconds`: seconds that `open` takes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import math
-import struct
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator
@@ -68,15 +68,15 @@ def answer(call: Call, config: EngineConfig) -> Reply:
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         refused = error if isinstance(error, Refused) else Refused(f"not a request: {error!r}")
         return Reply(key=call.key, status=refused.status, body=refused.body)
-    head = {"id": f"echo-{_digest(call.body)}", "object": "echo", "created": 0}
-    head["model"] = body.get("model") or config.served_names[0]
+    model = body.get("model") or config.served_names[0]
+    head = {"id": f"echo-{_digest(call.body)}", "object": "echo", "created": 0, "model": model}
     return Reply(key=call.key, status=200, body=_encode(head | found))
 
 
 def latency_of(call: Call, config: EngineConfig) -> float:
     """Return the seconds that a call runs."""
     fraction = int(_digest(call.body), 16) / 2**48
-    return -config.echo.latency_seconds * math.log1p(-fraction)
+    return -config.echo_latency_seconds * math.log1p(-fraction)
 
 
 def _digest(data: bytes) -> str:
@@ -106,15 +106,15 @@ def _answer(kind: str, body: _Body, config: EngineConfig) -> _Body:
     if kind in ("transcriptions", "translations"):
         return {"text": texts[0]}
     if kind == "responses":
-        part = {"type": "output_text", "text": texts[0]}
-        message = {"type": "message", "role": "assistant", "content": [part]}
+        content = [{"type": "output_text", "text": texts[0]}]
+        message = {"type": "message", "role": "assistant", "content": content}
         return {"status": "completed", "output": [message]}
     usage = {"prompt_tokens": sum(num_words), "completion_tokens": 0}
     if kind == "completions":
         found = {"choices": _choices(texts, body, usage)}
     elif kind == "rerank":
-        scores = [{"relevance_score": share_of(texts[0] + text)} for text in texts[1:]]
-        items = [{"index": index, **score} for index, score in enumerate(scores)]
+        scores = [share_of(texts[0] + text) for text in texts[1:]]
+        items = [{"index": n, "relevance_score": score} for n, score in enumerate(scores)]
         found = {"results": sorted(items, key=lambda item: -item["relevance_score"])}
     else:
         if kind == "score":
@@ -146,32 +146,25 @@ def _choices(texts: list[str], body: _Body, usage: dict[str, int]) -> list[_Body
 
 def _pooled(kind: str, text: str, body: _Body) -> _Body:
     """Return what a pooling model says of a text."""
-
-    def shown(numbers: list[float]) -> Any:
-        is_packed = body.get("encoding_format") == "base64"
-        return base64.b64encode(array("f", numbers)).decode() if is_packed else numbers
-
+    if kind in ("embeddings", "pooling"):
+        words = text.split(SPACE) if kind == "pooling" else [text]
+        vectors = [vector_of(word, body.get("dimensions") or WIDTH) for word in words]
+        shown: Any = vectors if kind == "pooling" else vectors[0]
+        if body.get("encoding_format") == "base64":
+            shown = base64.b64encode(array("f", itertools.chain(*vectors))).decode()
+        return {"data" if kind == "pooling" else "embedding": shown}
     share = share_of(text)
-    if kind == "embeddings":
-        return {"embedding": shown(vector_of(text, body.get("dimensions") or WIDTH))}
-    if kind == "pooling" and body.get("task", "token_embed") == "token_embed":
-        vectors = [vector_of(word, WIDTH) for word in text.split(SPACE)]
-        packed = shown([number for vector in vectors for number in vector])
-        return {"data": packed if isinstance(packed, str) else vectors}
-    known: dict[str, _Body] = {
-        "pooling": {"data": [share]},
-        "classify": {"label": ("no", "yes")[share > 0.5], "probs": [1 - share, share]},
-        "score": {"score": share},
-    }
-    if kind not in known:
+    if kind == "classify":
+        return {"label": ("no", "yes")[share > 0.5], "probs": [1 - share, share]}
+    if kind != "score":
         raise Refused("Not Found", None, 404)
-    return known[kind]
+    return {"score": share}
 
 
 def vector_of(text: str, width: int) -> list[float]:
     """Return the embedding of a text: numbers of length 1 together, made of the text's hash."""
     data = hashlib.shake_128(text.encode("utf-8", "surrogatepass")).digest(4 * width)
-    numbers = [number / 2**31 for number in struct.unpack(f"<{width}i", data)]
+    numbers = [number - 2**31 for number in array("I", data)]
     length = math.hypot(*numbers)
     return [number / length for number in numbers]
 
@@ -243,24 +236,22 @@ def stream_of(reply: Reply) -> Iterator[bytes]:
 
 
 class EchoTarget(Target):
-    """What answers in this process instead of a server. It is open when `load_seconds` are over."""
+    """What answers in this process instead of a server. It is open when `echo_load_seconds` are over."""
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         num_seqs = config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS
         super().__init__(name, "", slots_for(num_seqs))
         self._config = config
         self._running = asyncio.Semaphore(num_seqs)
-        self._loaded = time.monotonic() + config.echo.load_seconds
+        self._loaded = time.monotonic() + config.echo_load_seconds
 
-    async def look(self, config: EngineConfig) -> str:
+    async def look(self, _config: EngineConfig) -> str:
         """See Target.look."""
-        del config
         self.is_ready = time.monotonic() >= self._loaded
         return ""
 
-    async def get(self, path: str, most_seconds: float = 0.0) -> Answer:
+    async def get(self, _path: str, _most_seconds: float = 0.0) -> Answer:
         """Answer what `HttpEngine` asks a server when it opens."""
-        del path, most_seconds
         models = [{"max_model_len": self._config.typed_number("max_model_len")}]
         return Answer(200, _encode({"version": __version__, "data": models}))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -34,17 +34,6 @@ OPTION = re.compile(r"--?[A-Za-z]")
 """An option in a command line: two dashes or one, and a letter. A negative number is none."""
 
 
-class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of ``--engine echo``; `batchinfer.engines.echo` describes them."""
-
-    SECTION: ClassVar[str] = "rehearsal"
-
-    latency_seconds: Annotated[NotNegative, Opt(flag="--echo-latency-seconds")] = 0.0
-    """Mean latency of a row."""
-    load_seconds: Annotated[NotNegative, Opt(flag="--echo-load-seconds")] = 0.0
-    """Seconds that loading takes."""
-
-
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine that a user asks for, with its options. A field that is None is left to the engine or the model."""
 
@@ -62,13 +51,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Commit, tag or branch of the model. Default: the run's, else the latest."""
     loras: Annotated[
         dict[str, str],
-        Opt(
-            form="adapters",
-            flag="--lora",
-            section="model",
-            metavar="NAME=PATH",
-            is_recorded=True,
-        ),
+        Opt(form="adapters", flag="--lora", section="model", metavar="NAME=PATH", is_recorded=True),
     ] = {}
     """LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated."""
     replicas: Annotated[Count | Literal["auto"], Opt(form="auto")] = "auto"
@@ -98,6 +81,11 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     request_timeout_seconds: Annotated[Positive, Opt(section="endpoint")] = 600.0
     """Longest time that one attempt at a request may take."""
 
+    echo_latency_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
+    """Mean latency of a row."""
+    echo_load_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
+    """Seconds that loading takes."""
+
     server_args: Annotated[list[str], NO_OPTION] = []
     """Further options of the server, as typed: ["--max-model-len", "8192", "--enforce-eager"]."""
     tensor_parallel_size: Annotated[int | None, NO_OPTION] = None
@@ -115,7 +103,6 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     seed: Annotated[int, NO_OPTION] = 0
     scratch_dir: Annotated[str | None, NO_OPTION] = None
     """Folder under which the servers' logs and sockets are; None for the system's folder of temporary files."""
-    echo: EchoOptions = EchoOptions()
 
     @property
     def is_pooling(self) -> bool:
@@ -196,24 +183,21 @@ def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option with the values that follow it. Values before the first option are left out."""
-    option, values = "", list[str]()
+def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each option with the values that follow it. Values before the first option are left out."""
+    found: list[tuple[str, list[str]]] = []
     for word in words:
-        if not OPTION.match(word):
-            values.append(word)
-            continue
-        if option:
-            yield option, values
-        option, values = word, []
-    if option:
-        yield option, values
+        if OPTION.match(word):
+            found.append((word, []))
+        elif found:
+            found[-1][1].append(word)
+    return found
 
 
 def _value(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+    except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
 
 
@@ -230,28 +214,17 @@ def check_engine(config: EngineConfig) -> None:
     Raises:
         ConfigError: the message names the option that is wrong.
     """
-    if config.engine == "openai" and not config.base_urls:
-        raise ConfigError(
-            "--engine openai: no --base-url says where the endpoint is",
-            hint="add --base-url http://127.0.0.1:8000/v1, for example",
-        )
-    if not config.model and config.engine != "echo":
-        raise ConfigError(
-            "--model: is missing, expected a model's folder or its name on the Hub",
-            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
-        )
     command = config.server_command
+    if config.engine == "openai" and not config.base_urls:
+        raise ConfigError("--engine openai: no --base-url", hint="as in http://127.0.0.1:8000/v1")
+    if not config.model and config.engine != "echo":
+        hint = "add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model"
+        raise ConfigError("--model: is missing, expected a folder or a name on the Hub", hint=hint)
     if command and "{port}" not in command and "{socket}" not in command:
-        raise ConfigError(
-            f"--server-command {command}: says nowhere where the server shall listen",
-            hint="put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it, and {model}",
-        )
-    if config.nnodes == 1:
-        return
-    if not config.master_addr or not 0 <= config.node_rank < config.nnodes:
-        raise ConfigError(
-            f"--nnodes {config.nnodes}: expected --master-addr, the address of node 0, and --node-rank below --nnodes",
-            hint="give --master-addr, and the same --master-port, to every node",
-        )
-    if config.replicas not in {1, "auto"}:
+        hint = "put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it"
+        raise ConfigError(f"--server-command {command}: says not where to listen", hint=hint)
+    if config.nnodes > 1 and not (config.master_addr and 0 <= config.node_rank < config.nnodes):
+        message = f"--nnodes {config.nnodes}: expected --master-addr, and --node-rank below it"
+        raise ConfigError(message, hint="--master-addr is the address of node 0")
+    if config.nnodes > 1 and config.replicas not in {1, "auto"}:
         raise ConfigError("--replicas with --nnodes: several nodes run one replica together")

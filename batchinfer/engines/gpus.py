@@ -8,9 +8,11 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
+from batchinfer.core.units import size as shown
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.models import ModelInfo
 
@@ -31,6 +33,7 @@ class Gpu(Record, frozen=True, kw_only=True):
 
     id: str
     """Name of the GPU for CUDA_VISIBLE_DEVICES: an index or a UUID."""
+    uuid: str = ""
     name: str = ""
     total_bytes: int = 0
     """Bytes of the GPU's memory; 0 if the driver does not report it."""
@@ -70,18 +73,15 @@ def choose_layout(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -
     pipeline, size = config.pipeline_parallel_size, config.tensor_parallel_size
     replicas = 1 if config.replicas == "auto" else config.replicas
     count, why = len(gpus), "as asked for"
-    if config.nnodes > 1:
-        size = size or max(1, count) * config.nnodes // pipeline
-        return Layout(tensor_parallel_size=size, replicas=1, explanation=f"{config.nnodes} nodes")
-    if not gpus:
-        why = f"{replicas} x tensor parallel {size or 1} on the CPU (no GPU is visible)"
-        return Layout(tensor_parallel_size=size or 1, replicas=replicas, explanation=why)
+    if config.nnodes > 1 or not gpus:
+        size = size or max(1, max(1, count) * config.nnodes // pipeline)
+        where = "the CPU (no GPU is visible)" if config.nnodes == 1 else f"{config.nnodes} nodes"
+        why = f"{replicas} x tensor parallel {size} on {where}"
+        return Layout(tensor_parallel_size=size, replicas=replicas, explanation=why)
     if (needed := replicas * (size or 1) * pipeline) > count:
-        options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
-        raise ConfigError(
-            f"{options}: {replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
-            hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
-        )
+        product = f"{replicas} x {size or 1} x {pipeline} = {needed} GPUs are asked for"
+        hint = "lower --replicas, --tensor-parallel-size or --pipeline-parallel-size"
+        raise ConfigError(f"{product}, {count} are visible", hint=hint)
     if not size:
         size, why = smallest_size(model, gpus, config, count // (replicas * pipeline))
     replicas = count // (size * pipeline) if config.replicas == "auto" else replicas
@@ -119,17 +119,8 @@ def smallest_size(
         cache = model.kv_bytes_per_token * tokens // split
         if weights + cache <= usable:
             break
-    parts = f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU"
-    return size, f"{parts}, in {gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)}"
-
-
-def gib(size_bytes: int) -> str:
-    """Write a number of bytes in GiB.
-
-    >>> gib(3 << 29)
-    '1.5 GiB'
-    """
-    return f"{size_bytes / GIB:.1f} GiB"
+    parts = f"weights {shown(weights)} + KV cache for {tokens} tokens {shown(cache)} per GPU"
+    return size, f"{parts}, in {shown(smallest_gpu)} x {share:g} - {shown(OVERHEAD_BYTES)}"
 
 
 # --------------------------------------------------------------------------- the GPUs of this machine
@@ -150,45 +141,36 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     """
     found = query_nvidia()
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None and variable is None:
-        return [gpu for gpu, _ in found]
-    by_name = {name: gpu for gpu, uuid in found for name in (gpu.id, uuid)}
-    names = list(wanted) if wanted is not None else (variable or "").split(",")
-    chosen: list[Gpu] = []
-    for name in map(str.strip, names):
-        if name in by_name:
-            chosen.append(by_name[name])
-        elif wanted is not None:
-            there = ", ".join(gpu.id for gpu, _ in found) or "none"
-            raise ConfigError(f"--gpus: {name!r} is not on this machine, there are: {there}")
-        elif name.startswith(("GPU-", "MIG-")):  # a slice, or the beginning of a UUID
-            chosen.append(Gpu(id=name))
-        else:  # as CUDA does: an index that does not exist ends the list
-            break
-    return chosen
+    known = {name: gpu for gpu in found for name in (gpu.id, gpu.uuid)}
+    if wanted is not None:
+        if unknown := [name for name in wanted if name not in known]:
+            there = ", ".join(gpu.id for gpu in found) or "none"
+            raise ConfigError(f"--gpus: {unknown[0]!r} is not on this machine, there are: {there}")
+        return [known[name] for name in wanted]
+    if variable is None:
+        return found
+    # As CUDA does: an index that does not exist ends the list. A UUID may be that of a slice, or only its beginning.
+    names = map(str.strip, variable.split(","))
+    valid = takewhile(lambda name: name in known or name.startswith(("GPU-", "MIG-")), names)
+    return [known.get(name) or Gpu(id=name) for name in valid]
 
 
-def device_variables(group: Sequence[Gpu], wanted: Sequence[str] | None) -> dict[str, str]:
+def device_variables(group: Sequence[Gpu]) -> dict[str, str]:
     """Return the environment variables with which a server sees just these GPUs.
 
-    By default CUDA counts GPUs in another order than the driver, the fastest first. So the driver's indices, which
-    `visible_gpus` returns, need CUDA_DEVICE_ORDER. Indices from CUDA_VISIBLE_DEVICES already have the order that the
-    user of that variable meant.
+    By default CUDA counts GPUs in another order than the driver, whose indices `visible_gpus` returns: the fastest
+    first.
     """
-    if not group:
-        return {}
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_driver_order = wanted is not None or variable is None or "GPU-" in variable
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_driver_order else {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in group), **order}
+    listed = ",".join(gpu.id for gpu in group)
+    return {"CUDA_VISIBLE_DEVICES": listed, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if group else {}
 
 
-def query_nvidia() -> list[tuple[Gpu, str]]:
-    """Return the NVIDIA GPUs of the machine with their UUIDs, by NVML. GPUs that do not answer are left out.
+def query_nvidia() -> list[Gpu]:
+    """Return the NVIDIA GPUs of the machine, by NVML. GPUs that do not answer are left out.
 
     The package nvidia-ml-py comes with vLLM and with the other servers for GPUs.
     """
-    found: list[tuple[Gpu, str]] = []
+    found: list[Gpu] = []
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -200,8 +182,8 @@ def query_nvidia() -> list[tuple[Gpu, str]]:
         # If one GPU has failed ("fallen off the bus"), skip it and list the others.
         with contextlib.suppress(nvml.NVMLError):
             handle, total = nvml.nvmlDeviceGetHandleByIndex(index), 0
+            uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
             with contextlib.suppress(nvml.NVMLError):  # the GPU may share the CPU's memory
                 total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-            gpu = Gpu(id=str(index), name=str(nvml.nvmlDeviceGetName(handle)), total_bytes=total)
-            found.append((gpu, str(nvml.nvmlDeviceGetUUID(handle))))
+            found.append(Gpu(id=str(index), uuid=str(uuid), name=str(name), total_bytes=total))
     return found

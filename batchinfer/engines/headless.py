@@ -11,19 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from batchinfer.core.errors import (
-    ConfigError,
-    EngineDied,
-    EngineLoadError,
-    Interrupted,
-)
+from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import Stop, create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import OwnServer, plan
@@ -67,10 +62,9 @@ class Nodes:
         try:
             self._server = await asyncio.start_server(let_in, *place)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})",
-                hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
-            ) from error
+            message = f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error})"
+            hint = "node 0 needs an address of its own, and the two ports from --master-port on"
+            raise ConfigError(message, hint=hint) from error
 
     async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
@@ -108,23 +102,22 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
         Interrupted: a stop signal was set.
     """
     if config.node_rank == 0:
-        raise ConfigError(
-            "--headless without --node-rank: node 0 is the worker itself",
-            hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
-        )
+        hint = "give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines"
+        raise ConfigError("--headless with --node-rank 0: node 0 is the worker itself", hint=hint)
     create_engine(config)  # refuses what cannot work
-    with contextlib.closing(_reach(config, loading)) as link, contextlib.ExitStack() as stack:
-        revision = _receive(link, loading) or None
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(_reach(config, loading))
+        told = stack.enter_context(link.makefile("rb"))
+        scratch = stack.enter_context(contextlib.closing(Scratch(config.scratch_dir)))
+        revision = _receive(told, loading) or None
         config = msgspec.structs.replace(config, revision=config.revision or revision)
-        scratch = Scratch(config.scratch_dir)
-        stack.callback(scratch.close)
-        [launch] = plan(config, Path(scratch.folder), loading)
+        [launch] = plan(config, scratch.folder, loading)
         launch.environment["VLLM_HOST_IP"] = str(link.getsockname()[0])
         server = OwnServer(launch, scratch.folder / "server.log")
         server.start()
         stack.callback(server.end)
         logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        status = int(_receive(link, stop, server))
+        status = int(_receive(told, stop, server))
     if status:
         raise _ERRORS.get(status, EngineDied)(f"node 0 ended with exit status {status}")
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
@@ -139,35 +132,31 @@ def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
             link = socket.create_connection(place, timeout=5.0)
         except OSError as error:
             if time.monotonic() > end:
-                raise EngineLoadError(
-                    f"node 0 does not answer at {place[0]}, port {place[1]} ({error})",
-                    hint="node 0 is the worker with --node-rank 0; it listens at the port after --master-port",
-                ) from error
+                message = f"node 0 does not answer at {place[0]}, port {place[1]} ({error})"
+                hint = "node 0 is the worker without --headless; it listens after --master-port"
+                raise EngineLoadError(message, hint=hint) from error
             time.sleep(POLL_SECONDS)
         else:
             _keep_alive(link)
-            link.settimeout(POLL_SECONDS)
+            link.settimeout(None)
             return link
     raise Interrupted("stopped while it waited for node 0")
 
 
-def _receive(link: socket.socket, stop: Stop, server: OwnServer | None = None) -> str:
+def _receive(told: BinaryIO, stop: Stop, server: OwnServer | None = None) -> str:
     """Wait for a line of node 0, while this node's server runs.
 
     Raises:
         EngineDied: node 0 has gone, or the server has ended.
         Interrupted: `stop` was set.
     """
-    received = b""
-    while not received.endswith(b"\n"):
+    # A second line that came with the first one is not waited for: the end of the connection follows it.
+    while not select.select([told], [], [], POLL_SECONDS)[0]:
         if stop.is_set():
             raise Interrupted("stopped by a signal")
         if server is not None and (why := server.look_at_process()):
             raise EngineDied(f"this node's server: {why}")
-        with contextlib.suppress(TimeoutError):
-            with contextlib.suppress(ConnectionError):
-                if data := link.recv(1):
-                    received += data
-                    continue
-            raise EngineDied("node 0 has gone")
-    return received.decode().strip()
+    with contextlib.suppress(OSError):
+        if line := told.readline():
+            return line.decode().strip()
+    raise EngineDied("node 0 has gone")

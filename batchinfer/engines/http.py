@@ -10,38 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from batchinfer.core.errors import EngineDied, Interrupted
-from batchinfer.core.events import event
-from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply, RowKey
-from batchinfer.engines import RequestSource, Stop, is_remote, lists, share_out
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
+from batchinfer.engines import OneCall, RequestSource, Stop, is_remote, lists
 from batchinfer.engines.echo import EchoTarget
+from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.pace import Pace
 from batchinfer.engines.replies import judge
 from batchinfer.engines.server import OwnServer, plan
-from batchinfer.engines.targets import Endpoint, Target, pause_seconds, read_parameters
+from batchinfer.engines.targets import Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 5
-"""Attempts at a row whose failure the server's other answers do not share."""
-MOST_RESTARTS = 3
-"""Starts of a server after deaths in a row without an answered row."""
-RESTART_PAUSE_SECONDS = 5.0
-"""Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
-FEW, FEWEST = 64, 3
-"""Most rows that may be given up because they fail alone; see `HttpEngine._find_outage`."""
 LOAD_LOOK_SECONDS = 0.2
 """Seconds between two looks at a server that loads."""
 LOOK_SECONDS = 1.0
@@ -50,8 +42,6 @@ LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 # Longest wait for a reply if no slot is free.
 _LONGEST_WAIT_SECONDS = 0.25
-# Most seconds that a server has to tell its counters when the last row has come.
-_LAST_STATS_SECONDS = 2.0
 
 
 class HttpEngine:
@@ -64,11 +54,11 @@ class HttpEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.targets: Sequence[Target] = []
-        """The servers."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runner: asyncio.Runner | None = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        """The loop; None when the engine is closed."""
         self._lock = threading.RLock()
         """Held while the loop turns: a worker that is stopped closes the engine while another thread waits in `ask`."""
-        self._is_closed = False
+        self._is_closing = False
         self._folders: list[Scratch] = []
         self._nodes = Nodes()
         self._description = b""
@@ -79,19 +69,11 @@ class HttpEngine:
         self._failure: BaseException | None = None
         """Why the engine cannot go on."""
         self._is_open = False
-        self._num_restarts = 0
-        self._has_answered = False
-        self._outage_since: float | None = None
-        """Time of the first failed attempt since an endpoint last answered."""
-        self._last_replies: dict[RowKey, Reply] = {}
-        """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
-
-    # ------------------------------------------------------------------ life
+        self._outage = Outage(config.stall_seconds)
 
     def open(self, stop: Stop) -> EngineInfo:
         """Start the servers and wait until they have loaded, or reach the endpoints; see Engine.open."""
         start = time.monotonic()
-        self._loop = asyncio.new_event_loop()
         try:
             self.targets = self._make_targets(stop)
             for server in self._servers:
@@ -123,10 +105,7 @@ class HttpEngine:
             self._run(self._nodes.listen(config))
         launches = plan(config, sockets.folder, stop)
         self._nodes.revision = launches[0].revision
-        return [
-            OwnServer(launch, logs.folder / f"server-{index}.log")
-            for index, launch in enumerate(launches)
-        ]
+        return [OwnServer(one, logs.folder / f"server-{n}.log") for n, one in enumerate(launches)]
 
     @property
     def _servers(self) -> list[OwnServer]:
@@ -154,13 +133,12 @@ class HttpEngine:
 
     def close(self) -> None:
         """See Engine.close. Servers get some seconds to end by themselves, unless the engine has failed."""
-        self._is_closed = True
+        self._is_closing = True
         with self._lock:
-            if self._loop is None:
-                return
-            self._run(self._close())
-            self._loop.close()
-            self._loop = None
+            if self._runner is not None:
+                self._run(self._close())
+                self._runner.close()
+                self._runner = None
         for folder in self._folders:
             folder.close()
 
@@ -173,10 +151,7 @@ class HttpEngine:
         is_kill = self._failure is not None
         ends = [asyncio.to_thread(server.end, is_kill=is_kill) for server in self._servers]
         await asyncio.gather(*self._watches, *ends, return_exceptions=True)
-        await self._nodes.close(getattr(self._failure, "exit_status", 33) if self._failure else 0)
-        await asyncio.get_running_loop().shutdown_default_executor()
-
-    # ------------------------------------------------------------------ work
+        await self._nodes.close(getattr(self._failure, "exit_status", 33) if is_kill else 0)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         """See Engine.generate."""
@@ -200,61 +175,58 @@ class HttpEngine:
                 is_hungry = has_more and sum(free) > len(calls)
                 yield self._turn(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
         finally:
-            if self._loop is not None:
+            if self._runner is not None:
                 self._run(self._drop())
 
     def _check(self, *, is_idle: bool) -> None:
         """Raise the error that ends the engine, if there is one."""
-        if self._is_closed:
+        if self._is_closing:
             raise Interrupted("engine: closed")
         if self._nodes.has_lost_one:
             message = "a node that runs a share of the model has gone"
             self._failure = self._failure or EngineDied(message)
-        self._find_outage(is_idle=is_idle)
         if self._failure is not None:
             raise self._failure
+        for target, reply in self._outage.given_up(self.targets, is_idle=is_idle):
+            target.in_flight[reply.key].cancel()
+            self._deliver(target, reply)
 
     def _give(self, calls: list[Call], free: list[int]) -> None:
         """Give each target calls that follow each other, so that prompts which begin alike meet in one cache."""
-        shares = share_out([len(target.in_flight) for target in self.targets], free, len(calls))
-        for target, share in zip(self.targets, shares, strict=True):
+        left = sum(free)
+        emptiest_first = sorted(zip(free, self.targets, strict=True), key=lambda each: -each[0])
+        for room, target in emptiest_first:
+            share = math.ceil(len(calls) * room / (left or 1))
             for group in lists.group(calls[:share]):
                 self._begin(target, group)
-            calls = calls[share:]
+            calls, left = calls[share:], left - room
 
     def _turn(self, seconds: float) -> list[Reply]:
         """Let the loop turn until there is news of a call or a target, or the time is up. Returns the replies."""
 
         async def wait() -> None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._has_news.wait()
+                await asyncio.wait_for(self._has_news.wait(), seconds)
 
         self._run(wait())
         self._has_news.clear()
         found, self._replies = self._replies, []
         return found
 
-    def _run(self, work: Awaitable[T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Let the loop turn until some work in it is done. An interruption cancels the work."""
         with self._lock:
-            if self._loop is None:
-                if isinstance(work, Coroutine):
-                    work.close()  # Python warns of work that nobody awaits
+            if self._runner is None:
+                work.close()  # Python warns of work that nobody awaits
                 raise Interrupted("engine: closed")
-            task = asyncio.ensure_future(work, loop=self._loop)
             try:
-                return self._loop.run_until_complete(task)
+                return self._runner.run(work)
             except (KeyboardInterrupt, SystemExit):
                 # It broke off a turn, whose end may still be in the queue and would end the next turn.
-                self._loop.call_soon(self._loop.stop)
-                self._loop.run_forever()
+                loop = self._runner.get_loop()
+                loop.call_soon(loop.stop)
+                loop.run_forever()
                 raise
-            finally:
-                if not task.done():
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        self._loop.run_until_complete(task)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work beside the rest. An error in it ends the engine."""
@@ -264,28 +236,20 @@ class HttpEngine:
             if isinstance(error, Exception):  # a Ctrl-C that came just then ends no engine
                 self._failure = error
 
-        assert self._loop is not None
-        task = self._loop.create_task(work)
+        assert self._runner is not None
+        task = self._runner.get_loop().create_task(work)
         task.add_done_callback(note_end)
         return task
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
-        found: list[Reply] = []
-        try:
-            while not found:
-                self._check(is_idle=True)
-                if stop is not None and stop.is_set():
-                    raise Interrupted("engine: stopped before it answered")
-                if not self._replies and not any(target.in_flight for target in self.targets):
-                    self._give([call], [target.free_slots for target in self.targets])
-                found = self._turn(_LONGEST_WAIT_SECONDS)
-        finally:
-            if self._loop is not None:
-                self._run(self._drop())
-        if found[0].is_engine_death:
-            raise EngineDied(found[0].body.decode(), in_flight=[call.key])
-        return found[0]
+        batches = self.generate(OneCall(call), stop or threading.Event())
+        replies = [reply for batch in batches for reply in batch]
+        if not replies:
+            raise Interrupted("engine: stopped before it answered")
+        if replies[0].is_engine_death:
+            raise EngineDied(replies[0].body.decode(), in_flight=[call.key])
+        return replies[0]
 
     def stream(self, call: Call) -> Iterator[bytes]:
         """See Engine.stream."""
@@ -293,9 +257,10 @@ class HttpEngine:
         events = target.events(call)
 
         async def following() -> bytes | None:
-            async for found in events:
-                return found
-            return None
+            return await anext(events, None)
+
+        async def end() -> None:
+            await events.aclose()
 
         try:
             while (found := self._run(following())) is not None:
@@ -303,8 +268,8 @@ class HttpEngine:
         except ConnectionError as error:
             raise EngineDied(f"{target.name}: {error}") from error
         finally:
-            if self._loop is not None:
-                self._run(events.aclose())
+            if self._runner is not None:
+                self._run(end())
 
     def parameters(self, path: str) -> frozenset[str]:
         """See Engine.parameters."""
@@ -315,10 +280,8 @@ class HttpEngine:
         return EngineStats(
             **sum((server.counters for server in self._servers), Counter[str]()),
             replicas_lost=sum(server.is_lost for server in self._servers),
-            restarts=self._num_restarts,
+            restarts=sum(server.num_starts - 1 for server in self._servers),
         )
-
-    # ------------------------------------------------------------------ calls
 
     def _begin(self, target: Target, calls: Sequence[Call]) -> None:
         task = self._spawn(self._answer(target, calls))
@@ -336,7 +299,7 @@ class HttpEngine:
 
     def _deliver(self, target: Target, reply: Reply) -> None:
         if target.in_flight.pop(reply.key, None) is not None:
-            self._last_replies.pop(reply.key, None)
+            self._outage.last_replies.pop(reply.key, None)
             self._replies.append(reply)
             self._has_news.set()
 
@@ -360,17 +323,16 @@ class HttpEngine:
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
             if verdict in ("final", "denied"):
-                self._has_answered, self._outage_since = True, None
+                self._outage.note_answer()
                 target.num_pauses = 0
                 target.num_answered += 1
                 return reply
-            self._outage_since = self._outage_since or time.monotonic()
-            if verdict == "busy" or found.wait_seconds is not None:
+            is_busy = verdict == "busy" or found.wait_seconds is not None
+            num_failed += not is_busy
+            self._outage.note_failure(reply, 0 if is_busy or not found.status else num_failed)
+            if is_busy:
                 target.pause(found.wait_seconds)
                 continue
-            num_failed += 1
-            if found.status and num_failed >= MOST_ATTEMPTS:
-                self._last_replies[call.key] = reply
             if isinstance(target, OwnServer):
                 num_faults += await target.is_healthy()
             elif target.num_answered > answered_before:
@@ -389,42 +351,11 @@ class HttpEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._last_replies.clear()
         self._replies.clear()
-        self._outage_since = None
+        self._outage.last_replies.clear()
+        self._outage.since = 0.0
         ready = [server for server in self._servers if server.is_ready]
-        await asyncio.gather(*(server.read_counters(_LAST_STATS_SECONDS) for server in ready))
-
-    def _find_outage(self, *, is_idle: bool) -> None:
-        """Note the failure of endpoints that have answered nothing for `stall_seconds`.
-
-        A few rows alone that fail again and again are given up instead: at once if they are the last ones, others were
-        answered, and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start
-        of the run's last worker.
-
-        Args:
-            is_idle: Whether the source had no further row when it was last asked.
-        """
-        since, seconds = self._outage_since, self.config.stall_seconds
-        left = [(target, key) for target in self.targets for key in target.in_flight]
-        if since is None or self._servers or not left:
-            return
-        is_late = time.monotonic() - since >= seconds
-        replies = [self._last_replies[key] for _, key in left if key in self._last_replies]
-        is_own = is_idle and self._has_answered and len(left) <= FEW
-        is_own = is_own and all(reply.status == 500 for reply in replies)
-        if len(replies) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
-            self._outage_since = None
-            for target, key in left:
-                target.in_flight[key].cancel()
-                self._deliver(target, self._last_replies[key])
-        elif is_late and self._failure is None:
-            self._failure = EngineDied(
-                f"{self.targets[0].name}: answered nothing for {seconds:g} s",
-                hint="no row is lost; start the same command again when it answers",
-            )
-
-    # ------------------------------------------------------------------ deaths of servers
+        await asyncio.gather(*(server.read_counters() for server in ready))
 
     async def _watch(self, target: Target) -> None:
         """Wait until a target is ready. One of ours is watched on, and started again when it is dead.
@@ -451,27 +382,14 @@ class HttpEngine:
         """End a server that hangs or is dead, hand back its rows, and start it again unless it has died too often."""
         server.is_ready = False
         await asyncio.to_thread(server.end, is_kill=True)
-        server.num_deaths = 1 if server.num_answered else server.num_deaths + 1
-        server.is_lost = server.num_deaths > MOST_RESTARTS or self.config.nnodes > 1
-        message, rows = f"{server.name}: {reason}", len(server.in_flight)
-        if server.is_lost:
-            logger.error("%s", message, extra=event("replica_lost", replica=server.name))
-        else:
-            again = f"it is started again, and its {rows} rows are tried again"
-            fields = event("replica_restarted", replica=server.name, rows=rows)
-            logger.warning("%s; %s", message, again, extra=fields)
-        self._hand_back(server, message)
+        pause = server.note_death(reason, may_start=self.config.nnodes == 1)
+        message = f"{server.name}: {reason}"
+        for key, task in list(server.in_flight.items()):
+            task.cancel()
+            self._deliver(server, Reply(key=key, status=0, body=message.encode()))
         if all(each.is_lost for each in self._servers):
             self._failure = EngineDied(message)  # is raised when those rows have been taken
         await server.close()
         if not server.is_lost:
-            self._num_restarts += 1
-            if server.num_deaths > 1:
-                await asyncio.sleep(RESTART_PAUSE_SECONDS * 2 ** (server.num_deaths - 2))
+            await asyncio.sleep(pause)
             server.start()
-
-    def _hand_back(self, server: Target, message: str) -> None:
-        """Tell of all rows in flight that the server died with them."""
-        for key, task in list(server.in_flight.items()):
-            task.cancel()
-            self._deliver(server, Reply(key=key, status=0, body=message.encode()))

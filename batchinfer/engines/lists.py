@@ -6,6 +6,7 @@ A request for one short text costs the server twice to four times as much CPU as
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -26,18 +27,15 @@ def group(calls: Sequence[Call]) -> list[list[Call]]:
 
     The order of the calls stays within a group.
     """
-    groups: list[list[Call]] = []
-    open_groups: dict[tuple[str, bytes], list[Call]] = {}
-    for call in calls:
+    alike = defaultdict[object, list[Call]](list)
+    for number, call in enumerate(calls):
         match = _TEXT.fullmatch(call.body) if call.path in _PATHS else None
-        found = open_groups.get((call.path, match[2])) if match else None
-        if found is None or len(found) >= MOST_TEXTS:
-            found = []
-            groups.append(found)
-            if match:
-                open_groups[call.path, match[2]] = found
-        found.append(call)
-    return groups
+        alike[(call.path, match[2]) if match else number].append(call)
+    return [
+        found[first : first + MOST_TEXTS]
+        for found in alike.values()
+        for first in range(0, len(found), MOST_TEXTS)
+    ]
 
 
 def merge(calls: Sequence[Call]) -> Call:

@@ -6,44 +6,29 @@ the run's fingerprint), how long may a sequence be, and about how much memory do
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines import Stop
-from batchinfer.engines.buckets import (
-    ANSWER_SUFFIXES,
-    WEIGHT_SUFFIXES,
-    fetch,
-    is_in_bucket,
-    list_model,
-    weight_files,
-)
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_url, local_path, open_store
+from batchinfer.engines.model_files import ModelFiles, model_files, weight_files
 
 CONFIG_FILE = "config.json"
-# Small files that are read of a model on the Hub; params.json is its config in Mistral's own format.
-_SMALL_FILES = ("*config.json", "chat_template*", "params.json")
-_SAMPLE_BYTES = 1 << 20
 # Names of config entries that state the longest sequence. If a config has several of them, the smallest value counts.
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 _BYTES_OF_A_NUMBER = 2
+_MEDIA = ("vision_", "image_", "mm_", "audio_")
+"""Beginnings of entries that only models have which take images or sounds."""
 
 
 class ModelInfo(Record, frozen=True, kw_only=True):
     """A model's description. If the model's config lacks a value, the number is 0 or the text is empty."""
 
-    name: str
     identity: str
     """Text that identifies the model in a run's fingerprint. For a model on the Hub it is the commit. For local files
     it is a hash of the small files and of samples of the weights. For a model in a bucket it is a hash of the names,
@@ -58,16 +43,6 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     num_heads: int = 0
     num_kv_heads: int = 0
     is_multimodal: bool = False
-
-
-class ModelFiles(NamedTuple):
-    """The files of a model, wherever they are."""
-
-    identity: str
-    revision: str
-    sizes: dict[str, int]
-    """Bytes of each file by its name."""
-    read: Callable[[str], bytes]
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
@@ -92,7 +67,6 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         cached, kv_heads = latent + _number(values, "qk_rope_head_dim"), 1
     layers = _number(values, "num_hidden_layers", "n_layer", "n_layers")
     return ModelInfo(
-        name=config.model,
         identity=files.identity,
         revision=files.revision,
         max_model_len=longest_length(values),
@@ -100,132 +74,19 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         kv_bytes_per_token=layers * cached * _BYTES_OF_A_NUMBER,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        is_multimodal=any(
-            each.startswith(("vision_", "image_", "mm_", "audio_")) for each in values
-        ),
+        is_multimodal=any(each.startswith(_MEDIA) for each in values),
     )
-
-
-def model_files(name: str, revision: str | None = None) -> ModelFiles:
-    """List a model's files; see `describe_model` for the errors."""
-    check_url(name)
-    if is_in_bucket(name):
-        model = list_model(name)
-        store = open_store(name)
-        sizes = {info.key: info.bytes for info in model.files}
-        return ModelFiles(model.identity, "", sizes, lambda key: store.get(key).data)
-    path = _plain_path(name)
-    if path.is_file():  # weights in GGUF's format
-        return ModelFiles(_hash([path]), "", {path.name: path.stat().st_size}, lambda _: b"")
-    if path.is_dir():
-        return _files_in(path)
-    subject = f"--model: {name}" + (f" at --revision {revision}" if revision else "")
-    return _files_on_hub(name, hub_folder(subject, name, _SMALL_FILES, revision))
 
 
 def end_mark(config: EngineConfig) -> str:
     """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
     name = str(config.server_options.get("tokenizer") or config.model)
     try:
-        files = model_files(name, config.revision)
-        values = json.loads(files.read("tokenizer_config.json"))
-        found = values["eos_token"]
+        text = model_files(name, config.revision).read("tokenizer_config.json")
+        found = json.loads(text)["eos_token"]
     except (BatchinferError, OSError, LookupError, TypeError, ValueError):
         return ""
     return str(found.get("content", "") if isinstance(found, dict) else found or "")
-
-
-def _plain_path(name: str) -> Path:
-    """Return a model's name as a local path; it may be a file:// URL."""
-    return local_path(name) if name.lower().startswith("file://") else Path(name).expanduser()
-
-
-def local_copy(name: str, stop: Stop | None = None) -> Path | None:
-    """Return the place of a model or an adapter on this machine, fetched from its bucket; None for a name on the Hub.
-
-    Raises:
-        BatchinferError: as `buckets.fetch`.
-    """
-    if is_in_bucket(name):
-        return fetch(list_model(name), stop)
-    path = _plain_path(name)
-    return path if path.exists() else None
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a model's name can only be a path, since no name on the Hub looks like it.
-
-    >>> looks_like_path("Qwen/Qwen3-0.6B"), looks_like_path("./model"), looks_like_path("a/b/c")
-    (False, True, True)
-    """
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-
-
-def _files_in(folder: Path) -> ModelFiles:
-    paths = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    weights = weight_files(paths)
-    hashed = [path for name, path in paths.items() if name.endswith(ANSWER_SUFFIXES)]
-    identity = _hash([*hashed, *(paths[name] for name in weights)])
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
-    return ModelFiles(identity, "", sizes, lambda name: paths[name].read_bytes())
-
-
-def _hash(paths: list[Path]) -> str:
-    """Return a hash of names, sizes and content. Of weights only both ends are read, since they are large."""
-    digest = hashlib.sha256()
-    for path in paths:
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name}\0{num_bytes}\n".encode())
-        with path.open("rb") as file:
-            if path.suffix in WEIGHT_SUFFIXES:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(max(0, num_bytes - _SAMPLE_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:40]
-
-
-def hub_folder(
-    subject: str, name: str, patterns: Sequence[str], revision: str | None = None
-) -> Path:
-    """Fetch files from the Hub to its cache. If it cannot be reached, the cache's own copy is taken.
-
-    Returns:
-        The folder with the files, whose name is the commit.
-
-    Raises:
-        ConfigError: the name can only be a path, and there is nothing.
-        InputError, AccessDenied: the Hub has no such repository, or refuses access.
-        EngineLoadError: the Hub cannot be reached, and the cache has no copy.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub import constants, errors
-
-    if looks_like_path(name):
-        raise ConfigError(
-            f"{subject} is no folder on this machine",
-            hint="give a folder, its URL in a bucket, or a name on the Hub as in Qwen/Qwen3-0.6B",
-        )
-    with hub_errors(subject):
-        try:
-            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-        except errors.LocalEntryNotFoundError as error:
-            raise (ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError)(
-                f"{subject} is no folder on this machine and not in its cache, and the Hub is not reached",
-                hint="check the spelling, the network, and HF_HUB_OFFLINE",
-            ) from error
-
-
-def _files_on_hub(name: str, folder: Path) -> ModelFiles:
-    """Return the files of a model on the Hub whose small ones are in a folder."""
-    import huggingface_hub as hub
-
-    commit, local = folder.name, _files_in(folder)
-    sizes = local.sizes
-    with contextlib.suppress(BatchinferError), hub_errors(name):
-        info = hub.HfApi().model_info(name, revision=commit, files_metadata=True, timeout=30.0)
-        found = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        sizes = {key: each for key, each in found.items() if "/" not in key}
-    return ModelFiles(commit, commit, sizes, local.read)
 
 
 # --------------------------------------------------------------------------- config.json
@@ -240,10 +101,9 @@ def _read_config(name: str, files: ModelFiles) -> dict[str, Any]:
         values = json.loads(files.read(CONFIG_FILE))
         return {**values, **(values.get("text_config") or {})}
     except (LookupError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"--model: {name} has no {CONFIG_FILE} that describes the model's shape ({error!r})",
-            hint="is this the model's folder, and is it there whole?",
-        ) from error
+        message = f"--model: {name} has no {CONFIG_FILE} that describes its shape ({error!r})"
+        hint = "is this the model's folder, and is it there whole?"
+        raise ConfigError(message, hint=hint) from error
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:

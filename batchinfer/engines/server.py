@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.events import event
 from batchinfer.core.printable import printable
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
@@ -31,13 +32,18 @@ from batchinfer.engines import Stop, guard
 from batchinfer.engines.adapters import AdapterInfo, check_fit, describe_adapters, write_options
 from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig, without_parallel_options
 from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
-from batchinfer.engines.models import ModelInfo, describe_model, local_copy
+from batchinfer.engines.model_files import local_copy
+from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.engines.parent_death import ENGINE_VARIABLE
 from batchinfer.engines.targets import Target, slots_for
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
+MOST_RESTARTS = 3
+"""Starts of a server after deaths in a row without an answered row."""
+RESTART_PAUSE_SECONDS = 5.0
+"""Seconds between the second such death and the next start; doubles. The memory of a GPU may be free only later."""
 GRACE_SECONDS = 8.0
 """Seconds that a server has to end by itself when its engine is closed."""
 _VARIABLES = {
@@ -140,7 +146,7 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         launch = Launch(
             name=f"replica {index}{listed}",
             command=_filled(command, {"{socket}": place, "{port}": str(port)}),
-            environment=device_variables(group, config.gpus),
+            environment=device_variables(group),
             slots=slots_for(seqs) if seqs else config.max_concurrency,
             max_num_seqs=seqs,
             socket=place,
@@ -189,12 +195,12 @@ def write_vllm_command(
     """
     typed, is_cpu = config.server_options, is_cpu_build()
     ours = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
-    # in a form that the worker does not know must not be fetched by the server in its stead.
-    ours += ["--allowed-media-domains", "none.invalid"]
     ours += ["--max-num-seqs", str(seqs)]
     if tokens:
         ours += ["--max-num-batched-tokens", str(tokens)]
+    # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
+    # in a form that the worker does not know must not be fetched by the server in its stead.
+    ours += ["--allowed-media-domains", "none.invalid"]
     named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]
@@ -239,6 +245,7 @@ class OwnServer(Target):
         self.launch = launch
         self.is_lost = False
         """Whether it has died so often that it is not started again."""
+        self.num_starts = 0
         self.num_deaths = 0
         """Deaths since it last answered a row."""
         self.guard: subprocess.Popen[bytes] | None = None
@@ -253,19 +260,16 @@ class OwnServer(Target):
 
     def start(self) -> None:
         """Start the process. Returns at once."""
+        self.num_starts += 1
         self.num_answered = 0
         self._started = self._moved = self._looked = time.monotonic()
         self._progress: Any = None
         self._counters_before, self._counters = self.counters, Counter()
         if self.launch.socket:
             Path(self.launch.socket).unlink(missing_ok=True)
-        variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
-        additions = {
-            **variables,
-            **self.launch.environment,
-            ENGINE_VARIABLE: "1",
-            "VLLM_API_KEY": "",  # only the worker reaches the socket
-        }
+        additions = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
+        additions |= {**self.launch.environment, ENGINE_VARIABLE: "1"}
+        additions["VLLM_API_KEY"] = ""  # only the worker reaches the socket
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
         with self._log.open("ab") as log:
             self._start_bytes = log.tell()
@@ -328,7 +332,7 @@ class OwnServer(Target):
         status = (await self.get("/health")).status
         return (status if status != 404 else (await self.get("/v1/models")).status) == 200
 
-    async def read_counters(self, most_seconds: float) -> None:
+    async def read_counters(self, most_seconds: float = 2.0) -> None:
         """Read the server's counters. Servers without any answer something else, which changes nothing."""
         found = Counter[str]()
         for name, value in _COUNTER.findall((await self.get("/metrics", most_seconds)).body):
@@ -362,6 +366,20 @@ class OwnServer(Target):
             return ConfigError(message, hint=_MEMORY_ADVICE)
         hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
         return EngineLoadError(message, hint=hint)
+
+    def note_death(self, reason: str, *, may_start: bool) -> float:
+        """Count a death, and decide whether the server is lost. Returns the seconds before it may be started again."""
+        self.num_deaths = 1 if self.num_answered else self.num_deaths + 1
+        self.is_lost = self.num_deaths > MOST_RESTARTS or not may_start
+        rows = len(self.in_flight)
+        if self.is_lost:
+            fields = event("replica_lost", replica=self.name)
+            logger.error("%s: %s", self.name, reason, extra=fields)
+        else:
+            again = f"it is started again, and its {rows} rows are tried again"
+            fields = event("replica_restarted", replica=self.name, rows=rows)
+            logger.warning("%s: %s; %s", self.name, reason, again, extra=fields)
+        return RESTART_PAUSE_SECONDS * 2 ** (self.num_deaths - 2) if self.num_deaths > 1 else 0.0
 
     def end(self, *, is_kill: bool = False) -> None:
         """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it."""

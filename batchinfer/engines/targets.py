@@ -6,25 +6,18 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
 import random
 import time
 from collections.abc import AsyncGenerator
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.errors import BatchinferError, EngineLoadError
 from batchinfer.core.records import Call, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.replies import DENIED, problem_of
 
-KEY_VARIABLE = "OPENAI_API_KEY"
-"""Name of the environment variable with the endpoint's key."""
-OPEN_SECONDS = 12.0
-"""Seconds in which an endpoint must be reached when the engine opens."""
 _ASK_SECONDS = 10.0
 # Seconds after which an idle connection is not used again: many servers close it after five.
 _KEEP_SECONDS = 4.0
@@ -46,7 +39,7 @@ class Answer(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of an object; None if there is none."""
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             return msgspec.json.decode(self.body)[name] if self.status == 200 else None
         return None
 
@@ -169,78 +162,6 @@ class Target:
             self._http = None
 
 
-class Endpoint(Target):
-    """A server that somebody else runs.
-
-    Args:
-        url: URL up to and without /chat/completions; `/v1` is added to a URL without a path.
-        config: Configuration of the engine.
-
-    Raises:
-        ConfigError: the URL is none, or the key cannot be sent.
-    """
-
-    uses_proxy = True
-
-    def __init__(self, url: str, config: EngineConfig) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ConfigError(
-                "--base-url: is no URL of an endpoint",
-                hint="give it up to and without /chat/completions, as in http://127.0.0.1:8000/v1; "
-                f"a key belongs into {KEY_VARIABLE}",
-            )
-        key = os.environ.get(KEY_VARIABLE, "").strip()
-        base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
-        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
-        self.timeout_seconds = config.request_timeout_seconds
-        self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
-
-    def url_of(self, path: str) -> str:
-        """Return the URL of a path. Those that do not begin with /v1, such as /classify, lie beside the base URL."""
-        if path.startswith("/v1/"):
-            return self.url + path.removeprefix("/v1")
-        return self.url.removesuffix("/v1") + path
-
-    async def look(self, config: EngineConfig) -> str:
-        """Ask whether there is an endpoint that knows the model and the key. Returns why it is given up, or "".
-
-        Raises:
-            AccessDenied: the endpoint refuses the key.
-            ConfigError: there is no endpoint at this URL, or it does not have the model.
-        """
-        left = self._end - time.monotonic()
-        found = await self.get("/v1/models", max(1.0, left))
-        if found.status in DENIED:
-            raise self.denied(found)
-        if found.status == 0 or found.status >= 500 or found.status == 429:
-            said = problem_of(found.body).message[:200]
-            return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
-        listed = found.field("data")
-        if found.status < 400 and not isinstance(listed, list):
-            raise ConfigError(
-                f"{self.name}: answers, but not as an endpoint of the OpenAI API",
-                hint="is --base-url right? It usually ends with /v1",
-            )
-        names = [each.get("id") for each in listed or () if isinstance(each, dict)]
-        if names and config.model not in names:  # an endpoint need not list its models
-            raise ConfigError(
-                f"{self.name}: has no model {config.model!r}, but {', '.join(map(str, names[:10]))}",
-                hint="--model takes the name that the endpoint gives it",
-            )
-        self.is_ready = True
-        return ""
-
-    def denied(self, found: Answer) -> AccessDenied:
-        """Return the error for an endpoint that refuses the key or the account."""
-        said = problem_of(found.body).message[:200]
-        return AccessDenied(
-            f"{self.name}: {found.status}: {said}",
-            hint=f"look at the key in the environment variable {KEY_VARIABLE}, and at the account behind it; "
-            "finished rows are kept",
-        )
-
-
 def slots_for(num_seqs: int) -> int:
     """Return the number of calls that a server should hold which runs so many at once."""
     return math.ceil(num_seqs * _IN_FLIGHT_FACTOR)
@@ -255,9 +176,7 @@ def pause_seconds(num_failed: int) -> float:
 def read_parameters(description: bytes, path: str) -> frozenset[str]:
     """Return the fields that an /openapi.json names for the body of a POST to a path; empty if it does not. Pure."""
     names: set[str] = set()
-    with contextlib.suppress(
-        msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError
-    ):
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         found = msgspec.json.decode(description)
         content = found["paths"][path]["post"]["requestBody"]["content"]
         schemas = found.get("components", {}).get("schemas", {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from batchinfer.core.records import RowKey, Usage
 Body = dict[str, msgspec.Raw]
 """A body's members, each as the server wrote it."""
 
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
 _VARYING = ("created", "created_at", "request_id", "system_fingerprint")
 """Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
 _OF_THE_CACHE = ("prompt_tokens_details", "input_tokens_details")
@@ -34,41 +31,25 @@ _decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def read_body(data: bytes) -> tuple[Body | None, bytes]:
+def read_body(data: bytes) -> Body:
     """Read a server's body.
 
-    Bytes that are no UTF-8 and surrogates without a partner become U+FFFD, NaN and infinities null: readers of the
-    output would refuse the whole file for one of them.
+    Bytes that are no UTF-8 become U+FFFD: readers of the output would refuse the whole file for one of them.
 
     Returns:
-        The body's members, and the body as JSON on one line. None in place of the members of a body that is no object.
+        The body's members, each as JSON on one line.
 
     Raises:
-        InputError: the body is not JSON, or nested too deep.
+        InputError: the body is no JSON object, or nested too deep.
     """
     if is_deep(data, MAX_DEPTH - 1):  # its line is one level more
         raise InputError(f"the answer is nested deeper than {MAX_DEPTH - 1} levels", hint="")
     if not data.isascii():
         data = data.decode(errors="replace").encode()
     try:
-        if b"\n" in data:
-            data = msgspec.json.format(data, indent=-1)
-        return _members(data), data
-    except DECODE_ERRORS as error:
-        try:
-            value = json.loads(data, parse_constant=lambda _name: None)
-        except (ValueError, RecursionError):
-            raise InputError(f"the answer is not JSON ({error})", hint="") from error
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        data = with_whole_characters(text).encode()
-        return _members(data), data
-
-
-def _members(data: bytes) -> Body | None:
-    if data.lstrip()[:1] == b"{":
-        return _decode(data)
-    msgspec.json.decode(data)
-    return None
+        return _decode(msgspec.json.format(data, indent=-1) if b"\n" in data else data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the answer is no JSON object ({error})", hint="") from error
 
 
 def with_whole_characters(text: str) -> str:
@@ -101,7 +82,7 @@ def settle(body: Body, key: RowKey) -> bytes:
 
     for name in _VARYING:
         body.pop(name, None)
-    with contextlib.suppress(KeyError, *DECODE_ERRORS):
+    with contextlib.suppress(KeyError, ValueError, RecursionError):
         usage = _decode(body["usage"])
         if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
             body["usage"] = _raw(usage)
@@ -123,25 +104,23 @@ def _raw(value: Any) -> msgspec.Raw:
 def usage_of(body: Body) -> Usage:
     """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        found = msgspec.json.decode(body["usage"])
-        prompt, answer = (
-            found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
-            for one, other in (("prompt", "input"), ("completion", "output"))
-        )
-        counts = {
-            "prompt_tokens": found.get("prompt_tokens") or found.get("input_tokens") or 0,
-            "cached_tokens": prompt.get("cached_tokens") or 0,
-            "completion_tokens": found.get("completion_tokens") or found.get("output_tokens") or 0,
-            "reasoning_tokens": answer.get("reasoning_tokens"),
-        }
-        return codec.convert(counts, Usage)
-    except (KeyError, AttributeError, *DECODE_ERRORS):
+        given = msgspec.json.decode(body["usage"])
+        found = {name: each for name, each in given.items() if each is not None}
+        if "input_tokens" in found:
+            names = (
+                x.replace("input_", "prompt_").replace("output_", "completion_") for x in found
+            )
+            found = dict(zip(names, found.values(), strict=True))
+        found["cached_tokens"] = found.get("prompt_tokens_details", {}).get("cached_tokens") or 0
+        details = found.get("completion_tokens_details", {})
+        return codec.convert(found | {"reasoning_tokens": details.get("reasoning_tokens")}, Usage)
+    except (KeyError, AttributeError, ValueError, RecursionError):
         return Usage()
 
 
 def finish_reason_of(body: Body) -> str:
     """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
-    with contextlib.suppress(AttributeError, LookupError, TypeError, *DECODE_ERRORS):
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RecursionError):
         if "choices" in body:
             return str(msgspec.json.decode(body["choices"])[0].get("finish_reason") or "")
         if "output" in body and "status" in body:
@@ -165,7 +144,7 @@ def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
     try:
         choices = msgspec.json.decode(body["choices"])
         best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
-    except (KeyError, AttributeError, TypeError, *DECODE_ERRORS):
+    except (KeyError, AttributeError, TypeError, ValueError, RecursionError):
         return
     for index, choice in enumerate(best):
         choice["index"] = index

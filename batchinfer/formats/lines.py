@@ -60,7 +60,7 @@ def encode_row(prepared: Prepared, result: Reply | Failure) -> EncodedRow:
     Args:
         prepared: The row.
         result: The answer of the server; or why there is none, for a row that was refused here, or whose reply is no
-            answer (see `engines.replies.failure_of`). A reply that is no JSON becomes a failure by itself.
+            answer (see `engines.replies.failure_of`). A reply that is no JSON object becomes a failure by itself.
     """
     if isinstance(result, Reply):
         try:
@@ -79,9 +79,7 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
     Raises:
         InputError: the reply is no answer.
     """
-    body, data = bodies.read_body(reply.body)
-    if body is None:
-        return EncodedRow(line=_line(prepared, 200, b'"body":%b' % data), ok=True)
+    body = bodies.read_body(reply.body)
     usage = bodies.usage_of(body)
     if reply.prompt_tokens is not None:
         # The request was shared by several rows. What it cost together is no fact about this row.
@@ -110,20 +108,14 @@ def read_line(data: bytes) -> OutputLine:
     """
     try:
         line = _read(data)
-    except bodies.DECODE_ERRORS as error:
-        raise _unreadable(str(error)) from error
-    if bool(bytes(line.body)) == (line.error is not None):
-        raise _unreadable("expected a body or an error")
-    if is_deep(data):
-        raise _unreadable("nested too deep")
+        if bool(bytes(line.body)) == (line.error is not None):
+            raise ValueError("expected a body or an error")
+        if is_deep(data):
+            raise ValueError("nested too deep")
+    except (ValueError, RecursionError) as error:
+        hint = "`batchinfer verify` checks a run's outputs against their markers"
+        raise InputError(f"output line: not readable ({error})", hint=hint) from error
     return line
-
-
-def _unreadable(why: str) -> InputError:
-    return InputError(
-        f"output line: not readable ({why})",
-        hint="`batchinfer verify` checks a run's outputs against their markers",
-    )
 
 
 # --------------------------------------------------------------------------- for people

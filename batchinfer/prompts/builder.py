@@ -15,11 +15,10 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.checks import check_config
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
-from batchinfer.prompts.media import holds_media, multipart, put_contents, take_links
-from batchinfer.prompts.requests import RequestsReader
-from batchinfer.prompts.rows import RowsReader
+from batchinfer.prompts.media import data_url, multipart, places_in, put_url, take_links
+from batchinfer.prompts.prompt_config import check_config
+from batchinfer.prompts.readers import RequestsReader, RowsReader
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -48,7 +47,6 @@ _EXCLUSIVE = (
     {"tools", "tool_choice", "parallel_tool_calls"},
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
-_CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 _GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
@@ -75,6 +73,8 @@ class PromptBuilder:
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
+        is_batch = config.request_format == "openai-batch"
+        self._id_column = config.column("id") or ("custom_id" if is_batch else "")
         reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
         self._reader: RowsReader | RequestsReader = reader_of(config, rules)
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
@@ -96,10 +96,7 @@ class PromptBuilder:
             rows: Some lines of this chunk, in any order.
         """
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk_name)
-        return [
-            self._build((chunk_name, row.line_index), first_row + row.line_index, row.data, seed_of)
-            for row in rows
-        ]
+        return [self._build(chunk_name, first_row, row, seed_of) for row in rows]
 
     def probe(self) -> Call | None:
         """Return a tiny call with the run's own fields, whose refusal means that every row would be refused.
@@ -122,16 +119,15 @@ class PromptBuilder:
 
     # ------------------------------------------------------------------ a row
 
-    def _build(self, key: tuple[str, int], row: int, data: bytes, seed_of: _Seed) -> Prepared:
-        prepared = Prepared(key=key, row=row, id=str(row))
+    def _build(self, chunk_name: str, first_row: int, row: RawRow, seed_of: _Seed) -> Prepared:
+        number = first_row + row.line_index
+        prepared = Prepared(key=(chunk_name, row.line_index), row=number, id=str(number))
         try:
-            columns = decode_object(data)
+            columns = decode_object(row.data)
             columns.pop(ROW_FIELD, None)
             own_id = columns.pop(ID_FIELD, None)
-            if column := self._config.column("id"):
-                own_id = columns.get(column)
-            if self._config.request_format == "openai-batch":
-                own_id = columns.get("custom_id") or own_id
+            if self._id_column:
+                own_id = columns.get(self._id_column, own_id)
             if own_id is not None:
                 prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
             return self._finish(prepared, *self._reader.read(columns), seed_of)
@@ -151,29 +147,25 @@ class PromptBuilder:
         body["model"] = body.get("model") or self._rules.model
         if self._config.column("tools") and not body.get("tools"):
             body.pop("tool_choice", None)  # a row without tools is answered as text
-        best_of = _take_best_of(path, body)
-        if self._config.truncate_prompt != "error" and not holds_media(body):
+        best = _take_best_of(path, body)
+        places = places_in(body)
+        if self._config.truncate_prompt != "error" and not places:
             self._truncate(path, body)
         may_stay = self._rules.fetches_links and path not in SPEECH_URLS
-        media = take_links(body, fetches_links=may_stay)
+        media = take_links(places, fetches_links=may_stay)
         if self._reader.path == COMPLETIONS_URL and self._rules.max_model_len:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             body.setdefault("max_tokens", self._rules.max_model_len)
         if seed_of is not None and self._is_sampled(path, body):
             body["seed"] = seed_of(prepared.key[1])
-        found = msgspec.structs.replace(
-            prepared, path=path, media=media, draft=body, best_of=best_of
-        )
+        found = msgspec.structs.replace(prepared, path=path, media=media, draft=body, best_of=best)
         return found if media else _with_call(found)
 
     def _known(self, path: str) -> frozenset[str]:
         """Return the fields that bodies of a path may get from the run."""
-        fields = frozenset({*self._config.body, "truncate_prompt_tokens"})
-        if path == COMPLETIONS_URL:
-            fields = fields.difference(_CHAT_ONLY)
-        elif path not in (CHAT_URL, self._task_path):
-            fields = frozenset()
-        return self._rules.parameters(path) or fields
+        is_likely = path in (*_GENERATING, self._task_path)
+        fields = {*self._config.body, "truncate_prompt_tokens"} if is_likely else ()
+        return self._rules.parameters(path) or frozenset(fields)
 
     def _make_fields(self, path: str) -> dict[str, Any]:
         """Return the run's fields for bodies of a path, in the form that they have there."""
@@ -199,10 +191,8 @@ class PromptBuilder:
         known = frozenset[str]().union(*map(self._rules.parameters, paths))
         for name in self._config.body if known else ():
             if name not in known | {"best_of", "max_tokens"}:
-                raise ConfigError(
-                    f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}",
-                    hint="leave the option out; --sampling sets parameters by their names",
-                )
+                text = f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}"
+                raise ConfigError(text, hint="--sampling sets parameters by the server's names")
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""
@@ -222,11 +212,9 @@ class PromptBuilder:
         """Whether the answer is drawn by chance, and the row has no seed of its own."""
         temperature = body.get("temperature", 0 if path in SPEECH_URLS else None)
         is_greedy = isinstance(temperature, int | float) and temperature <= 0
-        if is_greedy or body.get("seed") is not None:
-            return False
-        return path in (*_GENERATING, *SPEECH_URLS) or (
-            {"seed", "temperature"} <= self._rules.parameters(path)
-        )
+        takes_seeds = {"seed", "temperature"} <= self._rules.parameters(path)
+        is_drawn = path in (*_GENERATING, *SPEECH_URLS) or takes_seeds
+        return is_drawn and not is_greedy and body.get("seed") is None
 
 
 def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
@@ -250,16 +238,11 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     return BestOf(n=n, keeps_logprobs=keeps)
 
 
-def finish_call(prepared: Prepared, contents: Sequence[bytes | None]) -> Prepared:
-    """Put the fetched media of a row into its body, and return the row with its call.
-
-    Args:
-        prepared: A row with `media`.
-        contents: Content of each of its media, in order. None leaves the fetching of this one to the server.
-    """
-    assert prepared.draft is not None, "the row has its call already"
+def finish_call(prepared: Prepared, contents: Sequence[bytes]) -> Prepared:
+    """Put the fetched media of a row, in order, into its body, and return the row with its call."""
     try:
-        put_contents(prepared.draft, contents, prepared.media)
+        for ref, content in zip(prepared.media, contents, strict=True):
+            put_url(ref.holder, ref.field, data_url(content, ref.kind))
         return _with_call(prepared)
     except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
         failure = internal_failure(error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.json_lines import shown
+from batchinfer.prompts.json_lines import decode_text, shown
 from batchinfer.prompts.media import read_part
 from batchinfer.prompts.types import Unfit
 
@@ -28,7 +29,7 @@ Message = dict[str, Any]
 
 
 def read_conversation(value: Any) -> Iterator[Message]:
-    """Yield the messages that a column's value holds, each with `role` and `content`.
+    """Yield the messages that a column's value holds, each with `role` and `content`: a list of parts.
 
     Accepted forms: a list of {role, content} or {from, value} objects; one such object; an object with a list of
     roles and a list of contents, as some tables store a list of objects; an object that holds the list in `messages`,
@@ -46,10 +47,8 @@ def read_conversation(value: Any) -> Iterator[Message]:
 def _parsed(text: str) -> Any:
     value: Any = None
     if text.lstrip()[:1] in ("[", "{"):
-        try:
-            value = msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            value = None
+        with contextlib.suppress(Unfit):
+            value = decode_text(text)
     first = value[0] if isinstance(value, list) and value else value
     if value == [] or (isinstance(first, dict) and first.keys() & {"role", "from", *_WRAPPERS}):
         return value
@@ -71,19 +70,16 @@ def _unwrapped(value: Any) -> Any:
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict):
         raise Unfit(f"message {index} is {shown(item)}, expected an object")
-    role, speaker = item.get("role"), item.get("from")
-    if not isinstance(role, str) or not role:
-        role = SPEAKERS.get(str(speaker).lower())
-        if role is None:
-            known = ", ".join(SPEAKERS)
-            raise Unfit(
-                f"message {index} is from {str(speaker)[:40]!r}, expected a role, or a 'from' of {known}"
-            )
+    speaker = str(item.get("from"))[:40]
+    role = item.get("role") or SPEAKERS.get(speaker.lower())
+    if not isinstance(role, str):
+        expected = f"expected a role, or a 'from' of {', '.join(SPEAKERS)}"
+        raise Unfit(f"message {index} is from {speaker!r}, {expected}")
     calls = item.get("tool_calls")
     given = [item[name] for name in ("content", "value", "text") if item.get(name) is not None]
     if not given and not calls:
         raise Unfit(f"message {index} ({role}) has no content, expected a text")
-    message: Message = {"role": role, "content": _content(given[0], index) if given else None}
+    message: Message = {"role": role, "content": _content(given[0], index) if given else []}
     message |= {name: item[name] for name in _EXTRA_FIELDS if item.get(name)}
     if calls:
         message["tool_calls"] = _calls(calls, index)
@@ -105,15 +101,11 @@ def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
     return found
 
 
-def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise Unfit(
-            f"message {index}: content is {shown(content)}, expected a text or a list of parts"
-        )
+def _content(content: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(content, str | list):
+        raise Unfit(f"message {index}: content is {shown(content)}, expected a text or parts")
     parts: list[dict[str, Any]] = []
-    for item in content:
+    for item in [content] if isinstance(content, str) else content:
         part = {"type": "text", "text": item} if isinstance(item, str) else item
         if not isinstance(part, dict):
             raise Unfit(f"message {index}: a part is {shown(part)}")
@@ -121,14 +113,7 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
             parts.append({"type": "text", "text": part["text"]})
         else:
             parts += read_part(part, f"message {index}")
-    is_text = len(parts) == 1 and parts[0]["type"] == "text"
-    return str(parts[0]["text"]) if is_text else parts
-
-
-def _has_content(message: Message) -> bool:
-    content = message["content"] or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return any(part["type"] != "text" or part["text"].strip() for part in parts)
+    return parts
 
 
 def check_turns(turns: str) -> int:
@@ -141,10 +126,8 @@ def check_turns(turns: str) -> int:
         return 0
     number = 1 if turns == "first" else int(turns) if turns.isdecimal() else 0
     if number < 1:
-        raise ConfigError(
-            f"--turns {turns}: expected first, all or a number from 1",
-            hint="`--turns all` answers the last user message of each conversation",
-        )
+        hint = "`--turns all` answers the last user message of each conversation"
+        raise ConfigError(f"--turns {turns}: expected first, all or a number from 1", hint=hint)
     return number
 
 
@@ -175,6 +158,8 @@ def select_turns(messages: Iterable[Message], turns: int, *, is_judged: bool) ->
         if role == "user" or (not turns and role != "assistant"):
             break
         selected.pop()
-    if not any(_has_content(each) for each in selected if is_judged or each["role"] == "user"):
+    asking = [each for each in selected if is_judged or each["role"] == "user"]
+    parts = [part for each in asking for part in each["content"]]
+    if not any(part["type"] != "text" or part["text"].strip() for part in parts):
         raise Unfit("the conversation has no message of a user with text, expected one")
     return selected

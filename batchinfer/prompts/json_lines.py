@@ -17,7 +17,6 @@ ROW_FIELD = "_row"
 ID_FIELD = "_id"
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
     """
     try:
         return _decode_object(flatten_deep(data))
-    except _DECODE_ERRORS as error:
+    except (ValueError, RecursionError) as error:
         is_readable = isinstance(error, msgspec.ValidationError)  # no object, or such a number
         members = read_object(data) if is_readable else None
         if members is None:
@@ -54,7 +53,7 @@ def decode_text(text: str) -> Any:
         raise Unfit(f"JSON nested deeper than {MAX_DEPTH // 2} levels")
     try:
         return msgspec.json.decode(data)
-    except _DECODE_ERRORS as error:
+    except (ValueError, RecursionError) as error:
         raise Unfit(f"not JSON ({error})") from error
 
 

@@ -1,7 +1,8 @@
 """Images, sounds and videos of rows: found in columns and in the parts of messages, and put into bodies as data URLs.
 
-Nothing is fetched here. Until a medium is fetched, its place in the body is an empty text, and a `MediaRef` says where
-it is. A part ``{"type": "image"}`` without more, as data sets have it, stands for the next image of the row's columns.
+Nothing is fetched here. Until a medium is fetched, its place in the body is an empty text, and a `MediaRef` says what
+belongs there. A part ``{"type": "image"}`` without more, as data sets have it, stands for the next image of the row's
+columns.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _part(kind: str, url: str) -> dict[str, Any]:
 
 
 def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
-    """Put the media of columns into their places in messages, which are changed.
+    """Put the media of columns into their places in messages, which are changed. Contents are lists of parts.
 
     They take the place of parts that only name their kind; if there is none, of the marks ``<image>`` (``<audio>``,
     ``<video>``) in the texts of user messages; and if there is none either, they stand before the text of the first
@@ -132,7 +133,7 @@ def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
         for message in asking:
             _open_marks(message, kind)
         if asking and not _open_parts(messages, kind):
-            asking[0]["content"] = [{"type": kind} for _ in urls] + _parts_of(asking[0])
+            asking[0]["content"] = [{"type": kind} for _ in urls] + asking[0]["content"]
     places = _open_parts(messages, kind)
     if len(places) != len(urls):
         said = f"the conversation has {len(places)} places for media of the kind {kind}, and the columns of the row "
@@ -141,19 +142,13 @@ def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
         place.update(_part(kind, url))
 
 
-def _parts_of(message: Message) -> list[dict[str, Any]]:
-    content = message["content"] or []
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _open_parts(messages: list[Message], kind: str) -> list[dict[str, Any]]:
-    lists = [each["content"] for each in messages if isinstance(each["content"], list)]
-    return [part for parts in lists for part in parts if part["type"] == kind]
+    return [part for each in messages for part in each["content"] if part["type"] == kind]
 
 
 def _open_marks(message: Message, kind: str) -> None:
     parts: list[dict[str, Any]] = []
-    for part in _parts_of(message):
+    for part in message["content"]:
         # The mark stands on a line of its own in most data sets; the line break belongs to the mark.
         pieces = re.split(f"(\n?<{kind}>\n?)", part["text"]) if part["type"] == "text" else []
         shown = [{"type": "text", "text": piece} for piece in pieces]
@@ -166,64 +161,55 @@ def _open_marks(message: Message, kind: str) -> None:
 # --------------------------------------------------------------------------- media in bodies
 
 
-def take_links(body: dict[str, Any], *, fetches_links: bool) -> list[MediaRef]:
+Place = tuple[dict[str, Any], str]
+"""An object in a body that names a medium by URL, and its field for the URL."""
+
+
+def places_in(body: dict[str, Any]) -> list[Place]:
+    """Return the places in a body that name a medium by URL, in order."""
+    return list(_places(body, is_top=True))
+
+
+def _places(value: Any, *, is_top: bool = False) -> Iterator[Place]:
+    if isinstance(value, list):  # perhaps of thousands of token ids
+        for item in (each for each in value if isinstance(each, (dict, list))):
+            yield from _places(item)
+        return
+    for name, item in list(value.items()):
+        is_medium = name in _URL_FIELDS or (is_top and name == SOUND)
+        if is_medium and isinstance(_url_of(item), str):
+            yield value, name
+        elif isinstance(item, (dict, list)) and not (is_top and name in _NO_CONTENT):
+            yield from _places(item)
+
+
+def take_links(places: Sequence[Place], *, fetches_links: bool) -> list[MediaRef]:
     """Empty the places in a body whose media the worker has to fetch, and return what they named, in order.
 
     Args:
-        body: Body of a request, which is changed.
+        places: The places, whose objects are changed.
         fetches_links: Whether the server fetches http(s) links itself. Then these stay.
 
     Raises:
         RowProblem: a place names a medium in no known form.
     """
     found: list[MediaRef] = []
-    for holder, name in _places(body):
+    for holder, name in places:
         with reading(name, Code.INVALID_MEDIA):
-            [url] = read_media(_url_of(holder, name), kind := _URL_FIELDS.get(name, "audio"))
+            [url] = read_media(_url_of(holder[name]), kind := _URL_FIELDS.get(name, "audio"))
         is_link = url.lower().startswith(("http://", "https://"))
         if not url.startswith("data:") and not (is_link and fetches_links):
-            found.append(MediaRef(place=url, kind=kind))
+            found.append(MediaRef(place=url, kind=kind, holder=holder, field=name))
             url = ""
-        _put(holder, name, url)
+        put_url(holder, name, url)
     return found
 
 
-def holds_media(body: dict[str, Any]) -> bool:
-    """Whether a body names a medium by URL."""
-    return next(_places(body), None) is not None
+def _url_of(value: Any) -> Any:
+    return value.get("url") if isinstance(value, dict) else value
 
 
-def put_contents(
-    body: dict[str, Any], contents: Sequence[bytes | None], refs: Sequence[MediaRef]
-) -> None:
-    """Put fetched media into the places that `take_links` has emptied, or their links where the content is None."""
-    waiting = zip(contents, refs, strict=True)
-    for holder, name in list(_places(body)):
-        if not _url_of(holder, name):
-            content, ref = next(waiting)
-            _put(holder, name, ref.place if content is None else data_url(content, ref.kind))
-
-
-def _places(value: Any, *, is_top: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the objects in a body that name a medium by URL, each with its field for the URL."""
-    if isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict | list):
-                yield from _places(item, is_top=False)
-    elif isinstance(value, dict):
-        for name, item in list(value.items()):
-            is_medium = name in _URL_FIELDS or (is_top and name == SOUND)
-            if is_medium and isinstance(_url_of(value, name), str):
-                yield value, name
-            elif isinstance(item, dict | list) and not (is_top and name in _NO_CONTENT):
-                yield from _places(item, is_top=False)
-
-
-def _url_of(holder: Mapping[str, Any], name: str) -> Any:
-    return holder[name].get("url") if isinstance(holder[name], dict) else holder[name]
-
-
-def _put(holder: dict[str, Any], name: str, url: str) -> None:
+def put_url(holder: dict[str, Any], name: str, url: str) -> None:
     """Set the URL of a part. Sounds get the form that all servers know, which has no URL."""
     if name == "audio_url" and url.startswith("data:"):
         head, _, content = url.partition(";base64,")

@@ -49,11 +49,9 @@ def template_text(given: str) -> str:
         ConfigError: there is no template of this name. The message suggests the most similar one.
     """
     if given not in NAMED_TEMPLATES and re.fullmatch("[a-z-]+", given):
-        raise ConfigError(
-            f"--prompt-template {given}: no such template, expected one of {', '.join(NAMED_TEMPLATES)}"
-            + near(given, NAMED_TEMPLATES),
-            hint="`--prompt-template list` describes them; a file of your own is named as --prompt-template ./FILE",
-        )
+        known = f"expected one of {', '.join(NAMED_TEMPLATES)}{near(given, NAMED_TEMPLATES)}"
+        hint = "`--prompt-template list` describes them; a file of your own is named as ./FILE"
+        raise ConfigError(f"--prompt-template {given}: no such template, {known}", hint=hint)
     return NAMED_TEMPLATES.get(given, ("", given))[1]
 
 
@@ -92,10 +90,8 @@ class PromptTemplate:
             read = meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, RecursionError) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-            raise ConfigError(
-                f"--prompt-template{line}: {error}, expected a Jinja template over the row's columns",
-                hint="see the section on templates in docs/format.md",
-            ) from error
+            text = f"--prompt-template{line}: {error}, expected Jinja over the row's columns"
+            raise ConfigError(text, hint="docs/format.md has a section on templates") from error
         self.variables = sorted(read - {"row", *self._values, *environment.globals})
         """Columns that the template may read."""
         may_do_without = re.search(r"{%|\b(defined|default|d|if|or|and)\b", source)
@@ -113,9 +109,7 @@ class PromptTemplate:
             text.encode()
         except Exception as error:  # a template runs arbitrary expressions on the row
             # A template may test whether a column exists, so the cause is only a column that Jinja's message names.
-            missing = [
-                each for each in self.variables if each not in row and f"'{each}'" in str(error)
-            ]
+            missing = [x for x in self.variables if x not in row and f"'{x}'" in str(error)]
             if isinstance(error, UndefinedError) and missing:
                 column(row, missing[0])
             message = f"--prompt-template: {type(error).__name__}: {str(error)[:500]}"

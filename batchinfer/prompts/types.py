@@ -121,15 +121,10 @@ class PromptConfig(Record, frozen=True, kw_only=True):
         return self.columns.get(kind, [""])[0]
 
     @property
-    def media_columns(self) -> dict[str, list[str]]:
-        """Columns with media, by their kind."""
-        return {kind: self.columns.get(kind, []) for kind in MEDIA_KINDS}
-
-    @property
     def optional_columns(self) -> dict[str, list[str]]:
         """Columns that the options name and that a row may lack. Keys are the options."""
-        own = {f"--column {kind}": self.columns.get(kind, []) for kind in _MAY_LACK}
-        return {"--blank-columns": self.blank_columns, **{k: v for k, v in own.items() if v}}
+        found = {f"--column {x}": self.columns[x] for x in _MAY_LACK if x in self.columns}
+        return {"--blank-columns": self.blank_columns, **found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +157,10 @@ class MediaRef(Record, frozen=True, kw_only=True, gc=False):
     place: str
     """URL or path at which it is."""
     kind: MediaKind = "image"
+    holder: dict[str, Any] = {}
+    """The object in the row's body where it belongs."""
+    field: str = ""
+    """Field of that object for its URL."""
 
 
 class BestOf(Record, frozen=True, kw_only=True, gc=False):
@@ -188,7 +187,7 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     call: Call | None = None
     failure: Failure | None = None
     media: list[MediaRef] = []
-    """Media to fetch, in the order in which the draft has their places."""
+    """Media to fetch, for places in the draft."""
     draft: dict[str, Any] | None = None
     """Body without the media, whose places are empty texts."""
     best_of: BestOf | None = None

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import sys
 from functools import partial
@@ -24,7 +25,7 @@ from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig, parallel_options
+from batchinfer.engines.engine_config import EngineConfig, parallel_options
 from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import PromptConfig, Sampling
 from batchinfer.worker.worker_config import Limits, WorkerConfig
@@ -277,9 +278,7 @@ def _default_worker_id(environment: dict[str, str]) -> str:
     if not task:
         return ""
     rank = environment.get("SKYPILOT_NODE_RANK") or "0"
-    return "".join(
-        letter if letter.isalnum() or letter in "._-" else "-" for letter in f"{task}-{rank}"
-    )[-128:].lstrip("._-")
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{task}-{rank}")[-128:].lstrip("._-")
 
 
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:
@@ -318,7 +317,6 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     check_server_args(server_args, fields["engine"])
     return EngineConfig(
         **fields | parallel_options(server_args),
-        echo=EchoOptions(**values_of(EchoOptions, options)),
         server_args=server_args,
         seed=(value_of(WorkerConfig, "run_seed", options) or 0) % _MOST_SEEDS,
         scratch_dir=value_of(WorkerConfig, "scratch_dir", options),

@@ -17,14 +17,13 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from making import Call, make_job, run_worker_here
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
 LLAMA_8B = ModelInfo(
-    name="llama-8b",
     identity="",
     max_model_len=8192,
     parameter_bytes=16 << 30,
@@ -192,9 +191,9 @@ SOUND = Machine(
         ({"driver": "575.1"}, [("error", "driver 575.1 is too old for CUDA 13.0")]),
         ({"driver": "575.1", "cuda": "12.9"}, []),
         ({"has_compiler": False}, [("error", "no C compiler, which Triton needs")]),
-        ({"shared_memory": 1 << 26}, [("warning", "0.1 GiB of shared memory for several GPUs")]),
+        ({"shared_memory": 1 << 26}, [("warning", "64 MiB of shared memory for several GPUs")]),
         ({"open_files": 1024}, [("warning", "at most 1024 open files")]),
-        ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1.0 GiB of disk are free")]),
+        ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1 GiB of disk are free")]),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_named(changes: Any, found: Any) -> None:

@@ -124,7 +124,6 @@ BODIES: list[tuple[Any, dict[str, Any]]] = [
         {"results": [{"index": 1, "score": 0.5}, {"index": 0, "score": 0.25}], "status": 200},
     ),
     ({"choices": 7, "usage": [], "text": {"odd": 1}}, {"prompt_tokens": None}),
-    (b'"only text"', {"text": None, "status": 200}),
 ]
 
 

@@ -10,30 +10,21 @@ import pytest
 from batchinfer.core.errors import Interrupted
 from batchinfer.engines import create_engine
 from batchinfer.engines.echo import answer
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig
-from engine_contract import (
-    CHAT,
-    EngineContract,
-    Flag,
-    body_of,
-    call,
-    code_of,
-)
+from batchinfer.engines.engine_config import EngineConfig
+from engine_contract import CHAT, EngineContract, Flag, body_of, call, code_of
 
 LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
 
 
 def config(**options):
-    fields = {"engine": "echo", "server_args": LENGTH}
-    echo = {
-        name: options.pop(name) for name in list(options) if name in EchoOptions.__struct_fields__
-    }
-    return EngineConfig(**{**fields, **options}, echo=EchoOptions(**echo))
+    return EngineConfig(**{"engine": "echo", "server_args": LENGTH, **options})
 
 
 class TestContract(EngineContract):
     @pytest.fixture(
-        scope="class", params=[{}, {"latency_seconds": 0.002, "replicas": 2}], ids=["one", "two"]
+        scope="class",
+        params=[{}, {"echo_latency_seconds": 0.002, "replicas": 2}],
+        ids=["one", "two"],
     )
     @classmethod
     def opened(cls, request):
@@ -59,10 +50,7 @@ PATHS = {
     "/v1/completions": ({"prompt": [[5, 6], "b"]}, lambda b: [x["text"] for x in b["choices"]] == ["5 6", "b"]),
     "/v1/responses": ({"input": "a b"}, lambda b: b["output"][0]["content"][0]["text"] == "a b"),
     "/v1/embeddings": ({"input": ["a", "b"]}, lambda b: len(b["data"][1]["embedding"]) == 16),
-    "/classify": ({"input": "a"}, lambda b: b["data"][0]["label"] in ("yes", "no")),
     "/pooling": ({"input": "a b"}, lambda b: len(b["data"][0]["data"]) == 2),
-    "/score": ({"text_1": "q", "text_2": ["a", "b"]}, lambda b: 0 <= b["data"][1]["score"] <= 1),
-    "/rerank": ({"query": "q", "documents": ["a", "b"]}, lambda b: {x["index"] for x in b["results"]} == {0, 1}),
 }  # fmt: skip
 
 
@@ -90,4 +78,4 @@ def test_a_stop_ends_the_loading():
     stop = Flag()
     stop.set()
     with pytest.raises(Interrupted):
-        create_engine(config(load_seconds=60)).open(stop)
+        create_engine(config(echo_load_seconds=60)).open(stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,11 @@ from batchinfer.core.errors import (
     EngineLoadError,
     Interrupted,
 )
-from batchinfer.engines import create_engine, http, targets
+from batchinfer.engines import create_engine, endpoints, http
+from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.pace import Pace, estimate_tokens
+from echo_server import fake_endpoint, raw, refusal, reply, slow_bytes
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
-from fake_endpoint import fake_endpoint, half_a_body, raw, refusal, reply, slow_bytes
 
 KEY = "sk-very-secret"
 
@@ -68,7 +69,7 @@ PASSING = {
     "503": refusal(503),
     "429": refusal(429, Retry_After="0.1"),
     "a page": reply(200, "<html>Welcome</html>", "text/html"),
-    "half a body": half_a_body,
+    "half a body": raw(b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": ['),
     "wrong JSON": reply(200, '{"choices": [{"mess'),
     "an error with 200": reply(200, ERROR),
     "no choices": reply(200, {"id": "x"}),
@@ -191,12 +192,12 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
         (["other", "names"], ConfigError, "other, names"),
         (refusal(401), AccessDenied, "401"),
         (refusal(503), EngineLoadError, "503"),
-        (reply(200, "<html>hello</html>", "text/html"), ConfigError, "not as an endpoint"),
+        (reply(200, "<html>hello</html>", "text/html"), ConfigError, "not as the OpenAI API"),
     ],
     ids=["other models", "key", "down", "no endpoint"],
 )
 def test_a_wrong_endpoint_is_said_when_it_opens(endpoint, monkeypatch, models, error, said):
-    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.3)
+    monkeypatch.setattr(endpoints, "OPEN_SECONDS", 0.3)
     endpoint.models = models
     with pytest.raises(error, match=said):
         opened(endpoint)
@@ -208,12 +209,16 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
         drive(engine, ListSource(calls(9)))
 
 
-def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine):
-    def interrupt():
-        raise KeyboardInterrupt
+@pytest.fixture
+def ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
+
+def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, ctrl_c):
     endpoint.delay_seconds = 0.5
-    engine._loop.call_later(0.1, interrupt)
+    engine._runner.get_loop().call_later(0.1, ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(call(0, stream=True)))
     assert len(drive(engine, ListSource(calls(3)))) == 3
@@ -226,17 +231,14 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
         time.sleep(0.2)
         engine.close()
         with pytest.raises(Interrupted):
-            asked.result(2)
+            asked.result(60)
     with pytest.raises(Interrupted):  # and Python does not warn of work that nobody awaits
         engine._run(engine._drop())
 
 
-def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine):
-    def interrupt():
-        raise KeyboardInterrupt
-
+def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine, ctrl_c):
     async def work():
-        engine._loop.call_soon(interrupt)
+        engine._runner.get_loop().call_soon(ctrl_c)
 
     with pytest.raises(KeyboardInterrupt):
         engine._run(work())
@@ -244,14 +246,14 @@ def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine
 
 
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
-    monkeypatch.setattr(targets, "OPEN_SECONDS", 0.5)
+    monkeypatch.setattr(endpoints, "OPEN_SECONDS", 0.5)
     begin = time.monotonic()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(EngineLoadError, match="is not reached"),
     ):
         opened(f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 9
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a/v1", "http://me:pw@a/v1", "http://"])
@@ -301,7 +303,7 @@ def test_a_pace_is_kept():
             await pace.wait(call(0))
         return time.monotonic() - begin
 
-    assert 0.4 < asyncio.run(time_of(30)) < 2
+    assert 0.4 < asyncio.run(time_of(30)) < 30
     assert estimate_tokens(call(0, max_tokens=100, n=2)) > 200
 
 
@@ -323,7 +325,7 @@ def test_texts_go_in_lists_and_come_back_singly(endpoint, engine):
     found = drive(engine, ListSource(rows))
     assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 4, 10]
     for each in rows[:14]:
-        alone = endpoint.answer(each.path, json.loads(each.body))
+        alone = endpoint.answer(each)
         assert vectors(found)[each.key] == json.loads(alone.body)["data"][0]["embedding"]
     assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
     assert all("usage" not in body_of(found["c", index]) for index in range(14))

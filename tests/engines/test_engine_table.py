@@ -14,7 +14,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
 from batchinfer.engines.server import batch_sizes, plan, write_vllm_command
-from tiny_model import write_model_stub
+from models import write_model_stub
 
 WRONG = {
     "--model: is missing": {},
@@ -117,7 +117,7 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     ],
 )
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
-    model = ModelInfo(name="m", identity="", max_model_len=8192)
+    model = ModelInfo(identity="", max_model_len=8192)
     assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
 
 

@@ -23,7 +23,6 @@ from batchinfer.engines.models import ModelInfo
 def model(parameters_gib: float, **changes) -> ModelInfo:
     """A model with grouped heads like Llama 3's: 32 and 8, 128 KiB of KV cache a token."""
     values = {
-        "name": "m",
         "identity": "",
         "max_model_len": 8192,
         "parameter_bytes": int(parameters_gib * GIB),
@@ -113,7 +112,7 @@ def test_on_a_cpu_one_server_runs_unless_more_are_asked_for():
 
 @pytest.fixture
 def three_gpus(monkeypatch):
-    found = [(Gpu(id=str(number)), f"GPU-{letter * 2}") for number, letter in enumerate("abc")]
+    found = [Gpu(id=str(number), uuid=f"GPU-{each}{each}") for number, each in enumerate("abc")]
     monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: found)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -140,23 +139,10 @@ def test_stated_gpus_win_and_must_exist(three_gpus, monkeypatch):
         ids(["5"])
 
 
-@pytest.mark.parametrize(
-    ("variable", "wanted", "is_translated"),
-    [
-        (None, None, True),
-        ("GPU-bb,GPU-aa", None, True),
-        ("2,0", None, False),
-        ("2,0", ["0", "1"], True),
-    ],
-)
-def test_servers_number_gpus_as_they_were_looked_up(monkeypatch, variable, wanted, is_translated):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if variable:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    found = device_variables(gpus(2, 80), wanted)
-    assert found["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert found.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if is_translated else None)
-    assert device_variables([], wanted) == {}
+def test_servers_number_gpus_as_they_were_looked_up():
+    found = device_variables(gpus(2, 80))
+    assert found == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert device_variables([]) == {}
 
 
 def fake_nvml() -> SimpleNamespace:
@@ -186,8 +172,8 @@ def fake_nvml() -> SimpleNamespace:
 
 def test_a_gpu_that_the_driver_cannot_describe_takes_no_other_along(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    found = [(gpu.id, gpu.total_bytes) for gpu, _ in query_nvidia()]
-    assert found == [("0", GIB), ("2", 0), ("3", GIB)]
+    found = [(gpu.id, gpu.uuid, gpu.total_bytes) for gpu in query_nvidia()]
+    assert found == [("0", "GPU-0", GIB), ("2", "GPU-2", 0), ("3", "GPU-3", GIB)]
 
 
 def test_a_machine_without_a_driver_has_no_gpu(monkeypatch):

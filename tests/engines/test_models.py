@@ -19,15 +19,14 @@ from batchinfer.core.errors import (
     Interrupted,
     StorageError,
 )
-from batchinfer.engines import buckets, identify_model
+from batchinfer.engines import identify_model, model_files
 from batchinfer.engines.adapters import check_fit, describe_adapters, write_options
-from batchinfer.engines.buckets import fetch, list_model
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
 from batchinfer.storage.opening import open_store
 from engine_contract import Flag
-from peft_adapter import write_adapter
-from tiny_model import DEMO_MODEL, write_model_stub
+from models import DEMO_MODEL, write_adapter, write_model_stub
 
 
 def described(folder, **config):
@@ -159,34 +158,33 @@ def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, mon
     put(url, "other/config.json", b"{}")
     put(url, "pytorch_model.bin", b"of another format")
     assert describe_model(EngineConfig(model=url)).parameter_bytes == 1000
-    folder = fetch(list_model(url))
+    folder = fetch(url)
     assert folder.name == "m"
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     first = identify_model(EngineConfig(model=url))
     put(url, "model.safetensors", b"x" * 1000)
     assert identify_model(EngineConfig(model=url)) != first
-    assert fetch(list_model(url)) != folder
-    listed = list_model(url)
-    monkeypatch.setattr(buckets, "open_store", None)
-    assert fetch(listed).is_dir()
+    assert fetch(url) != folder
+    monkeypatch.setattr(model_files, "open_store", None)
+    assert fetch(url).is_dir()
 
 
 def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypatch):
-    listed = list_model(url)
     stop = Flag()
     stop.set()
     with pytest.raises(Interrupted):
-        fetch(listed, stop)
-    put(url, "model.safetensors", b"shorter")
+        fetch(url, stop)
+    open_store(url).delete(["model.safetensors"])
+    open_store(url).create("model.safetensors", b"shorter")
     with pytest.raises(StorageError, match="has changed"):
-        fetch(listed)
+        fetch(url)
     assert list((tmp_path / "home" / "batchinfer").iterdir()) == []
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot be used"):
-        fetch(listed)
-    with pytest.raises(ConfigError, match="no such folder"):
+        fetch(url)
+    with pytest.raises(ConfigError, match="no such folder with a model"):
         describe_model(EngineConfig(model=f"{url}-nothing"))
 
 

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import create_engine, http
-from batchinfer.engines.engine_config import EchoOptions, EngineConfig
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
 from batchinfer.storage.opening import open_store
 from engine_contract import (
@@ -34,14 +35,14 @@ from engine_contract import (
     code_of,
     drive,
     drive_again,
+    is_running,
 )
-from process_state import is_running
-from tiny_model import write_model_stub
+from models import write_model_stub
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(http, "RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("batchinfer.engines.server.RESTART_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(http, "LOOK_SECONDS", 0.1)
 
 
@@ -93,9 +94,8 @@ def app(*routes: str, before: str = "", rest: str = "") -> str:
 def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
     """A --server-command that starts an echo server of 512 tokens."""
     length = ["--max-model-len", "512", "--max-num-seqs", "8"]
-    echo = EchoOptions(latency_seconds=latency_seconds)
-    config = EngineConfig(engine="echo", server_args=length, echo=echo)
-    given = msgspec.json.encode(config).decode()
+    options = {"server_args": length, "echo_latency_seconds": latency_seconds}
+    given = msgspec.json.encode(EngineConfig(engine="echo", **options)).decode()
     return shlex.join([sys.executable, echo_server.__file__, given, place, *marks])
 
 
@@ -176,10 +176,10 @@ def test_a_server_that_hangs_is_killed_and_started_again(open_engine, how):
 
 
 def test_an_idle_server_never_hangs(open_engine):
-    engine = open_engine(stall_seconds=0.3)
+    engine = open_engine(stall_seconds=1.0)
     source = ListSource(calls(4))
     begin = time.monotonic()
-    source.take = lambda *_, take=source.take: [] if time.monotonic() < begin + 1 else take(*_)
+    source.take = lambda *_, take=source.take: [] if time.monotonic() < begin + 1.5 else take(*_)
     assert len(drive(engine, source)) == 4
     assert engine.stats().restarts == 0
 
@@ -210,7 +210,7 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
-    monkeypatch.setattr(http, "MOST_RESTARTS", 0)
+    monkeypatch.setattr("batchinfer.engines.server.MOST_RESTARTS", 0)
     engine = open_engine(kill="row 3 says", replicas=1, latency_seconds=0.5)
     batches = engine.generate(ListSource(calls(8)), Flag())
     found: list = []
@@ -261,7 +261,7 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
 
 
 def opening(model, server_command, **options):
-    fields = {"load_timeout_seconds": 20.0, **options}
+    fields = {"load_timeout_seconds": 120.0, **options}
     engine = create_engine(EngineConfig(model=str(model), server_command=server_command, **fields))
     try:
         engine.open(Flag())
@@ -287,6 +287,13 @@ def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
 def test_a_command_that_is_not_there_is_the_users_fault(model):
     with pytest.raises(ConfigError, match="nosuchprogram"):
         opening(model, "nosuchprogram {port}")
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_said(model, tmp_path, monkeypatch):
+    (tmp_path / ("deep" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 30)))
+    with pytest.raises(EngineLoadError, match="AF_UNIX path too long"):
+        opening(model, echo_command("{socket}"))
 
 
 def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
@@ -377,11 +384,11 @@ def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
         assert all(is_running(pid) for pid in family)
         time.sleep(0.2)
         os.kill(worker.pid if victim == "worker" else family[0], signal.SIGKILL)
-        assert are_gone(family[1:], seconds=12.0)
-        assert are_gone(family[:1] if victim == "worker" else [], seconds=1.0)
+        assert are_gone(family[1:])
+        assert are_gone(family[:1] if victim == "worker" else [])
         with contextlib.suppress(ProcessLookupError):
             worker.kill()
-    assert are_gone([guard, *family], seconds=12.0)
+    assert are_gone([guard, *family])
 
 
 def test_a_killed_guard_takes_its_server_with_it(open_engine):

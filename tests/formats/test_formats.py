@@ -149,7 +149,10 @@ class TestLine:
             b"",
             b"<html>",
             b'{"a": ',
+            b'{"text": "a\\ud800b"}',
+            b'{"text": "a", "score": NaN, "less": -Infinity}',
             b"[" * 5000,
+            b"[1]",
             b'{"a":' * 200 + b"1" + b"}" * 200,
             b"{" * 100_000,
         ],
@@ -163,15 +166,11 @@ class TestLine:
         ("body", "text"),
         [
             (b'{"text": "a\xffb"}', "a�b"),
-            (b'{"text": "a\\ud800b"}', "a�b"),
             (b'{"text": "a\\\\ud800b"}', "a\\ud800b"),
             (b'{\n "text": "a\\nb",\n "more": [1,\n2]}\n', "a\nb"),
-            (b'{"text": "a", "score": NaN, "less": -Infinity}', "a"),
             ('{"text": "a\u2028b 😀"}'.encode(), "a\u2028b 😀"),
             (b'{"text": "a", "choices": [7]}', ""),
             (b'{"text": "a", "usage": "much", "id": 7, "output": "no"}', ""),
-            (b'"only text"', ""),
-            (b"[1, [2]]", ""),
         ],
     )
     def test_odd_bodies_stay_one_line_that_is_read_back(self, body: bytes, text: str) -> None:
@@ -182,7 +181,7 @@ class TestLine:
         assert "".join(answer_of(read_line(found.line)).texts) == text
 
     def test_every_depth_that_is_written_can_be_read(self) -> None:
-        found = [encoded(b"[" * depth + b"]" * depth) for depth in range(90, 110)]
+        found = [encoded(b'{"a":' * depth + b"1" + b"}" * depth) for depth in range(90, 110)]
         for each in found:
             read_line(each.line)
         assert {each.ok for each in found} == {True, False}

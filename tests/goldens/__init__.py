@@ -101,7 +101,6 @@ SCENES: dict[str, Scene] = {
         [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
     ),
     "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--num-chunks", "2"]]),
-    "native": Scene(make_prompts, [SPLIT, [*WORKER, *PROMPT]]),
     "settings": Scene(
         make_template,
         [
@@ -272,7 +271,9 @@ async def _send_or_die(engine: HttpEngine, target: Target, call: Call) -> Reply:
             await asyncio.sleep(0.001)
         target.is_ready = False
         message = f"echo: a prompt held {DEATH!r}"
-        engine._hand_back(target, message)
+        for key, task in list(target.in_flight.items()):
+            task.cancel()
+            engine._deliver(target, Reply(key=key, status=0, body=message.encode()))
         engine._failure = EngineDied(message)
     return await _send(engine, target, call)
 

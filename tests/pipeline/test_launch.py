@@ -27,8 +27,8 @@ from batchinfer.pipeline import launch
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
+from engine_contract import is_running
 from making import ECHO, Call, make_job
-from process_state import is_running
 
 SLOW = (
     *("--echo-latency-seconds", "0.3", "--max-num-seqs", "4", "--lease-seconds", "3"),

@@ -41,10 +41,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"messages_column": "p", "body": GENERATE, "truncate_prompt": "left"}, {"p": "x"}),
     ({"messages_column": "p", "body": make_body(Sampling(json_schema=SCHEMA))}, {"p": "x"}),
     ({"prompt_column": "p", "body": make_body(Sampling(choices=["a,b"]))}, {"p": "x"}),
-    (
-        {"messages_column": "p", "body": make_body(Sampling(tools=TOOLS))},
-        {"p": "x"},
-    ),
+    ({"messages_column": "p", "body": make_body(Sampling(tools=TOOLS))}, {"p": "x"}),
     (
         {"messages_column": "p", "turns": "all", **MEDIA},
         {"p": TALK, "i": as_hub(picture()), "s": "a.wav", "v": "a.mp4"},

@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.prompts.builder import finish_call
 from batchinfer.prompts.media import read_media
-from batchinfer.prompts.types import EngineRules, MediaKind, MediaRef, Prepared, Unfit
+from batchinfer.prompts.types import EngineRules, MediaKind, Prepared, Unfit
 from pictures import as_base64, as_data_url, as_hub, picture
 from prompt_rows import code, prepare, request, sent
 
@@ -67,6 +67,11 @@ def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
 
 def built(row: dict[str, Any], rules: EngineRules = FETCHES, **options: Any) -> Prepared:
     return prepare(row, rules, **{"columns": {"image": ["image"]}} | options)
+
+
+def named(prepared: Prepared) -> list[tuple[str, str]]:
+    """The media that the worker has to fetch."""
+    return [(ref.place, ref.kind) for ref in prepared.media]
 
 
 def user(prepared: Prepared) -> Any:
@@ -176,7 +181,7 @@ def test_no_place_that_a_row_names_reaches_the_server(
     data = json.dumps(body).replace("PLACE", place)
     prepared = request(json.loads(data))
     assert prepared.call is None
-    assert prepared.media == [MediaRef(place=place, kind=kind)]
+    assert named(prepared) == [(place, kind)]
     finished = finish_call(prepared, [RED])
     assert (finished.draft, finished.media) == (None, [])
     wanted = f"data:{kind}/png;base64,{as_base64(RED)}"
@@ -186,8 +191,8 @@ def test_no_place_that_a_row_names_reaches_the_server(
 def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> None:
     content = [link(A), link("s3://b/c.png"), INLINE, link("local.png")]
     prepared = request({"messages": [{"role": "user", "content": content}]}, rules=FETCHES)
-    assert [ref.place for ref in prepared.media] == ["s3://b/c.png", "local.png"]
-    assert user(finish_call(prepared, [RED, None])) == [link(A), INLINE, INLINE, link("local.png")]
+    assert named(prepared) == [("s3://b/c.png", "image"), ("local.png", "image")]
+    assert user(finish_call(prepared, [RED, RED])) == [link(A), INLINE, INLINE, INLINE]
 
 
 def test_a_schema_of_tools_names_no_media() -> None:
@@ -228,7 +233,7 @@ def test_a_column_of_sounds_is_transcribed() -> None:
         "seed": 7,
     }
     fetched = prepare({"a": "s3://b/a.wav"}, **options)
-    assert fetched.media == [MediaRef(place="s3://b/a.wav", kind="audio")]
+    assert named(fetched) == [("s3://b/a.wav", "audio")]
     inline = prepare({"a": {"bytes": as_base64(WAVE)}}, **options)
     assert inline.path == "/v1/audio/transcriptions"
     assert finish_call(fetched, [WAVE]).call == inline.call

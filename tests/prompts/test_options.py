@@ -17,6 +17,7 @@ COPIED = (
     '"temperature": 0.5, "do_sample": true, "use_cache": false, "prepend_bos": true}'
 )
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+NAMED = {"name": "answer", "schema": SCHEMA}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
@@ -52,12 +53,7 @@ def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
     [
         (
             {"json_schema": json.dumps(SCHEMA)},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": SCHEMA},
-                }
-            },
+            {"response_format": {"type": "json_schema", "json_schema": NAMED}},
         ),
         ({"choices": ["yes, no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
         ({"choices": ["a, b", "c"]}, {"structured_outputs": {"choice": ["a, b", "c"]}}),

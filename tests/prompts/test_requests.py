@@ -60,12 +60,9 @@ def test_a_body_goes_to_its_path_as_it_is(url: str, body: dict[str, Any]) -> Non
 def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
     call = request({"temperature": 0, "model": "own", "messages": MESSAGES}).call
     assert call is not None
-    assert (
-        call.body
-        == json.dumps(
-            {"messages": MESSAGES, "temperature": 0, "model": "own"}, separators=(",", ":")
-        ).encode()
-    )
+    assert [*json.loads(call.body).items()] == [
+        *{"messages": MESSAGES, "temperature": 0, "model": "own"}.items()
+    ]
 
 
 def test_a_request_of_the_first_completions_api_is_understood() -> None:
@@ -79,7 +76,6 @@ def test_a_request_of_the_first_completions_api_is_understood() -> None:
     }
     assert (sent(prepared), prepared.best_of, prepared.id) == (wanted, None, "1")
     assert sent(completion(prompt=[[1, 2]], echo=True))["prompt"] == [[1, 2]]
-    assert code(completion(prompt="")) == "invalid_request"
 
 
 # ------------------------------------------------------------------ parameters

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import rows
+from batchinfer.prompts import readers
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import EngineRules, PromptConfig, RawRow
 from prompt_rows import builder, code, prepare, sent
@@ -16,6 +16,7 @@ from prompt_rows import builder, code, prepare, sent
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 LOOK = {"type": "function", "function": {"name": "look", "description": "d"}}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+NAMED = {"name": "answer", "schema": SCHEMA}
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
@@ -82,11 +83,9 @@ def test_a_missing_column_is_named_with_its_nearest_match() -> None:
 
 
 def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
-    assert prepare({"p": "x", "_id": "abc"}, prompt_column="p").id == "abc"
-    assert (
-        prepare({"p": "x", "k": 7, "_id": "abc"}, prompt_column="p", columns={"id": ["k"]}).id
-        == "7"
-    )
+    row, options = {"p": "x", "k": 7, "_id": "abc"}, {"prompt_column": "p"}
+    assert prepare(row, **options).id == "abc"
+    assert prepare(row, **options, columns={"id": ["k"]}).id == "7"
     assert prepare({"p": "x", "_id": {"$oid": "1"}}, prompt_column="p").id == '{"$oid":"1"}'
     assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
 
@@ -97,7 +96,7 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
     def fail(value: Any) -> str:
         return str(1 // len(value))
 
-    monkeypatch.setattr(rows, "shown", fail)
+    monkeypatch.setattr(readers, "shown", fail)
     failure = prepare({"p": []}, prompt_column="p").failure
     assert failure is not None
     assert (failure.code, failure.status) == ("internal_error", 500)
@@ -254,15 +253,7 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
         ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
-        (
-            SCHEMA,
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": SCHEMA},
-                }
-            },
-        ),
+        (SCHEMA, {"response_format": {"type": "json_schema", "json_schema": NAMED}}),
         ({"type": "json_object"}, {"response_format": {"type": "json_object"}}),
         ({"type": "text"}, {"structured_outputs": {"regex": "a"}}),
     ],
@@ -270,9 +261,8 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
 def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[str, Any]) -> None:
     run = {"structured_outputs": {"regex": "a"}}
     row = {"p": "x", "c": value}
-    body = sent(
-        prepare(row, prompt_column="p", as_chat=True, columns={"constraint": ["c"]}, body=run)
-    )
+    options = {"prompt_column": "p", "as_chat": True, "columns": {"constraint": ["c"]}}
+    body = sent(prepare(row, body=run, **options))
     assert body == {"messages": [{"role": "user", "content": "x"}], **fields}
 
 
@@ -308,7 +298,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     ("options", "message"),
     [
         ({}, "no prompt option"),
-        ({"messages_column": "m", "prompt_column": "p"}, "--messages-column and --prompt-column"),
         ({"messages_column": "m", "turns": "some"}, "--turns some"),
         ({"messages_column": "m", "turns": "0"}, "--turns 0"),
         ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
@@ -319,10 +308,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
         ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
         ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
         ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
-        ({"task": "score", "prompt_column": "p"}, "--pair-columns"),
-        ({"pair_columns": ["a", "b"]}, "--pair-columns"),
-        ({"task": "embed", "prompt_column": "p", "columns": {"tools": ["t"]}}, "--column tools"),
-        ({"task": "transcribe", "prompt_column": "p"}, "--column audio"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,18 +1,14 @@
-"""The request format `rows`: requests are made from columns, by the run's options."""
+"""The request formats: rows whose columns become requests by the run's options, and rows that are requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
-from batchinfer.prompts.conversation import (
-    Message,
-    check_turns,
-    read_conversation,
-    select_turns,
-)
+from batchinfer.prompts.conversation import Message, check_turns, read_conversation, select_turns
 from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
@@ -29,6 +25,14 @@ from batchinfer.prompts.types import (
     Unfit,
 )
 
+_PROMPTS = ("messages", "prompt", "input", "text_1", "queries", "data_1", "query")
+"""Fields that hold the prompt. They go first, so that bodies with a common beginning sort next to each other."""
+_LET_THROUGH = {
+    *("metadata", "service_tier", "store", "user", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "best_of", "file_url"),
+}
+"""Fields that no server has to know: options of OpenAI's hosted service, and what does not leave us."""
+
 
 class RowsReader:
     """Reads rows whose columns hold data.
@@ -40,13 +44,11 @@ class RowsReader:
     def __init__(self, config: PromptConfig, rules: EngineRules) -> None:
         self._config = config
         self._rules = rules
-        self._messages_column = config.messages_column
-        self._template: PromptTemplate | None = None
-        if config.prompt_template:
-            if text := template_text(config.prompt_template):
-                self._template = PromptTemplate(text, {"system_prompt": config.system_prompt})
-            else:
-                self._messages_column = CONVERSATIONS
+        text = template_text(config.prompt_template) if config.prompt_template else ""
+        values = {"system_prompt": config.system_prompt}
+        self._template = PromptTemplate(text, values) if text else None
+        is_conversation = config.prompt_template and not text
+        self._messages_column = CONVERSATIONS if is_conversation else config.messages_column
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
         self._turns = check_turns(config.turns)
@@ -60,7 +62,7 @@ class RowsReader:
         needed["--prompt-column"] = [config.prompt_column]
         needed["--messages-column"] = [self._messages_column]
         needed["--pair-columns"] = config.pair_columns
-        needed |= {f"--column {kind}": config.media_columns[kind] for kind in MEDIA_KINDS}
+        needed |= {f"--column {kind}": config.columns.get(kind, []) for kind in MEDIA_KINDS}
         if self._template is not None:
             read = [x for x in self._template.needed_columns if x not in config.blank_columns]
             needed["the template: the variable"] = read
@@ -72,16 +74,18 @@ class RowsReader:
         Raises:
             RowProblem: the row is bad.
         """
+        config = self._config
         if self.path in SPEECH_URLS:
             sounds = self._media(columns, "audio")
             if len(sounds) != 1:
                 raise RowProblem(Code.INVALID_MEDIA, f"{len(sounds)} sounds, expected one")
             body: dict[str, Any] = {SOUND: sounds[0]}
-        elif self._config.pair_columns:
-            body = self._pair(columns)
+        elif config.pair_columns:
+            fields = ("query", "documents") if config.task == "rerank" else ("text_1", "text_2")
+            named = zip(fields, config.pair_columns, strict=True)
+            body = {field: column(columns, name) for field, name in named}
         else:
             body = self._prompt(columns)
-        config = self._config
         if config.adapters:  # a single one answers every row
             name = config.column("lora")
             body["model"] = columns.get(name) if name else config.adapters[0]
@@ -113,7 +117,8 @@ class RowsReader:
             if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
             if self._is_chat:
-                return self._chat(columns, [{"role": "user", "content": value}])
+                content = [{"type": "text", "text": value}]
+                return self._chat(columns, [{"role": "user", "content": content}])
         return {"input" if self._is_judged else "prompt": value}
 
     def _without_end(self, text: str) -> str:
@@ -122,16 +127,16 @@ class RowsReader:
             end -= len(mark)
         return text[:end]
 
-    def _pair(self, columns: dict[str, Any]) -> dict[str, Any]:
-        is_rerank = self._config.task == "rerank"
-        fields = ("query", "documents") if is_rerank else ("text_1", "text_2")
-        named = zip(fields, self._config.pair_columns, strict=True)
-        return {field: column(columns, name) for field, name in named}
-
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media and the system prompt."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
             add_media(messages, kind, self._media(columns, kind))
+        for message in messages:
+            match message["content"]:
+                case []:
+                    message["content"] = None
+                case [{"type": "text", "text": text}]:
+                    message["content"] = text
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]
@@ -139,8 +144,78 @@ class RowsReader:
 
     def _media(self, columns: Mapping[str, Any], kind: str) -> list[str]:
         found: list[str] = []
-        for name in self._config.media_columns[kind]:
+        for name in self._config.columns.get(kind, ()):
             value = column(columns, name)
             with reading(f"column {name!r}", Code.INVALID_MEDIA):
                 found += read_media(value, kind)
         return found
+
+
+class RequestsReader:
+    """Reads rows that are requests: lines of an OpenAI batch file, or bodies of completions."""
+
+    path = ""
+    """Path to which all rows go; here, each row says its own."""
+
+    def __init__(self, config: PromptConfig, rules: EngineRules) -> None:
+        self._config = config
+        self._rules = rules
+        self._is_batch = config.request_format == "openai-batch"
+
+    @property
+    def needed_columns(self) -> dict[str, list[str]]:
+        """Columns that every row needs. Keys name the options."""
+        fields = ["custom_id", "method", "url", "body"] if self._is_batch else ["prompt"]
+        return {f"--request-format {self._config.request_format}: the field": fields}
+
+    def read(self, columns: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body that a row states; a sound is the field `file` of the body.
+
+        Raises:
+            RowProblem: the row is bad.
+        """
+        if self._is_batch:
+            path, given = _envelope(columns)
+        else:
+            others = {"engine", self._config.column("id")}
+            given = {name: value for name, value in columns.items() if name not in others}
+            path = COMPLETIONS_URL
+        body = {name: given[name] for name in _PROMPTS if name in given} | given
+        if body.get("stream"):
+            message = "stream: expected the request without it; each answer comes whole"
+            raise RowProblem(Code.INVALID_PARAMETER, message, param="stream")
+        self._check_names(path, body)
+        if path in SPEECH_URLS:
+            body[SOUND] = body.pop("file_url", None)
+            if not isinstance(body[SOUND], str):
+                message = "file_url: expected the URL of a sound"
+                raise RowProblem(Code.INVALID_MEDIA, message, param="file_url")
+        return path, body
+
+    def _check_names(self, path: str, body: dict[str, Any]) -> None:
+        known = self._rules.parameters(path)
+        unknown = [name for name in body if name not in known and name not in _LET_THROUGH]
+        if known and unknown:
+            name = unknown[0][:80]
+            message = f"{name}: {path} of the server has no such parameter{near(name, known)}"
+            raise RowProblem(Code.UNKNOWN_PARAMETER, message, param=name)
+
+
+def _envelope(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a line of an OpenAI batch file.
+
+    Raises:
+        RowProblem: a part is missing or wrong.
+    """
+    url, body, custom_id = line.get("url"), line.get("body"), line.get("custom_id")
+    for name, is_right, expected in (
+        ("custom_id", isinstance(custom_id, str) and custom_id, "a text"),
+        ("url", isinstance(url, str) and url.startswith("/"), f"a path, as in {CHAT_URL}"),
+        ("method", line.get("method") == "POST", "POST"),
+        ("body", isinstance(body, dict), "an object"),
+    ):
+        if not is_right:
+            code = Code.UNKNOWN_URL if name == "url" else Code.INVALID_REQUEST
+            found = shown(line[name]) if name in line else "missing"
+            raise RowProblem(code, f"{name} is {found}, expected {expected}", param=name)
+    return str(url), dict(body or {})

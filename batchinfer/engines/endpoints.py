@@ -1,0 +1,176 @@
+"""Servers that somebody else runs: how they are reached, how fast they are asked, and when they count as down."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
+from batchinfer.core.records import Call, Reply, RowKey
+from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.replies import DENIED, problem_of
+from batchinfer.engines.targets import Answer, Target
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Name of the environment variable with the endpoint's key."""
+OPEN_SECONDS = 12.0
+"""Seconds in which an endpoint must be reached when the engine opens."""
+MOST_ATTEMPTS = 5
+"""Attempts at a row whose failure the server's other answers do not share."""
+FEW, FEWEST = 64, 3
+"""Most rows that may be given up because they fail alone."""
+_BYTES_PER_TOKEN = 4
+_NUMBERS = re.compile(rb'"(max_completion_tokens|max_tokens|n)": ?(\d{1,9})[,}]')
+# Shares of a minute's requests and tokens that may be sent at once. The rest follows evenly.
+_REQUEST_BURST = 1 / 60
+_TOKEN_BURST = 1 / 6
+
+
+class Endpoint(Target):
+    """A server that somebody else runs.
+
+    Args:
+        url: URL up to and without /chat/completions; `/v1` is added to a URL without a path.
+        config: Configuration of the engine.
+
+    Raises:
+        ConfigError: the URL is none, or the key cannot be sent.
+    """
+
+    uses_proxy = True
+
+    def __init__(self, url: str, config: EngineConfig) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            hint = f"as in http://127.0.0.1:8000/v1; a key belongs into {KEY_VARIABLE}"
+            raise ConfigError("--base-url: is no URL of an endpoint", hint=hint)
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
+        super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
+        self.timeout_seconds = config.request_timeout_seconds
+        self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
+
+    def url_of(self, path: str) -> str:
+        """Return the URL of a path. Those that do not begin with /v1, such as /classify, lie beside the base URL."""
+        if path.startswith("/v1/"):
+            return self.url + path.removeprefix("/v1")
+        return self.url.removesuffix("/v1") + path
+
+    async def look(self, config: EngineConfig) -> str:
+        """Ask whether there is an endpoint that knows the model and the key. Returns why it is given up, or "".
+
+        Raises:
+            AccessDenied: the endpoint refuses the key.
+            ConfigError: there is no endpoint at this URL, or it does not have the model.
+        """
+        left = self._end - time.monotonic()
+        found = await self.get("/v1/models", max(1.0, left))
+        if found.status in DENIED:
+            raise self.denied(found)
+        if found.status == 0 or found.status >= 500 or found.status == 429:
+            said = problem_of(found.body).message[:200]
+            return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
+        listed = found.field("data")
+        if found.status < 400 and not isinstance(listed, list):
+            hint = "is --base-url right? It usually ends with /v1"
+            raise ConfigError(f"{self.name}: answers not as the OpenAI API does", hint=hint)
+        names = [each.get("id") for each in listed or () if isinstance(each, dict)]
+        if names and config.model not in names:  # an endpoint need not list its models
+            known, hint = ", ".join(map(str, names[:10])), "--model takes the endpoint's name of it"
+            raise ConfigError(f"{self.name}: has no model {config.model!r}, but {known}", hint=hint)
+        self.is_ready = True
+        return ""
+
+    def denied(self, found: Answer) -> AccessDenied:
+        """Return the error for an endpoint that refuses the key or the account."""
+        said = problem_of(found.body).message[:200]
+        hint = f"look at {KEY_VARIABLE}, and at the account behind it; finished rows are kept"
+        return AccessDenied(f"{self.name}: {found.status}: {said}", hint=hint)
+
+
+class Pace:
+    """Lets calls pass as fast as --requests-per-minute and --tokens-per-minute allow. Belongs to one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._requests = _limiter(config.requests_per_minute, _REQUEST_BURST)
+        self._tokens = _limiter(config.tokens_per_minute, _TOKEN_BURST)
+
+    async def wait(self, call: Call) -> None:
+        """Wait until a call may be sent."""
+        if self._requests is not None:
+            await self._requests.acquire()
+        if self._tokens is not None:
+            await self._tokens.acquire(min(estimate_tokens(call), self._tokens.max_rate))
+
+
+def _limiter(per_minute: int | None, burst: float) -> Any:
+    if per_minute is None:
+        return None
+    from aiolimiter import AsyncLimiter
+
+    most = max(1.0, per_minute * burst)
+    return AsyncLimiter(most, 60 * most / per_minute)
+
+
+def estimate_tokens(call: Call) -> int:
+    """Return about how many tokens a call takes: a quarter of its bytes, and the longest answers that it asks for."""
+    numbers = {name: int(number) for name, number in _NUMBERS.findall(call.body)}
+    answer = numbers.get(b"max_completion_tokens") or numbers.get(b"max_tokens", 0)
+    return len(call.body) // _BYTES_PER_TOKEN + answer * numbers.get(b"n", 1)
+
+
+class Outage:
+    """What endpoints answered last. Without any answer for `seconds` they are down.
+
+    A few rows that fail again and again are given up instead: at once if they are the last ones, others were answered,
+    and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start of the run's
+    last worker.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._has_answered = False
+        self.since = 0.0
+        """Time of the first failed attempt since an endpoint last answered; 0 if there was none."""
+        self.last_replies: dict[RowKey, Reply] = {}
+        """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
+
+    def note_answer(self) -> None:
+        """Take note that a row was answered."""
+        self._has_answered, self.since = True, 0.0
+
+    def note_failure(self, reply: Reply, num_failed: int) -> None:
+        """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""
+        self.since = self.since or time.monotonic()
+        if num_failed >= MOST_ATTEMPTS:
+            self.last_replies[reply.key] = reply
+
+    def given_up(self, targets: Sequence[Target], *, is_idle: bool) -> list[tuple[Target, Reply]]:
+        """Return the replies to all rows in flight, each with its target, if they are given up; else none.
+
+        Args:
+            targets: The endpoints.
+            is_idle: Whether the source had no further row when it was last asked.
+
+        Raises:
+            EngineDied: the endpoints are down.
+        """
+        left = [(each, key) for each in targets for key in each.in_flight] if self.since else []
+        if not left or not isinstance(targets[0], Endpoint):
+            return []
+        is_late = time.monotonic() - self.since >= self._seconds
+        found = [(each, self.last_replies[key]) for each, key in left if key in self.last_replies]
+        is_own = is_idle and self._has_answered and len(left) <= FEW
+        is_own = is_own and all(reply.status == 500 for _, reply in found)
+        if len(found) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
+            self.since = 0.0
+            return found
+        if is_late:
+            message = f"{targets[0].name}: answered nothing for {self._seconds:g} s"
+            hint = "no row is lost; start the same command again when it answers"
+            raise EngineDied(message, hint=hint)
+        return []
