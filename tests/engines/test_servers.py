@@ -240,7 +240,7 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
 ):
     """A machine with four GPUs, as far as the driver and the servers tell."""
     gpu = {"name": "NVIDIA L4", "total_bytes": 23034 << 20}
-    gpus = [(Gpu(id=str(number), **gpu), f"GPU-{number}a") for number in range(4)]
+    gpus = [Gpu(id=str(number), uuid=f"GPU-{number}a", **gpu) for number in range(4)]
     monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
