@@ -100,10 +100,9 @@ def _is_answer(call: Call, body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     has_error = bytes(found.get("error", b"null")) != b"null"
-    return not has_error and (field is None or bytes(found.get(field, b"[]")) not in _EMPTY)
-
-
-_EMPTY = (b"null", b"[]")
+    return not has_error and (
+        field is None or bytes(found.get(field, b"[]")) not in (b"null", b"[]")
+    )
 
 
 def failure_of(reply: Reply) -> Failure | None:
