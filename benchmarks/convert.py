@@ -84,9 +84,9 @@ def make_checkpoint(path: Path, gigabytes: float) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from composer_file import composer_content, write_composer_file
-    from tiny_model import write_tiny_model
+    from models import DEMO_MODEL
 
-    model = write_tiny_model(path.parent / "tiny")
+    model = Path(shutil.copytree(DEMO_MODEL, path.parent / "tiny"))
     config = AutoConfig.from_pretrained(model)
     config.hidden_size, config.intermediate_size = 2048, 5632
     config.num_attention_heads = config.num_key_value_heads = 16

@@ -1,91 +1,213 @@
-"""The echo engine as a server, for any that a worker starts: ``python echo_server.py CONFIG PLACE [KILL] [HANG]``.
+"""The echo engine as a server that misbehaves as a test wants: in this process, or for any that a worker starts.
 
-CONFIG is an `EngineConfig` as JSON; PLACE is the path of a unix socket, or a port of 127.0.0.1. Two further arguments
-are marks: a call that holds the first kills this process by SIGKILL, and one that holds the second makes it answer
-nothing any more.
+``python echo_server.py CONFIG PLACE [KILL] [HANG]``: CONFIG is an `EngineConfig` as JSON; PLACE is the path of a unix
+socket, or a port of 127.0.0.1. Two further arguments are marks: a prompt that holds the first kills this process by
+SIGKILL, and one that holds the second makes it answer nothing any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from aiohttp import web
 
 from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
-from batchinfer.engines.echo import DEFAULT_MAX_NUM_SEQS, answer, latency_of, stream_of
+from batchinfer.engines.echo import DEFAULT_MAX_NUM_SEQS, answer, latency_of, stream_of, texts_of
 from batchinfer.engines.engine_config import EngineConfig
+from web_server import LoopThread
 
-_MOST_BYTES = 1 << 30
+Outcome = Callable[[web.Request], Awaitable[web.StreamResponse]]
+"""What becomes of one request."""
+ENDPOINT = EngineConfig(engine="echo", model="echo-model", server_args=["--max-model-len", "512"])
+
+
+def reply(status: int, body: Any = "", kind: str = "application/json", **headers: str) -> Outcome:
+    """A whole answer. A body that is no text is written as JSON; in a header's name, `_` stands for `-`."""
+    text = body if isinstance(body, str) else json.dumps(body)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def send(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=text, content_type=kind, headers=named)
+
+    return send
+
+
+def refusal(
+    status: int, message: str = "no", *, code: Any = None, param: str | None = None, **headers: str
+) -> Outcome:
+    """An error as the API writes it."""
+    error = {"message": message, "type": "some_error", "param": param, "code": code}
+    return reply(status, {"error": error}, **headers)
+
+
+def raw(data: bytes) -> Outcome:
+    """These bytes and then the end of the connection."""
+
+    async def send(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.write(data)
+        request.transport.close()
+        return web.Response()
+
+    return send
+
+
+async def slow_bytes(request: web.Request) -> web.StreamResponse:
+    """Send a byte now and then, for ever."""
+    response = web.StreamResponse(headers={"Content-Length": "50000"})
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
+    return response
 
 
 class EchoServer:
-    """Answers requests by the echo engine."""
+    """Answers requests by the echo engine, on the paths of vLLM's server.
 
-    def __init__(self, config: EngineConfig, kill: str = "", hang: str = "") -> None:
+    `rule` says what becomes of a request, by its prompt's text and its body: None for an ordinary answer, an outcome,
+    or a list of outcomes for the first requests with this text.
+    """
+
+    def __init__(self, config: EngineConfig = ENDPOINT) -> None:
         self.config = config
-        self.kill, self.hang = kill.encode(), hang.encode()
+        self.models: list[str] | Outcome | None = [*config.served_names, *config.loras]
+        self.rule: Callable[[str, dict[str, Any]], Any] | None = None
+        self.calls: list[Call] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.delay_seconds = 0.0
+        self.is_hung = False
         self._slots = asyncio.Semaphore(config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS)
-        self._hangs = asyncio.Event()
 
-    def app(self) -> web.Application:
-        """Return the application, with the paths of vLLM's server."""
-        app = web.Application(client_max_size=_MOST_BYTES)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/{path:.*}", self._answer)
-        return app
+    async def listen(self, host: str, port: int = 0) -> web.AppRunner:
+        """Answer from now on at a host's port, or at the path of a unix socket."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, keepalive_timeout=3600, shutdown_timeout=0)
+        await runner.setup()
+        is_path = "/" in host
+        await (web.UnixSite(runner, host) if is_path else web.TCPSite(runner, host, port)).start()
+        return runner
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
-        return web.Response()
+    def answer(self, call: Call) -> Reply:
+        """What a server that works answers."""
+        return answer(call, self.config)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        del request
-        names = [*self.config.served_names, *self.config.loras]
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """Bodies of the requests so far."""
+        return [json.loads(call.body) for call in self.calls]
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts of the requests so far."""
+        return list(map(self._text_of, self.bodies))
+
+    @staticmethod
+    def _text_of(body: dict[str, Any]) -> str:
+        names = [name for name in ("messages", "prompt", "input") if name in body]
+        return " ".join(texts_of(body[names[0]] if names else "-"))
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.paths.append(request.path)
+        if request.method == "GET":
+            return await self._look(request)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        kind = request.headers.get("Content-Type", "application/json")
+        data = await request.read()
+        call = Call(key=("", 0), path=request.path, body=data, content_type=kind)
+        self.calls.append(call)
+        outcome = self._outcome_of(call) if self.rule else None
+        async with self._slots:
+            await asyncio.sleep(latency_of(call, self.config) + self.delay_seconds)
+            if self.is_hung:
+                await asyncio.sleep(3600)
+        if outcome is not None:
+            return await outcome(request)
+        found = self.answer(call)
+        if found.status == 200 and b'"stream":true' in call.body.replace(b" ", b""):
+            return await self._stream(request, found)
+        return web.Response(status=found.status, body=found.body, content_type="application/json")
+
+    async def _look(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response()
+        if request.path != "/v1/models" or self.models is None:
+            return await refusal(404, "no such page")(request)
+        if callable(self.models):
+            return await self.models(request)
         length = self.config.typed_number("max_model_len")
-        listed = [{"id": name, "object": "model", "max_model_len": length} for name in names]
+        listed = [{"id": name, "max_model_len": length} for name in self.models]
         return web.json_response({"object": "list", "data": listed})
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        kind = request.headers.get("Content-Type", "application/json")
-        body = await request.read()
-        call = Call(key=("", 0), path=request.path, body=body, content_type=kind)
-        if self.kill and self.kill in body:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.hang and self.hang in body:
-            self._hangs.set()
-        async with self._slots:
-            await asyncio.sleep(latency_of(call, self.config))
-            if self._hangs.is_set():
-                await asyncio.Event().wait()
-        reply = answer(call, self.config)
-        if reply.status == 200 and b'"stream":true' in body.replace(b" ", b""):
-            return await self._stream(request, reply)
-        return web.Response(status=reply.status, body=reply.body, content_type="application/json")
+    def _outcome_of(self, call: Call) -> Outcome | None:
+        assert self.rule is not None
+        text = self._text_of(body := json.loads(call.body))
+        chosen = self.rule(text, body)
+        if not isinstance(chosen, list):
+            return chosen
+        number = self.seen[text]
+        self.seen[text] += 1
+        return chosen[number] if number < len(chosen) else None
 
-    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, found: Reply) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for data in stream_of(reply):
+        for data in [*stream_of(found), b"[DONE]"]:
             await response.write(b"data: " + data + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
 
-async def serve(config: EngineConfig, place: str, *marks: str) -> None:
+class FakeEndpoint(EchoServer):
+    """A server on 127.0.0.1 that answers from now on until `close`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = [self.config.model]
+        self._thread: LoopThread | None = LoopThread()
+        self._runner: web.AppRunner = self._thread.run(self.listen("127.0.0.1"))
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.run(self._runner.cleanup())
+            self._thread.close()
+            self._thread = None
+
+
+@contextlib.contextmanager
+def fake_endpoint(**attributes: Any) -> Iterator[FakeEndpoint]:
+    """A running endpoint with these attributes."""
+    with contextlib.closing(FakeEndpoint()) as endpoint:
+        vars(endpoint).update(attributes)
+        yield endpoint
+
+
+async def serve(config: EngineConfig, place: str, kill: str = "", hang: str = "") -> None:
     """Load for as long as the options say, and then answer until a signal ends the process."""
+    server = EchoServer(config)
+
+    def rule(text: str, _: dict[str, Any]) -> None:
+        if kill and kill in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        server.is_hung |= bool(hang and hang in text)
+
+    server.rule = rule if kill or hang else None
     await asyncio.sleep(config.echo_load_seconds)
-    runner = web.AppRunner(EchoServer(config, *marks).app(), keepalive_timeout=3600)
-    await runner.setup()
-    if place.isdigit():
-        await web.TCPSite(runner, "127.0.0.1", int(place)).start()
-    else:
-        await web.UnixSite(runner, place).start()
+    await (server.listen("127.0.0.1", int(place)) if place.isdigit() else server.listen(place))
     await asyncio.Event().wait()
 
 

@@ -6,12 +6,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import Engine
 from batchinfer.engines.replies import failure_of
-from process_state import is_running
 
 CHAT = "/v1/chat/completions"
 
@@ -107,7 +107,15 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
     return found, deaths
 
 
-def are_gone(pids: Iterable[int], seconds: float = 5.0) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def are_gone(pids: Iterable[int], seconds: float = 60.0) -> bool:
     """Whether processes end within some seconds."""
     left, end = set(pids), time.monotonic() + seconds
     while any(map(is_running, left)) and time.monotonic() < end:

@@ -14,7 +14,8 @@ from batchinfer.ledger.jobs import job_chunks, load_job
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.ledger.runs import join_run
 from batchinfer.prompts.types import Prepared
-from batchinfer.storage.opening import open_store
+from batchinfer.storage import Store
+from batchinfer.storage.opening import open_store as open_any
 from fakes import marker_record
 
 Answer = bytes | dict[str, Any] | Failure
@@ -44,6 +45,8 @@ def finish_run(
     prompt: Mapping[str, Any] | None = None,
     leave_out: Collection[int] = (),
     generation: int = 0,
+    model: str = "tiny",
+    open_store: Callable[[str], Store] = open_any,
 ) -> None:
     """Write a run's outputs and markers.
 
@@ -54,13 +57,15 @@ def finish_run(
         prompt: `prompt` of run.json's config.
         leave_out: Indices of the chunks that are not done.
         generation: Generation of the markers.
+        model: `model` of run.json's config.
+        open_store: How to open both.
     """
     answer = answer or (lambda row: chat(f"answer {row}"))
     found = load_job(str(job_url), open_store)
     assert found is not None
     job, sha256 = found
     store = open_store(str(run_url))
-    config = {"job_sha256": sha256, "limit": None, "model": "tiny", "prompt": dict(prompt or {})}
+    config = {"job_sha256": sha256, "limit": None, "model": model, "prompt": dict(prompt or {})}
     run = join_run(store, config, {"job": str(job_url)}, nonce="n")
     publisher = Publisher(store, nonce=f"n{generation}", require_lease=lambda: None)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,27 +1,320 @@
-"""A Hub on 127.0.0.1 that takes data sets."""
+"""A Hub on 127.0.0.1, in memory: as much of its API as reading a data set and publishing one need, and faults.
+
+A commit is the files that it holds, a branch the name of a commit. A fault is an entry of `faults`: the first request
+that matches it is answered in its way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
 from batchinfer.storage.retrying import RetryPolicy
-from fake_hub import TOKEN
-from fake_hub_upload import UploadHub
+from web_server import HttpServer
 
+TOKEN = "hf_test"
 QUICK = RetryPolicy(attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+_DATA_SET = re.compile(r"^/(?:api/)?datasets/([^/]+/[^/]+?)(?:\.git)?(?:/([a-z-]+)/(.*))?$")
+
+
+class Fault(NamedTuple):
+    """What happens to one request: a status, or None for a cut connection, or a call of a function.
+
+    After a function that returns something true, the connection is cut. With `is_late`, the request has had its effect
+    before.
+    """
+
+    method: str
+    path: str
+    how: int | Callable[[], object] | None
+    is_late: bool = False
+
+
+class Refusal(Exception):
+    """A status, and the code by which the client knows what it means."""
+
+    def __init__(self, status: int, code: str = "", **value: str) -> None:
+        super().__init__(status, code, value)
+
+
+class Hub:
+    """Data sets by name. Uploads need `TOKEN`, and so does reading those in `gated`."""
+
+    def __init__(self) -> None:
+        self.branches: dict[str, dict[str, str]] = {}
+        """Commits by repository and branch."""
+        self.trees: dict[str, dict[str, bytes]] = {}
+        """Files by commit."""
+        self.gated: set[str] = set()
+        self.commits: list[str] = []
+        """The branch of each commit that was made by the API."""
+        self.created: list[dict[str, Any]] = []
+        self.faults: list[Fault] = []
+        self.objects: dict[str, bytes] = {}
+        """Large files by checksum."""
+        self.num_uploads = 0
+        self.seen_by_readers: list[list[str]] = []
+        """Data files of the main branch after each commit to it."""
+        self.namespaces = {"org", "me"}
+        self.has_rights = True
+        self.lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[str]:
+        """Serve on a free port of 127.0.0.1; yields the endpoint's URL."""
+        with contextlib.closing(HttpServer(Handler, hub=self)) as server:
+            yield server.url
+
+    def put(self, repo: str, branch: str, files: dict[str, bytes]) -> str:
+        """Make a branch's newest commit of these files; repository and branch may be new."""
+        commit = hashlib.sha1(f"{repo} {len(self.trees)}".encode()).hexdigest()
+        self.trees[commit] = files
+        self.branches.setdefault(repo, {})[branch] = commit
+        return commit
+
+    def add(self, repo: str, branch: str, folder: Path) -> str:
+        """As `put`, with the files of a folder."""
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        return self.put(repo, branch, files)
+
+    def make(self, repo: str) -> None:
+        """Make an empty repository."""
+        self.put(repo, "main", {".gitattributes": b"*.parquet filter=lfs\n"})
+
+    def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
+        """The files that readers of a branch see, by path."""
+        return self.trees[self.branches[repo][branch]]
+
+    def someone_commits(self, repo: str, path: str, data: bytes) -> None:
+        """Change a file of the main branch, as another person does."""
+        with self.lock:
+            self.put(repo, "main", {**self.files(repo), path: data})
+
+    def fault_for(self, method: str, path: str) -> Fault | None:
+        """Take the fault of this request out of the list."""
+        with self.lock:
+            for fault in self.faults:
+                if fault.method == method and re.search(fault.path, path):
+                    self.faults.remove(fault)
+                    return fault
+        return None
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # a reply in one packet: two of them would wait for each other
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.hub: Hub = self.server.hub
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.path, _, self.query = unquote(self.path).partition("?")
+        fault = self.hub.fault_for(self.command, self.path)
+        if fault is None:
+            return self.serve()
+        if fault.is_late:
+            wfile, self.wfile = self.wfile, io.BytesIO()
+            self.serve()
+            self.wfile = wfile
+        if isinstance(fault.how, int):
+            return self.reply(fault.how, b"{}", {})
+        if fault.how is not None and not fault.how() and not fault.is_late:
+            return self.serve()
+        self.close_connection = True
+        return self.connection.shutdown(socket.SHUT_RDWR)
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - http.server's names
+
+    def serve(self) -> None:
+        try:
+            with self.hub.lock:
+                value, commit = self.found(), ""
+            if isinstance(value, tuple):
+                value, commit = value
+        except Refusal as refusal:
+            status, code, value = refusal.args
+            code = {"X-Error-Code": code, "X-Error-Message": code}
+            return self.reply(status, json.dumps(value).encode(), code)
+        headers = {"X-Repo-Commit": commit}
+        if not isinstance(value, bytes):
+            headers["Content-Type"] = "application/json"
+            return self.reply(200, json.dumps(value).encode(), headers)
+        headers |= {"ETag": f'"{hashlib.sha1(value).hexdigest()}"', "Accept-Ranges": "bytes"}
+        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if wanted is None:
+            return self.reply(200, value, headers)
+        part = value[int(wanted[1]) : int(wanted[2] or len(value)) + 1]
+        last = int(wanted[1]) + len(part) - 1
+        headers["Content-Range"] = f"bytes {wanted[1]}-{last}/{len(value)}"
+        return self.reply(206, part, headers)
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def found(self) -> Any:
+        """Do what is asked. Returns the answer, with a commit where it is of one."""
+        if self.path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if self.path.startswith("/objects/"):
+            digest = hashlib.sha256(self.body).hexdigest()
+            assert self.path == f"/objects/{digest}"
+            self.hub.objects[digest] = self.body
+            self.hub.num_uploads += 1
+            return {}
+        has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        match = _DATA_SET.match(self.path)
+        repo, verb, rest = match.groups() if match else ("", "create", "")
+        write = getattr(self, f"write_{verb}", None)
+        if write and not has_token:
+            raise Refusal(401)
+        if write and not self.hub.has_rights:
+            raise Refusal(403)
+        if self.path == "/api/repos/create":
+            return self.write_create(**json.loads(self.body))
+        if match is None:
+            raise Refusal(404, "EntryNotFound")
+        if repo not in self.hub.branches:
+            raise Refusal(401, "RepoNotFound")
+        if repo in self.hub.gated and not has_token:
+            raise Refusal(401, "GatedRepo")
+        return write(repo, rest) if write else self.read(repo, verb, rest or "main")
+
+    # ------------------------------------------------------------------------- reading
+
+    def read(self, repo: str, verb: str | None, rest: str) -> Any:
+        names = {**{commit: commit for commit in self.hub.trees}, **self.hub.branches[repo]}
+        fitting = [name for name in names if f"{rest}/".startswith(f"{name}/")]
+        if not fitting:
+            raise Refusal(404, "RevisionNotFound")
+        revision = max(fitting, key=len)
+        commit, path = names[revision], rest[len(revision) + 1 :].strip("/")
+        files = self.hub.trees[commit]
+        folders = {str(one) for name in files for one in PurePosixPath(name).parents} - {"."}
+        if verb in (None, "revision"):
+            return {"id": repo, "sha": commit, "private": False, "siblings": []}, commit
+        if verb == "paths-info":
+            is_form = "urlencoded" in (self.headers.get("Content-Type") or "")
+            asked = (parse_qs(self.body.decode()) if is_form else json.loads(self.body))["paths"]
+            return [self.entry(files, name) for name in asked if name in {*files, *folders}], commit
+        if path not in ({*folders, ""} if verb == "tree" else files):
+            raise Refusal(404, "EntryNotFound")
+        if verb == "resolve":
+            return files[path], commit
+        start = f"{path}/" if path else ""
+        is_deep = "recursive=true" in self.query.lower()
+        below = [name for name in sorted({*files, *folders}) if name.startswith(start)]
+        shown = [name for name in below if is_deep or "/" not in name[len(start) :]]
+        return [self.entry(files, name) for name in shown], commit
+
+    def entry(self, files: dict[str, bytes], name: str) -> dict[str, Any]:
+        if name not in files:
+            return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
+        data = files[name]
+        oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        found = {"type": "file", "oid": oid, "size": len(data), "path": name}
+        digest = hashlib.sha256(data).hexdigest()
+        if name.endswith(".parquet") and digest in self.hub.objects:
+            found["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
+        return found
+
+    # ------------------------------------------------------------------------- publishing
+
+    def write_create(self, name: str, organization: str = "me", **asked: Any) -> Any:
+        if organization not in self.hub.namespaces:
+            raise Refusal(404)
+        repo = f"{organization}/{name}"
+        url = f"http://127.0.0.1/datasets/{repo}"
+        if repo in self.hub.branches:
+            raise Refusal(409, url=url)
+        self.hub.created.append(asked)
+        self.hub.make(repo)
+        return {"url": url, "id": repo}
+
+    def write_info(self, repo: str, rest: str) -> Any:
+        """What uploads of large files need: nothing where the content is there."""
+        found = json.loads(self.body)["objects"]
+        for item in found:
+            if item["oid"] not in self.hub.objects:
+                href = f"http://{self.headers['Host']}/objects/{item['oid']}"
+                item["actions"] = {"upload": {"href": href}}
+        return {"objects": found}
+
+    def write_branch(self, repo: str, branch: str) -> Any:
+        branches = self.hub.branches[repo]
+        if self.command == "DELETE":
+            del branches[branch]
+        elif branch in branches:
+            raise Refusal(409)
+        else:
+            start = json.loads(self.body).get("startingPoint") or "main"
+            branches[branch] = branches.get(start, start)
+        return {}
+
+    def write_preupload(self, repo: str, branch: str) -> Any:
+        self.head_of(repo, branch)
+        paths = [item["path"] for item in json.loads(self.body)["files"]]
+        modes = ["lfs" if path.endswith(".parquet") else "regular" for path in paths]
+        files = zip(paths, modes, strict=True)
+        return {
+            "files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in files]
+        }
+
+    def write_commit(self, repo: str, branch: str) -> Any:
+        head = self.head_of(repo, branch)
+        files = dict(self.hub.trees[head])
+        for line in self.body.splitlines():
+            kind, value = (item := json.loads(line))["key"], item["value"]
+            if kind == "header" and value.get("parentCommit") not in (None, head):
+                raise Refusal(412)
+            if kind == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            elif kind == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif kind == "deletedFile":
+                del files[value["path"]]
+        commit = self.hub.put(repo, branch, files)
+        self.hub.commits.append(branch)
+        if branch == "main":
+            self.hub.seen_by_readers.append([name for name in files if "/part-" in name])
+        return {"commitUrl": f"http://127.0.0.1/datasets/{repo}", "commitOid": commit}, commit
+
+    def head_of(self, repo: str, branch: str) -> str:
+        if branch not in self.hub.branches[repo]:
+            raise Refusal(404, "RevisionNotFound")
+        return self.hub.branches[repo][branch]
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub that this process asks, without long pauses after a failure."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
     from huggingface_hub.utils.tqdm import progress_bar_states
 
-    found = UploadHub()
+    found = Hub()
     with found.serving() as endpoint:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"

@@ -13,17 +13,10 @@ import urllib.request
 import msgspec
 import pytest
 
-from peft_adapter import write_adapter
-from tiny_model import DEMO_MODEL, write_tiny_model
+from models import DEMO_MODEL, write_adapter
 
 SMALL = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "16"]
 """Options with which several servers fit beside each other."""
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Folder of a tiny random model with 512 positions. Its four attention heads can be split over two processes."""
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +31,13 @@ def demo_adapters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demo_config(demo_adapters):
-    """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, parsers of both kinds."""
+    """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, parsers of both kinds.
+
+    The pages call the model by its path in a checkout.
+    """
     from batchinfer.engines.engine_config import CONSTRAINTS, EngineConfig
 
+    names = ["--served-model-name", str(DEMO_MODEL), "examples/demo-model"]
     parsers = ["--tool-call-parser", "hermes", "--reasoning-parser", "granite"]
     # Constraints hold from the first token on, although the server knows where reasoning ends.
     constraints = {**CONSTRAINTS, "enable_in_reasoning": True}
@@ -48,7 +45,7 @@ def demo_config(demo_adapters):
     return EngineConfig(
         model=str(DEMO_MODEL),
         loras=demo_adapters,
-        server_args=["--max-model-len", "256", *SMALL, *parsers],
+        server_args=["--max-model-len", "256", *SMALL, *names, *parsers],
     )
 
 

@@ -30,7 +30,7 @@ def parse(text: str) -> Values:
 
 
 def scrape(port: int) -> Values:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         return parse(reply.read().decode())
 
 

@@ -33,7 +33,7 @@ LEFTOVER = "leftover"
 KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
 
 
-class Finding(Record, frozen=True, kw_only=True, rename={"fix": "mend"}):
+class Finding(Record, frozen=True, rename={"fix": "mend"}):
     """One problem that the audit found in a run. A run is unsound if it has a finding of any kind but LEFTOVER."""
 
     kind: str
@@ -77,7 +77,7 @@ class Audit:
 
     def add(self, kind: str, subject: str, problem: str, fix: str) -> None:
         """Add a finding to `findings`."""
-        self.findings.append(_finding(kind, subject, problem, fix))
+        self.findings.append(Finding(kind, subject, problem, fix))
 
     def _is_edited(self) -> bool:
         problem = edit_of(self._run)
@@ -150,13 +150,13 @@ def leftovers(inventory: Inventory, known: Collection[str]) -> Iterator[Finding]
     yield from _superseded(inventory)
     for worker in inventory.workers.values():
         if worker.record is None:
-            yield _finding(LEFTOVER, worker.info.key, worker.problem, "hand")
+            yield Finding(LEFTOVER, worker.info.key, worker.problem, "hand")
     for info in inventory.probes:
-        yield _finding(LEFTOVER, info.key, "a probe of the store", "clean")
+        yield Finding(LEFTOVER, info.key, "a probe of the store", "clean")
     if inventory.stop is not None:
-        yield _finding(LEFTOVER, inventory.stop.key, "the run is stopped: workers exit", "resume")
+        yield Finding(LEFTOVER, inventory.stop.key, "the run is stopped: workers exit", "resume")
     for info in inventory.foreign:
-        yield _finding(LEFTOVER, info.key, "nothing that batchinfer writes", "hand")
+        yield Finding(LEFTOVER, info.key, "nothing that batchinfer writes", "hand")
 
 
 def _left_of_chunks(inventory: Inventory, known: Collection[str]) -> Iterator[Finding]:
@@ -164,27 +164,27 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str]) -> Iterator[Fi
         if inventory.has_damaged_marker(name):
             continue  # It may name this output, so the output may be in use.
         if inventory.is_passed_over(name, info):
-            yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
+            yield Finding(LEFTOVER, info.key, "an output that no marker names", "clean")
         elif name not in known:
-            yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
+            yield Finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
         elif inventory.current(name) is None:
             # `clean` removes this output only after the chunk has been done.
-            yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
+            yield Finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, found in inventory.claims.items():
         if inventory.owner(name):
             continue
         if inventory.current(name) is not None:
-            yield _finding(LEFTOVER, found.info.key, "the claim of a done chunk", "clean")
+            yield Finding(LEFTOVER, found.info.key, "the claim of a done chunk", "clean")
         elif name not in known:
-            yield _finding(LEFTOVER, found.info.key, "the claim of no chunk", "hand")
+            yield Finding(LEFTOVER, found.info.key, "the claim of no chunk", "hand")
     for name, infos in inventory.segments.items():
         left = [info for info in infos if inventory.is_passed_over(name, info)]
         if left:
-            yield _finding(LEFTOVER, left[0].key, f"{len(left)} segments of a done chunk", "clean")
+            yield Finding(LEFTOVER, left[0].key, f"{len(left)} segments of a done chunk", "clean")
         elif name not in known:
             # `clean` does not read the job, so it cannot know that the chunk is foreign, and keeps its segments.
             for info in infos:
-                yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
+                yield Finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
 
 
 def _superseded(inventory: Inventory) -> Iterator[Finding]:
@@ -192,11 +192,7 @@ def _superseded(inventory: Inventory) -> Iterator[Finding]:
         for found in generations.values():
             if found.record is None and found is not inventory.newest(name):
                 problem = f"superseded, and {found.problem}"
-                yield _finding(LEFTOVER, found.info.key, problem, "hand")
-
-
-def _finding(kind: str, subject: str, problem: str, fix: str) -> Finding:
-    return Finding(kind=kind, subject=subject, problem=problem, fix=fix)
+                yield Finding(LEFTOVER, found.info.key, problem, "hand")
 
 
 # --------------------------------------------------------------------------- the job and the chunks of a run

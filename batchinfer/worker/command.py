@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import sys
 from functools import partial
@@ -277,9 +278,7 @@ def _default_worker_id(environment: dict[str, str]) -> str:
     if not task:
         return ""
     rank = environment.get("SKYPILOT_NODE_RANK") or "0"
-    return "".join(
-        letter if letter.isalnum() or letter in "._-" else "-" for letter in f"{task}-{rank}"
-    )[-128:].lstrip("._-")
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{task}-{rank}")[-128:].lstrip("._-")
 
 
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:

@@ -309,20 +309,17 @@ def check_error_rate(
     counts = telemetry.counts
     if not counts.rows_error:
         return
-    commonest = [
-        (count, f"{code}{_example(telemetry, code)}", code)
-        for code, count in most_common(counts.errors)[:3]
-    ]
+    commonest = most_common(counts.errors)
     if config.max_error_rate is not None:
         rate = counts.rows_error / counts.rows_done
         if counts.rows_error >= config.min_errors and rate > config.max_error_rate:
             raise ErrorRateExceeded(
-                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
-                + "\n".join(f"  {count} x {said}" for count, said, _ in commonest),
+                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:"
+                + "".join(f"\n  {n} x {_said(telemetry, code)}" for code, n in commonest[:3]),
                 hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
             )
         return
-    count, said, code = commonest[0]
+    code, count = commonest[0]
     num_judged = counts.rows_done + num_pending
     is_nearly_all = counts.rows_done >= _ROWS_TO_JUDGE and count >= _NEARLY_ALL * num_judged
     is_alone = not (counts.rows_resumed or telemetry.workload.chunks_skipped)
@@ -334,7 +331,7 @@ def check_error_rate(
                 "--served-model-name NAME gives the model the name by which the requests call it"
             )
         raise ErrorRateExceeded(
-            f"{count} of the first {counts.rows_done} rows failed with {said}",
+            f"{count} of the first {counts.rows_done} rows failed with {_said(telemetry, code)}",
             hint=f"{advice}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
         )
 
@@ -349,6 +346,7 @@ def refuse_only_errors(config: WorkerConfig) -> None:
         )
 
 
-def _example(telemetry: Telemetry, code: str) -> str:
+def _said(telemetry: Telemetry, code: str) -> str:
     example = telemetry.examples.get(code)
-    return f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
+    where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
+    return f"{code}{where}"

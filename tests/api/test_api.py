@@ -22,7 +22,7 @@ import pytest
 
 import batchinfer
 from batchinfer import errors
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]

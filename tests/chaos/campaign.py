@@ -20,12 +20,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fixtures_s3 import serving_s3
 from lossy_proxy import Proxy
-from making import ECHO, make_job, run_process
+from making import ECHO, default_row, make_job, output_lines, run_process, said
 
 PUBLISHING = ("publish_output", "publish_marker", "publish_tidy")
 LEASE_SECONDS = 3.0
@@ -59,12 +59,15 @@ class Tally:
     """Counts of what happened in a campaign."""
 
     kills: Counter[str] = field(default_factory=Counter)
+    """By the moment: an event while a chunk was published, or anywhere."""
     freezes: int = 0
     starts: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
+    """Exit statuses of those that ended by themselves."""
     lost_replies: int = 0
     tracebacks: list[str] = field(default_factory=list)
     runs: int = 0
+    """Runs that were verified."""
 
 
 class RunningWorker:
@@ -277,18 +280,9 @@ class Campaign:
 
 def check_answers(run: str, rows: int) -> None:
     """The echo engine answers with the prompt: so every row must hold its own."""
-    from batchinfer.core import layout
-    from batchinfer.storage.opening import open_store
-    from making import default_row, finished_chunks, read_marker, said
-
-    store = open_store(run)
-    found = []
-    for name, generation in sorted(finished_chunks(store).items()):
-        data = store.get(layout.output_key(read_marker(store, name, generation).output)).data
-        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
+    found = output_lines(run)
     assert [line["_row"] for line in found] == list(range(rows))
-    wrong = [line for line in found if said(line) != default_row(line["_row"])["prompt"]]
-    assert wrong == []
+    assert all(said(line) == default_row(line["_row"])["prompt"] for line in found)
 
 
 def main() -> None:
@@ -313,20 +307,8 @@ def main() -> None:
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="chaos")
         began = time.monotonic()
         tally = Campaign(Plan(**vars(arguments)), "s3://chaos", endpoint).run()
-    publishing = sum(tally.kills[event] for event in PUBLISHING)
-    result = {
-        "kills": sum(tally.kills.values()),
-        "kills_while_publishing": publishing,
-        "kills_by_moment": tally.kills,
-        "freezes": tally.freezes,
-        "lost_replies": tally.lost_replies,
-        "starts": tally.starts,
-        "other_ends": tally.statuses,
-        "runs_verified": tally.runs,
-        "tracebacks": len(tally.tracebacks),
-        "seconds": round(time.monotonic() - began),
-    }
-    print(json.dumps(result))
+    seconds = round(time.monotonic() - began)
+    print(json.dumps(asdict(tally) | {"tracebacks": len(tally.tracebacks), "seconds": seconds}))
     for traceback in tally.tracebacks[:3]:
         print(traceback, file=sys.stderr)
     sys.exit(bool(tally.tracebacks))

@@ -17,9 +17,9 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from making import Call, make_job, run_worker_here
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")

@@ -240,7 +240,7 @@ def test_slurm_queues_a_worker_again_if_that_may_help(
         for name in signal.split():
             subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
         (tmp_path / "sent").touch()
-    assert process.wait(timeout=20) == status
+    assert process.wait(timeout=120) == status
     assert calls(clients, "scontrol") == (["requeue 77_2"] if is_queued_again else [])
 
 

@@ -16,9 +16,8 @@ import pytest
 
 import collecting
 from batchinfer.core.errors import AccessDenied, InputError, StorageError
-from fake_hub import TOKEN
-from fake_hub_upload import Fault, UploadHub
 from finished_run import finish_run
+from fixtures_hub import TOKEN, Fault, Hub
 from making import Finished, finish_process, make_job, run_process, start_process
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,10 +49,10 @@ def undisturbed(run: str, folder: Path, **options: Any) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("part-*")}
 
 
-def published(hub: UploadHub) -> dict[str, bytes]:
+def published(hub: Hub) -> dict[str, bytes]:
     """The data files that readers see."""
-    folder = hub.repos[REPO]["main"]
-    return {path.name: path.read_bytes() for path in folder.glob("data/*")}
+    files = hub.files(REPO)
+    return {name[5:]: data for name, data in files.items() if name.startswith("data/")}
 
 
 # --------------------------------------------------------------------------- one commit
@@ -61,7 +60,7 @@ def published(hub: UploadHub) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
-    hub: UploadHub, run: str, tmp_path: Path, kind: str
+    hub: Hub, run: str, tmp_path: Path, kind: str
 ) -> None:
     scratch = tmp_path / "scratch"
     on_disk: list[int] = []
@@ -69,18 +68,16 @@ def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
     hub.faults.append(Fault("POST", "/commit/", look))
     result = collect(run, format=kind, scratch_dir=str(scratch))
     assert on_disk == [0 if kind == "parquet" else ROWS]
-    assert [commit["branch"] for commit in hub.commits] == ["main"]
+    assert hub.commits == ["main"]
     assert published(hub) == undisturbed(run, tmp_path / "folder", format=kind)
     assert hub.num_uploads == (ROWS if kind == "parquet" else 0)
-    assert result["commit"] == hub.commit_of(REPO, "main")
-    files = hub.repos[REPO]["main"]
-    assert json.loads((files / RECORD).read_text())["result"]["rows"] == ROWS
-    assert "path: data/part-*" in (files / CARD).read_text()
+    assert result["commit"] == hub.branches[REPO]["main"]
+    files = hub.files(REPO)
+    assert json.loads(files[RECORD])["result"]["rows"] == ROWS
+    assert b"path: data/part-*" in files[CARD]
 
 
-def test_the_same_command_again_changes_nothing_and_another_is_refused(
-    hub: UploadHub, run: str
-) -> None:
+def test_the_same_command_again_changes_nothing_and_another_is_refused(hub: Hub, run: str) -> None:
     first = collect(run)
     count = len(hub.commits)
     again = collect(run)
@@ -95,21 +92,21 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(
 
 
 def test_readers_see_the_old_collection_until_the_new_one_is_whole(
-    hub: UploadHub, run: str, tmp_path: Path
+    hub: Hub, run: str, tmp_path: Path
 ) -> None:
     collect(run, shard_rows=2)
     collect(run, overwrite=True)
     collect(run, shard_rows=5, overwrite=True)
     assert [len(names) for names in hub.seen_by_readers] == [5, 10, 2]
     assert published(hub) == undisturbed(run, tmp_path / "folder", shard_rows=5)
-    assert hub.branches(REPO) == ["main"]
+    assert [*hub.branches[REPO]] == ["main"]
 
 
-def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: UploadHub, run: str) -> None:
+def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: Hub, run: str) -> None:
     collect(run, f"{DEST}@v2")
-    assert sorted(hub.branches(REPO)) == ["main", "v2"]
+    assert sorted(hub.branches[REPO]) == ["main", "v2"]
     assert published(hub) == {}
-    assert len(list(hub.repos[REPO]["v2"].glob("data/*"))) == ROWS
+    assert sum(name.startswith("data/") for name in hub.files(REPO, "v2")) == ROWS
 
 
 # --------------------------------------------------------------------------- a Hub that fails
@@ -131,18 +128,18 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_failure_that_passes_changes_nothing(
-    hub: UploadHub, run: str, tmp_path: Path, fault: Fault
+    hub: Hub, run: str, tmp_path: Path, fault: Fault
 ) -> None:
     hub.faults.append(fault)
     assert collect(run)["status"] == "SUCCESS"
     assert not hub.faults
     assert published(hub) == undisturbed(run, tmp_path / "folder")
     assert [len(names) for names in hub.seen_by_readers] == [ROWS]
-    assert hub.branches(REPO) == ["main"]
+    assert [*hub.branches[REPO]] == ["main"]
 
 
 def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
-    hub: UploadHub, run: str, tmp_path: Path
+    hub: Hub, run: str, tmp_path: Path
 ) -> None:
     hub.faults += [Fault("POST", "/commit/main", 500)] * 4
     with pytest.raises(StorageError, match="500") as caught:
@@ -159,17 +156,15 @@ def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
 # --------------------------------------------------------------------------- other people
 
 
-def test_a_card_that_somebody_writes_meanwhile_is_kept(
-    hub: UploadHub, run: str, tmp_path: Path
-) -> None:
+def test_a_card_that_somebody_writes_meanwhile_is_kept(hub: Hub, run: str, tmp_path: Path) -> None:
     write = lambda: hub.someone_commits(REPO, CARD, b"my own words")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
     assert collect(run)["status"] == "SUCCESS"
-    assert (hub.repos[REPO]["main"] / CARD).read_bytes() == b"my own words"
+    assert hub.files(REPO)[CARD] == b"my own words"
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
-def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: UploadHub, run: str) -> None:
+def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: Hub, run: str) -> None:
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
     with pytest.raises(InputError, match="at the same time"):
@@ -180,21 +175,21 @@ def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: UploadHub, 
 # --------------------------------------------------------------------------- who may write
 
 
-def wrong_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
 
 
-def no_rights(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_rights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.make(REPO)
     hub.has_rights = False
 
 
 @pytest.mark.parametrize("trouble", [wrong_token, no_rights])
 def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
-    hub: UploadHub,
+    hub: Hub,
     run: str,
     monkeypatch: pytest.MonkeyPatch,
-    trouble: Callable[[UploadHub, pytest.MonkeyPatch], None],
+    trouble: Callable[[Hub, pytest.MonkeyPatch], None],
 ) -> None:
     trouble(hub, monkeypatch)
     monkeypatch.setattr("batchinfer.collect.collecting.Collection", None)  # a use of it would fail
@@ -220,14 +215,14 @@ def variables(endpoint: str, home: Path) -> dict[str, str]:
 
 @pytest.mark.full
 def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path) -> None:
-    hub = UploadHub()
+    hub = Hub()
     with hub.serving() as endpoint:
         environment = variables(endpoint, tmp_path / "hf")
         options = ["--shard-rows", "4", "--with-source"]
         done = run_process(["collect", run, DEST, *options], environment=environment)
         assert done.status == 0, done.stderr
         assert "private" in json.dumps(hub.created[0])
-        card = (hub.repos[REPO]["main"] / CARD).read_text()
+        card = hub.files(REPO)[CARD].decode()
         assert all(text in card for text in ("# license:", "| model | tiny |", "| rows | 10 |"))
         assert str(tmp_path) not in card
         script = (
@@ -250,7 +245,7 @@ def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:
     job = str(tmp_path / "job")
     make_job(job, rows=rows, per_chunk=5)
     finish_run(job, f"{job}/run")
-    hub = UploadHub()
+    hub = Hub()
     running: list[subprocess.Popen[str]] = []
 
     def kill() -> bool:
@@ -280,4 +275,4 @@ def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:
         assert uploads == hub.num_uploads == rows
         assert published(hub) == undisturbed(f"{job}/run", tmp_path / "folder")
         assert [len(names) for names in hub.seen_by_readers] == [rows]
-        assert hub.branches(REPO) == ["main"]
+        assert [*hub.branches[REPO]] == ["main"]

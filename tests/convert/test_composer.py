@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MptConfig
 
 from batchinfer.cli.main import main
 from composer_file import composer_content
-from tiny_model import write_tiny_model
+from models import DEMO_MODEL
 
 State = dict[str, Any]
 Capture = pytest.CaptureFixture[str]
@@ -27,14 +27,9 @@ Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `cpu` brings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def state(model: Path) -> State:
-    return composer_content(model)["state"]
+def state() -> State:
+    return composer_content(DEMO_MODEL)["state"]
 
 
 def convert(*arguments: str | Path) -> int:
@@ -70,20 +65,22 @@ CONFIG = ("integrations", "huggingface", "model", "config", "content")
 NORM = ("model", "model.model.norm.weight")
 
 
-def test_it_answers_as_the_model_before(model: Path, state: State, tmp_path: Path) -> None:
+def test_it_answers_as_the_model_before(state: State, tmp_path: Path) -> None:
     assert convert(saved(tmp_path, state), tmp_path / "hf") == 0
-    before, after = (load_file(each / "model.safetensors") for each in (model, tmp_path / "hf"))
+    before, after = (
+        load_file(each / "model.safetensors") for each in (DEMO_MODEL, tmp_path / "hf")
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        files = ((each / name).read_text() for each in (model, tmp_path / "hf"))
+        files = ((each / name).read_text() for each in (DEMO_MODEL, tmp_path / "hf"))
         assert json.loads(next(files)) == json.loads(next(files))
     assert "_name_or_path" not in (tmp_path / "hf/config.json").read_text()
-    assert answers(tmp_path / "hf") == answers(model)
+    assert answers(tmp_path / "hf") == answers(DEMO_MODEL)
 
 
 def test_tied_weights_and_several_files_load_again(
-    model: Path, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = functools.partial(huggingface_hub.save_torch_state_dict, max_shard_size=300_000)
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", save)
@@ -93,7 +90,7 @@ def test_tied_weights_and_several_files_load_again(
     # vLLM reads the embeddings, not the head, if the config ties them.
     assert "model.embed_tokens.weight" in index["weight_map"]
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
-    assert answers(tmp_path / "hf") == answers(model)
+    assert answers(tmp_path / "hf") == answers(DEMO_MODEL)
 
 
 def test_dtype_converts_weights_and_config(state: State, tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.cli.main import main
 from batchinfer.convert import onnx
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL
 
 pytestmark = pytest.mark.vllm  # needs the environment, as the tests of vLLM need theirs
 

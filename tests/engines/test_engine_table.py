@@ -14,7 +14,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
 from batchinfer.engines.server import batch_sizes, plan, write_vllm_command
-from tiny_model import write_model_stub
+from models import write_model_stub
 
 WRONG = {
     "--model: is missing": {},

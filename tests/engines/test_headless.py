@@ -18,7 +18,7 @@ from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Int
 from batchinfer.engines import create_engine, headless, http
 from batchinfer.engines.engine_config import EngineConfig
 from engine_contract import Flag
-from tiny_model import write_model_stub
+from models import write_model_stub
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
     time.sleep(0.2)  # a node may come before node 0
     share = as_node_0(config, status, lambda _: loaded(tmp_path))
     if error is None:
-        assert found.result(15)["status"] == "SUCCESS"
+        assert found.result(120)["status"] == "SUCCESS"
     else:
         with pytest.raises(error, match=str(status)):
-            found.result(15)
+            found.result(120)
     with pytest.raises(ProcessLookupError):
         os.kill(share, 0)
 
@@ -91,7 +91,7 @@ def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
     def kill(nodes):
         os.kill(loaded(tmp_path), signal.SIGKILL)
         with pytest.raises(EngineDied, match="server: killed by SIGKILL"):
-            found.result(15)
+            found.result(120)
         until(lambda: nodes.has_lost_one)
 
     as_node_0(config, 33, kill)
@@ -102,7 +102,7 @@ def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
         loaded(tmp_path)
         nodes._server.get_loop().call_soon_threadsafe(nodes._links[0].close)
         with pytest.raises(EngineDied, match="node 0 has gone"):
-            found.result(15)
+            found.result(120)
 
     as_node_0(config, 33, vanish)
 
@@ -115,12 +115,12 @@ def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_
         loaded(tmp_path)
         stop.set()
         with pytest.raises(Interrupted):
-            found.result(15)
+            found.result(120)
 
     as_node_0(config, 75, set_stop)
     late = replace(config, load_timeout_seconds=0.1)
     with pytest.raises(EngineLoadError, match="node 0 does not answer"):
-        following(late).result(15)
+        following(late).result(120)
 
 
 def test_an_address_of_another_machine_is_refused(config):
@@ -140,4 +140,4 @@ def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):
     with pytest.raises(ConfigError, match="does not fit"):
         create_engine(config).open(Flag())
     with pytest.raises(ConfigError, match="node 0 ended with exit status 2"):
-        node.result(5)
+        node.result(120)

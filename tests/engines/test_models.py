@@ -26,8 +26,7 @@ from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
 from batchinfer.storage.opening import open_store
 from engine_contract import Flag
-from peft_adapter import write_adapter
-from tiny_model import DEMO_MODEL, write_model_stub
+from models import DEMO_MODEL, write_adapter, write_model_stub
 
 
 def described(folder, **config):

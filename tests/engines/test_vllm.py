@@ -27,8 +27,7 @@ from engine_contract import (
     drive_again,
 )
 from fixtures_vllm import SMALL
-from peft_adapter import write_adapter
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL, write_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 CAPITALS = {

@@ -101,7 +101,6 @@ SCENES: dict[str, Scene] = {
         [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
     ),
     "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--num-chunks", "2"]]),
-    "native": Scene(make_prompts, [SPLIT, [*WORKER, *PROMPT]]),
     "settings": Scene(
         make_template,
         [

@@ -60,6 +60,10 @@ def make_world() -> None:
     for place in (Path("newer/job.json"), Path("job/runs/newer/run.json")):
         place.parent.mkdir(exist_ok=True)
         place.write_text('{"format_version": 2}')
+    place = Path("job/runs/deep/run.json")
+    place.parent.mkdir()
+    fields = '"format_version": 1, "fingerprint": "f", "nonce": "n", "config": {}'
+    place.write_text(f'{{{fields}, "recorded": {{"x": {"[" * 101 + "]" * 101}}}}}')
 
 
 def record_refusals(folder: Path) -> str:

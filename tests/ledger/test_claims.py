@@ -97,18 +97,6 @@ class TestLease:
         assert lease.renew(worker_record())
         assert lease.is_held()
 
-    @pytest.mark.parametrize("damage", [None, b"", b"{", b'{"id": 1}'])
-    def test_a_record_removed_or_damaged_by_hand_is_written_again(
-        self, store: MemoryStore, clock: FakeClock, damage: bytes | None
-    ) -> None:
-        lease = take_lease(store, "a", clock)
-        for write in (lease.renew, lease.close):
-            lose_record(store, damage)
-            write(worker_record())
-            assert lease.is_held() == (write == lease.renew)
-            stored = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="w")
-            assert stored.nonce == lease.nonce
-
     @pytest.mark.parametrize("damage", [None, b"", b"{}"])
     def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
         self, store: MemoryStore, clock: FakeClock, damage: bytes | None

@@ -38,19 +38,6 @@ def job(tmp_path: Path) -> str:
     return str(tmp_path / "job")
 
 
-def test_lines_of_a_jobs_manifest_are_its_chunks(job: str) -> None:
-    found = read(f"{job}/manifests/worker-00001.txt")
-    assert [ref.name for ref in found.chunks] == ["part-00003", "part-00004", "part-00005"]
-    assert [(ref.first_row, ref.rows) for ref in found.chunks] == [(30, 10), (40, 10), (50, 10)]
-    assert found.job_url == job
-
-
-def test_a_copied_manifest_needs_its_job(job: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.txt").write_text("chunks/part-00009.jsonl\n")
-    found = read(str(tmp_path / "manifest.txt"), job=job)
-    assert [(ref.root, ref.rows) for ref in found.chunks] == [(job, 5)]
-
-
 def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(
     job: str, tmp_path: Path
 ) -> None:

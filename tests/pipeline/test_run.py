@@ -21,9 +21,9 @@ from batchinfer.cli.main import main
 from batchinfer.core.errors import EngineLoadError
 from batchinfer.engines.gpus import Gpu
 from batchinfer.storage.opening import open_store
-from fake_hub_upload import UploadHub
+from fixtures_hub import Hub
 from making import Call, finish_process, start_process
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
 TEXTS = [row["text"] for row in ROWS]
@@ -248,13 +248,13 @@ def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(
 
 @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 def test_the_hub_gets_some_rows_and_then_all(
-    run: Runner, rows: Path, tmp_path: Path, hub: UploadHub
+    run: Runner, rows: Path, tmp_path: Path, hub: Hub
 ) -> None:
     dest = ("-o", "hf://datasets/org/new", "--work", tmp_path / "work")
     for limit, status, count in ((20, "PARTIAL", 20), (60, "SUCCESS", 60)):
         assert run(rows, *dest, "--limit", limit) == 0
         assert run.result["status"] == status
-        table = pq.read_table(hub.repos["org/new"]["main"] / "data/part-00000.parquet")
+        table = pq.read_table(io.BytesIO(hub.files("org/new")["data/part-00000.parquet"]))
         assert table.column("text").to_pylist() == TEXTS[:count]
     hub.namespaces.clear()
     other = ("-o", "hf://datasets/org/other", "--work", tmp_path / "other")

@@ -12,7 +12,7 @@ import pytest
 from batchinfer.core.records import Call
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.cli.main import main
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from making import Call
 
 ECHO = ["--engine", "echo"]

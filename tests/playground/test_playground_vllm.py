@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from models import DEMO_MODEL
 from terminal import CTRL_C, CTRL_D, Terminal
-from tiny_model import DEMO_MODEL
 
 pytestmark = pytest.mark.vllm
 SUM = "What is 47 plus 38?"

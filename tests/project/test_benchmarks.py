@@ -1,9 +1,8 @@
-"""What the benchmarks' figures rest on: turns, spreads, measured processes, jobs, tables, and the stub's counts."""
+"""What the benchmarks' figures rest on: measured processes, jobs, and the stub's counts."""
 
 import importlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,18 +26,6 @@ def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_every_script_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
-
-
-def test_a_spread_shows_the_median_and_how_far_the_runs_lie_apart() -> None:
-    from harness import spread
-
-    found = spread([3.0, 1.0, 2.5])
-
-    assert f"{found:.1f}" == "2.5 (1.0-3.0)"
-    assert f"{found / 0.5:.0f}" == "5 (2-6)"
-    assert f"{spread([4.0]):.1f}" == "4.0"
-    assert found.entries("x") == {"x": 2.5, "x_min": 1.0, "x_max": 3.0}
-    assert spread([4.0, 4.0]).entries("x") == {"x": 4.0}
 
 
 def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_fails() -> None:
@@ -84,36 +71,6 @@ def test_a_job_of_the_benchmarks_is_as_split_writes_it(tmp_path: Path) -> None:
     assert [len(each.splitlines()) for each in manifests] == [1, 2]
 
 
-def test_throughput_reports_medians_per_1000_requests_and_ratios(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from harness import spread
-    from throughput import Measured, report
-
-    def run(wall: float, steps: int) -> Measured:
-        return Measured(wall, 9.0, 500, steps, driver_seconds=0.05, server_seconds=0.1)
-
-    report(
-        {
-            "LLM.generate once": [run(10, 300), run(30, 300), run(12, 300)],
-            "batchinfer": [run(11, 303), run(12, 303), run(40, 303)],
-        },
-        500,
-        9000,
-        spread([300.0]),
-    )
-
-    out = capsys.readouterr().out
-    assert "24.00 (20.00-60.00)" in out
-    found = json.loads(out.splitlines()[-1])
-    assert (found["repeats"], found["own_us_a_request"]) == (3, 300)
-    assert found["ways"]["batchinfer"]["wall_seconds"] == 24
-    assert found["ways"]["batchinfer"]["wall_seconds_max"] == 80
-    assert found["ways"]["batchinfer"]["driver_us"] == 100
-    assert found["ways"]["batchinfer"]["server_us"] == 200
-    assert found["ratios"] == {"steps_of_one_generate": 1.01, "wall_of_one_generate": 1.0}
-
-
 def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,18 +96,3 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
     assert came["DELETE claims/"] == 1
     assert came["LIST claims/"] == came["LIST outputs/"] == 1
     assert came["GET chunks/"] == 1
-
-
-def test_rows_of_the_stepped_worker_come_together() -> None:
-    from stepped_worker import STEP_SECONDS, stepped_latency_of
-
-    from batchinfer.core.records import Call
-    from batchinfer.engines.engine_config import EngineConfig
-
-    config = EngineConfig(engine="echo", echo_latency_seconds=1.0)
-    for index in range(9):
-        call = Call(key=("c", index), path="/v1/completions", body=b"%d" % index)
-        before = time.monotonic()
-        steps = (before + stepped_latency_of(call, config)) / STEP_SECONDS
-        assert steps == pytest.approx(round(steps), abs=0.1)
-        assert steps >= before / STEP_SECONDS

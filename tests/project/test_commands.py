@@ -20,7 +20,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,17 +30,15 @@ import yaml
 
 from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import ServerCommand, divide
-from batchinfer.core.records import Call, EngineInfo, Reply
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.pipeline import launch
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from fake_gcs import serving_gcs
-from fake_hub import TOKEN
-from peft_adapter import write_adapter
+from fixtures_hub import TOKEN
+from fixtures_vllm import SharedEngine
+from models import DEMO_MODEL, sound, write_adapter
 from pictures import picture
-from tiny_model import DEMO_MODEL
-from whisper_model import sound
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -308,34 +305,6 @@ def write_checkpoints() -> None:
 # --------------------------------------------------------------------------- running
 
 
-class Renamed:
-    """The server that tests share, whose model has another name than on the page."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def open(self, stop: Any) -> EngineInfo:
-        return msgspec.structs.replace(self._engine.open(stop), name="vllm")
-
-    def ask(self, call: Call, stop: Any = None) -> Reply:
-        return self._engine.ask(renamed(call), stop)
-
-    def generate(self, source: Any, stop: Any) -> Any:
-        def take(*arguments: Any) -> Any:
-            calls = source.take(*arguments)
-            return calls and [renamed(call) for call in calls]
-
-        return self._engine.generate(SimpleNamespace(take=take, wait=source.wait), stop)
-
-
-def renamed(call: Call) -> Call:
-    body = call.body.replace(b'"%b"' % MODEL.encode(), b'"%b"' % str(DEMO_MODEL).encode())
-    return msgspec.structs.replace(call, body=body)
-
-
 def run_in_bash(command: str) -> str:
     done = subprocess.run(
         ["bash", "-euc", command], capture_output=True, text=True, timeout=120, check=False
@@ -380,7 +349,10 @@ def test_the_commands_of_a_page_print_what_it_shows(
             "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
         )
     is_answered = any(map(is_asked_of_the_model, commands))
-    kept = Renamed(request.getfixturevalue("demo_engine")) if is_answered else None
+    kept = None
+    if is_answered:
+        engine = request.getfixturevalue("demo_engine")
+        kept = SharedEngine(engine, msgspec.structs.replace(engine.open(None), name="vllm"))
 
     def create(config: EngineConfig) -> Any:
         return kept if config.engine == "vllm" else create_engine(config)

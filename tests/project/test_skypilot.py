@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,13 +57,14 @@ class Reader:
 
 @pytest.fixture(scope="session")
 def skypilot(tmp_path_factory):
-    # Does nothing where `make setup` was run; SkyPilot pins packages below what vLLM needs, so
-    # it cannot live in the environment of the tests.
-    subprocess.run(["bash", "scripts/setup.sh", "--skypilot"], cwd=REPOSITORY, check=True)
+    # SkyPilot pins packages below what vLLM needs, so it cannot live in the environment of the tests.
+    python = REPOSITORY / ".venv-sky/bin/python"
+    if not python.exists():
+        pytest.fail("needs what `make test` makes first: bash scripts/setup.sh --skypilot")
     reader = Path(__file__).resolve().parents[1] / "skypilot_reader.py"
     home = str(tmp_path_factory.mktemp("skypilot-home"))
     with subprocess.Popen(
-        [REPOSITORY / ".venv-sky/bin/python", reader],
+        [python, reader],
         cwd=REPOSITORY,
         env={**os.environ, "HOME": home, "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
         stdin=subprocess.PIPE,
@@ -299,7 +301,10 @@ def test_what_cannot_work_is_refused_by_name(worker, envs, said):
 
 
 def test_machines_by_rank_divide_the_job_between_them(tmp_path, skypilot):
-    """Each has an empty home and this checkout as workdir. Kills and resumes are proved elsewhere, by chaos/."""
+    """Each has an empty home, and this checkout as workdir, which is set up already: the set-up only notes its options.
+
+    Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py.
+    """
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=60, per_chunk=10, workers=3)
     envs = {
@@ -310,11 +315,18 @@ def test_machines_by_rank_divide_the_job_between_them(tmp_path, skypilot):
         "WORKER_ARGS": "--engine echo --prompt-column prompt",
     }
     task = skypilot.read_file("worker.yaml", envs=envs, gpus="none")
+    workdir = tmp_path / "workdir"
+    workdir.mkdir()
+    for path in REPOSITORY.iterdir():
+        if path.name != "scripts":
+            (workdir / path.name).symlink_to(path)
+    shutil.copytree(REPOSITORY / "scripts", workdir / "scripts")
+    (workdir / "scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
     processes = []
     for rank in range(3):
         home = tmp_path / f"machine-{rank}"
         home.mkdir()
-        (home / "sky_workdir").symlink_to(REPOSITORY)
+        (home / "sky_workdir").symlink_to(workdir)
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -326,6 +338,7 @@ def test_machines_by_rank_divide_the_job_between_them(tmp_path, skypilot):
         }
         if rank == 0:
             subprocess.run(["bash", "-c", task["setup_script"]], env=environment, check=True)
+            assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
         with (home / "run.log").open("wb") as log:
             command = ["bash", "-c", task["run_script"]]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))

@@ -7,18 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from batchinfer.core import codec
 from batchinfer.core.counts import Counts
 from batchinfer.core.prices import Prices
-from batchinfer.core.records import Minute, Money, Worker
+from batchinfer.core.records import Minute, Money, Run, Worker
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
-from big_run import Shape, make_job, make_run
 from fakes import worker_record
+from making import put_job
 
 NOW = 1_790_000_040.0
-SHAPE = Shape(num_chunks=10, rows_per_chunk=100, num_workers=2, now=NOW)
+JOB = put_job(lambda *_: None, [b"{}\n" * 100] * 10, workers=2)
 CHUNK, NEXT = "part-00001", "part-00002"
 
 
@@ -48,12 +47,12 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
     seen = [
         one if isinstance(one, SeenWorker) else SeenWorker(one, one.heartbeat) for one in workers
     ]
-    job = make_job(SHAPE)
+    config = {"model": "m", "limit": values.pop("limit", None)}
     snapshot = Snapshot(
         url="memory://run",
         taken=values.pop("taken", NOW),
-        run=make_run(codec.encode_pretty(job), limit=values.pop("limit", None)),
-        job=job,
+        run=Run(format_version=1, fingerprint="f", config=config, recorded={}, nonce="n"),
+        job=JOB,
         job_url="memory://job",
         is_stop_asked=values.pop("is_stop_asked", False),
         markers={f"part-{index:05d}": SeenMarker(0, NOW - 100) for index in range(done)},

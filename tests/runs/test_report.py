@@ -23,7 +23,7 @@ from big_run import HOSTILE, NOW, Shape, in_memory, make_workers, write_in_memor
 from fakes import FakeClock, put_worker
 from making import output_key, overwrite, read_marker
 
-SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, text=HOSTILE)
+SMALL = Shape(text=HOSTILE)
 SECTIONS = {"drawings", "totals", "errors", "workers", "samples", "settings"}
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INJECTIONS = (
@@ -134,7 +134,7 @@ def test_samples_show_rows_and_a_failed_one(root: str) -> None:
 
 def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(root: str) -> None:
     """Values are shown as they stand in the chunk, and columns beyond those that are shown are counted."""
-    run = write_in_memory(root, SMALL._replace(text="word " * 100_000))
+    run = write_in_memory(root, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
     wide = ",".join(f'"c{number}": {number}' for number in range(30))
     deep = "[" * 100_000 + "]" * 100_000
     rows = [
@@ -173,7 +173,7 @@ def test_workers_with_full_records_make_a_small_page(root: str) -> None:
 def test_the_command_writes_a_file_and_replaces_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = str(write_local(tmp_path, SMALL))
+    run = write_local(tmp_path, SMALL)
     path = tmp_path / "pages" / "report.html"
     for price in ("1", "2"):
         assert main.main(["report", run, "-o", str(path), "--price-per-hour", price]) == 0
@@ -205,7 +205,7 @@ def test_the_page_fits_any_window_and_hostile_text_on_it_neither_runs_nor_asks(
 ) -> None:
     shape = SMALL._replace(text="\n".join(INJECTIONS))
     path = tmp_path / "report.html"
-    report(str(write_local(tmp_path, shape)), str(path))
+    report(write_local(tmp_path, shape), str(path))
     for width, scheme in ((1280, "light"), (400, "dark")):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page, asked, complaints = context.new_page(), [], []

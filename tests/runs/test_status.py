@@ -24,7 +24,7 @@ from counting_store import CountingStore
 from fakes import FakeClock, MemoryStore, put_worker
 from making import overwrite
 
-SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3)
+SMALL = Shape()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_run_is_found_with_its_own_job_and_with_no_other(root: str) -> None:
 
 
 def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
-    shape = Shape(num_chunks=3000, rows_per_chunk=1, num_workers=5, done_share=1.0)
+    shape = Shape(num_chunks=1200, rows_per_chunk=1, num_workers=5, done_share=1.0)
     run = write_in_memory(root, shape)
     stores: list[CountingStore] = []
 
@@ -84,8 +84,8 @@ def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
     look(run, open_store=open_store)
     requests = sum((store.requests for store in stores), start=stores[0].requests.__class__())
     assert requests["get"] == 2 * 5 + 2  # leases and statistics, run.json, job.json
-    # 6000 objects in outputs/, one page each of checkpoints/, workers/, launches/, and of stop.json
-    assert requests["list"] == 6 + 1 + 1 + 1 + 1
+    # 2400 objects in outputs/, one page each of checkpoints/, workers/, launches/, and of stop.json
+    assert requests["list"] == 3 + 1 + 1 + 1 + 1
     assert set(requests) <= {"get", "list"}, "status changes nothing"
 
 
@@ -189,7 +189,7 @@ def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(root: str) -> None:
 def test_the_last_line_of_stdout_is_one_object_and_json_is_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = str(write_local(tmp_path, SMALL))
+    run = write_local(tmp_path, SMALL)
     assert main.main(["status", run, "--price-per-hour", "2"]) == 0
     out, err = capsys.readouterr()
     (line,) = out.splitlines()

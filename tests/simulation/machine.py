@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -264,16 +264,6 @@ def answer(asked: Asked) -> str:
     return f"{asked.prompt}|{asked.image}|{asked.temperature}|{asked.seed}"
 
 
-class Ward(Protocol):
-    """Told of what engines do."""
-
-    def took(self, process: Process, call: Call) -> None: ...
-
-    def yielded(self, process: Process, replies: list[Reply]) -> None: ...
-
-    def died(self, in_flight: list[RowKey]) -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class EngineTraits:
     """How the engines of a seed behave."""
@@ -297,7 +287,7 @@ class EngineTraits:
 class SimEngine:
     """Implements engines.Engine. Answers what `answer` says, in a random order."""
 
-    def __init__(self, process: Process, traits: EngineTraits, ward: Ward) -> None:
+    def __init__(self, process: Process, traits: EngineTraits, ward: Any) -> None:
         self._process = process
         self._random = process.scheduler.random
         self._traits = traits

@@ -229,9 +229,11 @@ class Oracle:
         for chunk in chunks:
             self._note_known(process, chunk, shown)
 
-    def superseded(self, process: Process) -> None:
-        """Note that a process found out about a newer start of itself, at a renewal that was refused."""
-        self._ghosts.add(process.name)
+    def knows(self, process: Process, key: str, data: bytes) -> None:
+        """Note that a process has read its own worker's record, which a newer start of itself may have by now."""
+        record, nonce = read_record(data), self._nonces.get(process.name)
+        if key == layout.WORKERS + process.name.split("#")[0] + ".json" and record and nonce:
+            self._ghosts |= {process.name} if record["nonce"] != nonce else set()
 
     def creating(self, name: str, process: Process) -> None:
         """Check that whoever is about to write an output, a marker or a segment may do so."""

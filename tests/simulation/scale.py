@@ -39,7 +39,6 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
-from batchinfer.storage.bucket import BucketStore
 from batchinfer.worker import joining, main_loop, minutes
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.worker_config import WorkerConfig
@@ -183,7 +182,7 @@ class CalmNetwork(Network):
 
 
 class PlainStore(SimStore):
-    """The simulation's store. It tells no watcher about the worker's own record, and takes pages as they are kept."""
+    """The simulation's store, which takes pages as they are kept."""
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         ask = partial(self._network.request, self._process, "list_objects_v2", self._root + prefix)
@@ -192,9 +191,6 @@ class PlainStore(SimStore):
         while after:
             infos, after = self._retry(partial(ask, after))
             yield from infos
-
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        return BucketStore.replace(self, key, data, etag)
 
 
 @cache

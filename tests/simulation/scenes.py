@@ -14,7 +14,7 @@ from batchinfer.ledger.claims import Claims, Held, Lease
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.storage import Object
 from batchinfer.worker.worker_config import Limits
-from fakes import FakeClock, MemoryStore, lease_record, worker_record
+from fakes import FakeClock, MemoryStore, worker_record
 
 from .oracle import RUN
 from .scheduler import Process
@@ -168,15 +168,7 @@ def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
 def who_has_given_a_chunk_up_waits_for_no_other() -> None:
     """Its late write holds the chunk, and the other worker, which has given up another one, waits for it likewise."""
     with Stage([["mine"], ["theirs"]]) as stage:
-        stage.put(layout.claim_key("part-00001"), codec.encode(Claim(worker="w1", nonce="n")))
-
-        def beat(count: int = 1) -> None:
-            record = lease_record(id="w1", nonce="n", lease_seconds=LEASE_SECONDS, beat=count)
-            stage.put(layout.worker_key("w1"), codec.encode(record))
-            if count < 40:
-                stage.scheduler.after(1.0, lambda: beat(count + 1))
-
-        beat()
+        stage.let_another_hold("part-00001", beats=40)
         stage.network.attempts = 1
         stage.network.weather.late_seconds = 4.0
         late = when(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError
-from batchinfer.core.records import Call, Reply, RowKey
+from batchinfer.core.records import Call, Claim, Reply, RowKey, WorkerLease
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.worker import start as worker_start
@@ -73,9 +74,11 @@ class Stage:
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
         self._files.__enter__()
+        logging.disable(logging.CRITICAL)
         return self
 
     def __exit__(self, *_error: object) -> None:
+        logging.disable(logging.NOTSET)
         self._files.__exit__(None, None, None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -153,6 +156,21 @@ class Stage:
     def put(self, key: str, data: bytes) -> None:
         """Put an object into the run by hand."""
         self.server.put(RUN + key, data)
+
+    def let_another_hold(self, *chunks: str, beats: int = 1_000_000) -> None:
+        """Let the worker w9 hold chunks. Its heart beats so many times, once a second."""
+        for chunk in chunks:
+            self.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", nonce="n")))
+
+        def beat(number: int = 1) -> None:
+            record = WorkerLease(
+                id="w9", nonce="n", state="running", heartbeat=0.0, lease_seconds=6.0, beat=number
+            )
+            self.put(layout.worker_key("w9"), codec.encode(record))
+            if number < beats:
+                self.scheduler.after(1.0, lambda: beat(number + 1))
+
+        beat()
 
     def clean(self) -> None:
         """Run `batchinfer clean --yes` at this instant."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import greenlet
 import msgspec
 import obstore
 
@@ -61,24 +60,6 @@ class Held(NamedTuple):
     modified: _Moment
 
 
-class Watcher(Protocol):
-    """Sees every change at the instant it takes effect."""
-
-    def stored(
-        self, key: str, data: bytes, before: bytes | None, process: Process | None
-    ) -> None: ...
-
-    def creating(self, name: str, process: Process) -> None: ...
-
-    def deleted(self, key: str, data: bytes, process: Process | None) -> None: ...
-
-    def read(self, key: str, data: bytes, process: Process) -> None: ...
-
-    def listed(self, prefix: str, keys: Collection[str], process: Process) -> None: ...
-
-    def superseded(self, process: Process) -> None: ...
-
-
 class Server:
     """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
 
@@ -89,7 +70,8 @@ class Server:
 
     def __init__(self, *, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
-        self.watcher: Watcher | None = None
+        self.watcher: Any = None
+        """Sees every change at the instant it takes effect; see oracle.Oracle."""
         self.clock: Callable[[], float] = lambda: 0.0
         self.lag_seconds = 0.0
         """How old listings are."""
@@ -442,28 +424,12 @@ class SimStore(BucketStore):
         super().__init__(url, SimClient(partial(network.request, process)), CLOUD)
         self._network = network
         self._process = process
-        self._refused: Any = None
-        """The greenlet whose renewal of the worker's own record was refused last."""
 
     def get(self, key: str) -> Object:
         found = super().get(key)
-        if self._refused is greenlet.getcurrent() and key == self._own_record:
-            watcher, record = self._network.server.watcher, read_record(found.data)
-            if watcher is not None and record is not None and record["nonce"] != self._nonce:
-                watcher.superseded(self._process)
+        if self._network.server.watcher is not None:
+            self._network.server.watcher.knows(self._process, key, found.data)
         return found
-
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        if not key.startswith(layout.WORKERS) or key.endswith(layout.STATISTICS_SUFFIX):
-            return super().replace(key, data, etag)
-        self._own_record, self._nonce = key, msgspec.json.decode(data)["nonce"]
-        try:
-            etag = super().replace(key, data, etag)
-        except PreconditionFailed:
-            self._refused = greenlet.getcurrent()
-            raise
-        self._refused = None
-        return etag
 
     def create(self, key: str, data: bytes) -> str:
         if self._network.server.watcher is not None:

@@ -21,7 +21,7 @@ import zstandard
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.split.sources import Sources, count_sources, reference_job
 from batchinfer.storage.opening import open_store
-from fake_hub import TOKEN, FakeHub, commit_of
+from fixtures_hub import TOKEN, Hub
 from web_server import WebServer, plain
 
 
@@ -271,7 +271,7 @@ os._exit(0)
 
 
 def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path: Path) -> None:
-    hub = FakeHub()
+    hub = Hub()
     write_parquet(tmp_path / "native/data/train-0.parquet", n=[1, 2])
     write_parquet(tmp_path / "native/data/train-1.parquet", n=[3])
     (tmp_path / "native/README.md").write_text("# data")
@@ -301,7 +301,7 @@ def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    commit = commit_of("org/native", "main")
+    commit = hub.branches["org/native"]["main"]
     with hub.serving() as endpoint:
         here = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
         [whole] = read("native", **here)

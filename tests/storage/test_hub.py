@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError
-from fake_hub_upload import Fault, UploadHub
+from fixtures_hub import Fault, Hub
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 REPOSITORY = "datasets/org/name"
@@ -24,7 +24,7 @@ FILES = {"data/a.txt": b"alpha", "data/b/c.txt": b"gamma" * 1000, "README.md": b
 
 
 @pytest.fixture
-def web_url(hub: UploadHub, tmp_path: Path) -> str:
+def web_url(hub: Hub, tmp_path: Path) -> str:
     """A folder of files on a web server, which is also the Hub."""
     from huggingface_hub import constants
 
@@ -71,7 +71,7 @@ def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
             verb()
 
 
-def test_repository_is_listed_in_key_order(web_url: str, hub: UploadHub):
+def test_repository_is_listed_in_key_order(web_url: str, hub: Hub):
     store = open_store(f"hf://{REPOSITORY}")
     assert [(found.key, found.bytes) for found in store.list()] == [
         ("README.md", 9),
@@ -79,7 +79,7 @@ def test_repository_is_listed_in_key_order(web_url: str, hub: UploadHub):
         ("data/b/c.txt", 5000),
     ]
     assert [found.key for found in store.list("data/b")] == ["data/b/c.txt"]
-    inside = open_store(f"hf://{REPOSITORY}@{hub.commit_of('org/name', 'main')}/data")
+    inside = open_store(f"hf://{REPOSITORY}@{hub.branches['org/name']['main']}/data")
     assert [found.key for found in inside.list()] == ["a.txt", "b/c.txt"]
     assert inside.get("a.txt").data == b"alpha"
 
@@ -89,7 +89,7 @@ def test_web_server_cannot_be_listed(web_url: str):
         open_store(web_url).list()
 
 
-def test_trouble_is_tried_again_or_told(web_url: str, hub: UploadHub):
+def test_trouble_is_tried_again_or_told(web_url: str, hub: Hub):
     def refuse(status: int, times: int) -> None:
         hub.faults[:] = [Fault(verb, "a.txt", status) for verb in ("GET", "HEAD")] * times
 

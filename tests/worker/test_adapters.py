@@ -14,7 +14,7 @@ from batchinfer.cli.main import main
 from batchinfer.core.records import Run
 from batchinfer.runs.verify import worker_command
 from making import Finished, make_job, output_lines, worker_arguments
-from peft_adapter import write_adapter
+from models import write_adapter
 
 Call = Callable[[list[str]], Finished]
 

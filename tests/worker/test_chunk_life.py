@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
 from batchinfer.core import layout
@@ -22,12 +19,9 @@ FOUR_UPLOADS = Limits(max_publishing=4)
 
 
 @pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_life, "_SEGMENT_BYTES", SEGMENT_BYTES)
     monkeypatch.setattr(chunk, "_BLOCK_BYTES", 50)
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def records(stage: Stage) -> list[list[bytes]]:

@@ -16,7 +16,7 @@ import pytest
 from batchinfer.cli import main
 from batchinfer.engines import http
 from batchinfer.storage.opening import open_store
-from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
+from echo_server import FakeEndpoint, fake_endpoint, refusal
 from making import make_job, output_lines, read_marker, said
 
 KEY = "sk-a1B2c3D4e5F6"
@@ -87,8 +87,8 @@ def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
 ):
     plain = endpoint.answer
 
-    def thoughtful(path: str, body: dict[str, Any]) -> Any:
-        found = plain(path, body)
+    def thoughtful(call: Any) -> Any:
+        found = plain(call)
         said = json.loads(found.body)
         said["usage"]["completion_tokens_details"] = {"reasoning_tokens": 2}
         return msgspec.structs.replace(found, body=json.dumps(said).encode())

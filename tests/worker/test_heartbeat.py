@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.errors import (
     Interrupted,
     NoProgress,
     StopRequested,
     StorageError,
 )
-from batchinfer.core.records import Claim
-from fakes import lease_record
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
 
@@ -23,30 +20,10 @@ LEASE_SECONDS = 6.0
 OPTIONS = {"max_attempts": 2, "within_seconds": 1000.0}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     with Stage([["mine"] * 5, ["theirs"] * 5]) as made:
         yield made
-
-
-def let_another_hold(stage: Stage, *chunks: str) -> None:
-    """A worker whose heart beats for ever."""
-    for chunk in chunks:
-        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", nonce="n")))
-
-    def beat(count: int = 1) -> None:
-        record = lease_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS, beat=count)
-        stage.put(layout.worker_key("w9"), codec.encode(record))
-        stage.scheduler.after(1.5, lambda: beat(count + 1))
-
-    beat()
 
 
 def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
@@ -77,12 +54,12 @@ class TestStartsWithoutARow:
     def test_a_machine_that_vanishes_while_it_waits_for_others_is_replaced_without_end(
         self, stage: Stage
     ) -> None:
-        let_another_hold(stage, "part-00000", "part-00001")
+        stage.let_another_hold("part-00000", "part-00001")
         for _ in range(4):
             assert run(stage, kill_after=60.0).is_killed
 
     def test_crashes_while_it_loads_come_to_an_end(self, stage: Stage) -> None:
-        let_another_hold(stage, "part-00000", "part-00001")
+        stage.let_another_hold("part-00000", "part-00001")
         stage.engine.load_seconds = 1e6
         for _ in range(2):
             assert run(stage, kill_after=60.0).is_killed

@@ -16,13 +16,6 @@ COST = {"price_per_hour": 36.0, "max_cost": 0.6}
 """A cent a second: a minute's worth."""
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     """A job that takes two hundred seconds, a row in two."""
@@ -75,8 +68,8 @@ def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
     max_cost: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Cost is looked at once a second, and a worker may be done between two looks."""
-    logging.disable(logging.NOTSET)
     with Stage([["say so"]], seed=7) as short:
+        logging.disable(logging.NOTSET)
         short.engine.load_seconds = short.engine.row_seconds = 0.01
         short.network.weather.latency_seconds = 0.001
         assert short.run(price_per_hour=36_000.0, max_cost=max_cost).is_success

@@ -28,7 +28,7 @@ from batchinfer.worker.media_fetching import (
     check_media,
 )
 from batchinfer.worker.worker_config import Limits
-from fake_endpoint import fake_endpoint
+from echo_server import fake_endpoint
 from making import (
     make_job,
     output_lines,

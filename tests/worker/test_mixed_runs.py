@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import msgspec
@@ -17,13 +16,6 @@ from simulation.scenario import own_manifest
 from simulation.stage import Ending, Stage
 
 OTHER = {"prompt": prompt_config(0.7)}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

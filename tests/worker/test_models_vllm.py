@@ -24,12 +24,16 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from fixtures_vllm import served
 from making import make_job, output_lines, read_marker
-from mistral_model import write_mistral
+from models import (
+    sound,
+    torchvision_copy,
+    write_bert,
+    write_mistral,
+    write_vision_model,
+    write_whisper,
+)
 from pictures import as_base64, as_data_url, clip, picture
-from pooling_models import write_bert
-from vision_model import torchvision_copy, write_vision_model
 from web_server import HttpServer
-from whisper_model import sound, write_whisper
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from making import output_lines
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
-from tiny_model import DEMO_MODEL
+from models import DEMO_MODEL
 
 pytestmark = [pytest.mark.vllm]
 

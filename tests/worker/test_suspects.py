@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,13 +12,6 @@ from simulation.machine import POISON
 from simulation.stage import Stage
 
 NUM_ROWS = 1000
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def stage_of(num_rows: int, poison: set[int], *, per_chunk: int) -> Stage:
@@ -62,23 +52,3 @@ def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(plac
         groups = 2 * math.ceil(math.log2(NUM_ROWS))
         assert len(stage.taken) <= 2 * NUM_ROWS + groups * NUM_ROWS / 4
         assert stage.scheduler.now < 300.0
-
-
-def test_deaths_that_are_no_rows_fault_make_no_error_row() -> None:
-    with stage_of(64, set(), per_chunk=10) as stage:
-        stage.engine.dies = 1.0
-        for _ in range(5):
-            assert type(stage.run().error).__name__ == "EngineDied"
-        stage.engine.dies = 0.0
-        assert stage.run().is_success
-        assert error_rows(stage) == {}
-
-
-def test_an_engine_that_is_replaced_within_the_worker_leads_to_the_same_row() -> None:
-    with stage_of(256, {77}, per_chunk=50) as stage:
-        stage.engine.restarts = 1.0
-        assert stage.run(within_seconds=600.0).is_success
-        assert error_rows(stage) == {77: "engine_crash"}
-        sizes = [len(rows) for rows in stage.deaths]
-        assert sizes[-1] == 1
-        assert all(4 * group <= before + 3 for before, group in itertools.pairwise(sizes[1:]))

@@ -21,7 +21,6 @@ from batchinfer.core.errors import (
     ErrorRateExceeded,
     InputError,
     Interrupted,
-    RunMismatch,
     StorageError,
 )
 from batchinfer.engines.engine_config import EngineConfig
@@ -74,9 +73,6 @@ class TestTheMainJob:
             95,
             10,
         )
-
-    def test_nothing_is_left_behind_but_outputs_markers_and_records(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", *FAST)
         keys = {info.key.split("/")[0] for info in open_store(f"{job}/runs/a").list("")}
         assert keys == {"outputs", "run.json", "workers"}
 
@@ -86,12 +82,6 @@ class TestTheMainJob:
         )
         steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
-
-    def test_by_a_manifest_of_ones_own_a_worker_does_no_other_chunks(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", only=1)
-        assert sorted(finished_chunks(open_store(f"{job}/runs/a"))) == [
-            f"part-{index:05d}" for index in range(5, 10)
-        ]
 
     def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
@@ -347,47 +337,8 @@ class TestBadRows:
         assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
         assert [line["_row"] for line in output_lines(run)] == list(range(20))
 
-    def test_a_repair_that_was_stopped_goes_on_with_what_it_has_not_reached(
-        self, tmp_path: Path
-    ) -> None:
-        """Rows that always fail made every start begin with the first chunk again; the last ones were never reached."""
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(
-            job,
-            rows=40,
-            per_chunk=10,
-            workers=4,
-            make_row=lambda row: {"prompt": "" if row % 10 == 3 and row < 30 else f"row {row}"},
-        )
-        run_worker_here(job, run)
-        store = open_store(str(run))
-        # As a repair leaves it that reached one chunk only.
-        assert run_worker_here(job, run, "--retry-errors", index=0)["request_count"] == 1
-        assert finished_chunks(store)["part-00000"] == 1
-        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
-        reached = {"part-00000": 1, "part-00001": 1, "part-00002": 1, "part-00003": 0}
-        assert finished_chunks(store) == reached
-        # It is through: the next one begins anew.
-        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
-        assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 2)
-        # Chunks that missed several repairs are brought to the last one by a single one.
-        for _ in range(3):
-            run_worker_here(job, run, "--retry-errors", index=0)
-        assert finished_chunks(store)["part-00000"] == 5
-        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
-        assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 5)
-        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
-        assert [line["_row"] for line in output_lines(run)] == list(range(40))
-
 
 class TestBadInput:
-    def test_another_configuration_is_refused_with_the_difference(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--temperature", "0.5")
-        with pytest.raises(RunMismatch) as caught:
-            run_worker_here(job, f"{job}/runs/a", "--temperature", "0.7")
-        assert "prompt.body.temperature: the run has 0.5, this worker 0.7" in caught.value.message
-        assert "--output" in caught.value.hint
-
     def test_a_chunk_that_was_changed_is_reported_after_all_the_rest(self, job: str) -> None:
         path = Path(job) / "chunks/part-00003.jsonl"
         path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))

@@ -6,8 +6,6 @@ Whatever happened, the next start ends with the same answers: P1 to P5 at every 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +17,6 @@ PROMPTS = [[f"say {index}" for index in range(6)]]
 FATES = ("dies_before", "dies_after", "lost", "refused", "late")
 OPTIONS: dict[str, Any] = {"checkpoint_seconds": 0.5}
 MINE = ("worker", "nonce", "start", "end", "rows_resumed", "output")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def settled(stage: Stage) -> tuple[bytes, dict[str, Any]]:

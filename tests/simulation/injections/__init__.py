@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from typing import Any
 
-from .base import Injection, Scene
+from .base import Injection
 from .commands import Cleanings, Stops
 from .hands import EditedChunks, LostRuns, WorkerRecords
 from .machines import FullDisks, Hangs, SteppingClocks
@@ -23,7 +24,7 @@ KINDS: dict[str, type[Injection]] = {
 }  # fmt: skip
 
 
-def draw_injections(scene: Scene, only: Collection[str] | None) -> list[Injection]:
+def draw_injections(scene: Any, only: Collection[str] | None) -> list[Injection]:
     """Return the injections of a scene's seed. `only`: Names of kinds to use in any case; None: as the seed has it."""
     draw = random.Random(f"injections {scene.seed}").random
     drawn = [name for name, kind in KINDS.items() if draw() < kind.SHARE]

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from batchinfer.core.errors import BatchinferError
-from simulation.oracle import Oracle
-from simulation.scheduler import Process, Scheduler
-from simulation.storage import Network, Server
-
-
-class Scene(Protocol):
-    """What an injection sees of its scenario."""
-
-    seed: int
-    plot: Any
-    scheduler: Scheduler
-    server: Server
-    network: Network
-    oracle: Oracle
-    live: list[Any]
-    is_over: bool
-
-    def is_explained(self, error: BatchinferError) -> bool: ...
+from simulation.scheduler import Process
 
 
 class Injection:
@@ -35,7 +18,7 @@ class Injection:
     MOST_STRIKES: ClassVar[int] = 5
     """Largest number of strikes in a day."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Any) -> None:
         self.scene = scene
         # A stream of its own: until it strikes, a seed goes as it would without it.
         self.chance = random.Random(f"{self.NAME} {scene.seed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, InputError, StopRequested, StorageError
@@ -14,7 +15,7 @@ from simulation.oracle import CLEANER, RUN
 from simulation.scheduler import Process
 from simulation.storage import SimStore, StillStore
 
-from .base import Injection, Scene
+from .base import Injection
 
 CALM_SECONDS = 400.0
 """Virtual time that the workers have to come to an end, once nothing bad happens any more."""
@@ -33,7 +34,7 @@ class Cleanings(Injection):
     SHARE = 0.25
     MOST_STRIKES = 6
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Any) -> None:
         super().__init__(scene)
         chance, lease = self.chance, scene.plot.lease_seconds
         leases = chance.choice([DEFAULT_LEASES, DEFAULT_LEASES, 0.4 * DEFAULT_LEASES])

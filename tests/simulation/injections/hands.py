@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, InputError, RunMismatch, StorageError
 from simulation.oracle import FOREIGN, JOB, RUN
 
-from .base import Injection, Scene
+from .base import Injection
 
 RUN_JSON = RUN + layout.RUN_KEY
 
@@ -18,7 +20,7 @@ class EditedChunks(Injection):
 
     NAME = "chunks"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Any) -> None:
         super().__init__(scene)
         self.originals: dict[str, bytes] = {}
 

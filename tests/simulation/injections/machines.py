@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from batchinfer.core.errors import BatchinferError, ScratchFull, StorageError
 
-from .base import Injection, Scene
+from .base import Injection
 
 
 class SteppingClocks(Injection):
@@ -26,7 +28,7 @@ class FullDisks(Injection):
 
     NAME = "disks"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Any) -> None:
         super().__init__(scene)
         self.full: dict[str, float] = {}
 
