@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import near
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.json_text import MAX_DEPTH, flatten_deep, is_deep, read_object
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import RowProblem, Unfit
@@ -82,9 +82,10 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 @contextmanager
-def reading(subject: str, code: Code = Code.INVALID_COLUMN) -> Iterator[None]:
-    """Turn Unfit, which names no column, into the error of a bad row."""
+def reading(subject: str, code: Code | None = Code.INVALID_COLUMN) -> Iterator[None]:
+    """Turn Unfit, which names no column, into the error of a bad row; or of an option if there is no code."""
     try:
         yield
     except Unfit as error:
-        raise RowProblem(code, f"{subject}: {error}") from error
+        text = f"{subject}: {error}"
+        raise (RowProblem(code, text) if code else ConfigError(text)) from error
