@@ -36,10 +36,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
             found = str(error) if data.strip() else "blank line"
             message = f"{found}, expected a JSON object in UTF-8"
             raise RowProblem(Code.INVALID_JSON, message) from error
-    return {
-        name: bytes(value).decode() if type(value) is msgspec.Raw else value
-        for name, value in members.items()
-    }
+    return {name: bytes(x).decode() if type(x) is msgspec.Raw else x for name, x in members.items()}
 
 
 def decode_text(text: str) -> Any:
