@@ -198,9 +198,7 @@ def hash_files(paths: list[Path]) -> str:
     return digest.hexdigest()[:40]
 
 
-def hub_folder(
-    subject: str, name: str, patterns: Sequence[str], revision: str | None = None
-) -> Path:
+def hub_folder(subject: str, name: str, files: Sequence[str], revision: str | None = None) -> Path:
     """Fetch files from the Hub to its cache. If it cannot be reached, the cache's own copy is taken.
 
     Returns:
@@ -219,7 +217,7 @@ def hub_folder(
         raise ConfigError(f"{subject} is no folder on this machine", hint=hint)
     with hub_errors(subject):
         try:
-            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*files]))
         except errors.LocalEntryNotFoundError as error:
             kind = ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError
             hint = "check the spelling, the network, and HF_HUB_OFFLINE"

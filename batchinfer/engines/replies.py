@@ -99,9 +99,8 @@ def _is_answer(call: Call, body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     has_error = bytes(found.get("error", b"null")) != b"null"
-    return not has_error and (
-        field is None or bytes(found.get(field, b"[]")) not in (b"null", b"[]")
-    )
+    has_answer = field is None or bytes(found.get(field, b"[]")) not in (b"null", b"[]")
+    return has_answer and not has_error
 
 
 def failure_of(reply: Reply) -> Failure | None:

@@ -173,9 +173,7 @@ def _texts(body: dict[str, Any]) -> list[str]:
         AttributeError, LookupError, TypeError: the body has an unknown shape.
     """
     if "choices" in body:
-        messages = [
-            choice.get("message") or {"content": choice["text"]} for choice in body["choices"]
-        ]
+        messages = [x.get("message") or {"content": x["text"]} for x in body["choices"]]
         return [message["content"] or "" for message in messages]
     if "output" in body:
         spoken = [item for item in body["output"] if item["type"] == "message"]
