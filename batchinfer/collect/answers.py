@@ -6,9 +6,8 @@ import functools
 import importlib.resources
 import itertools
 import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,24 +94,6 @@ def select(
     return Selection(store, open_store, *where, sound, list(gaps.values()))
 
 
-def _fetch_output(store: Store, ref: ChunkRef, marker: Marker, scratch: Scratch) -> Path | Finding:
-    """Copy a chunk's output to the scratch folder. Returns why not, if it is not what its marker vouches for."""
-    path = scratch.new_path(f"{ref.name}.jsonl")
-    problem = ""
-    try:
-        store.download(layout.output_key(marker.output), path)
-        with scratch_errors(path.parent), path.open("rb") as file:
-            if codec.sha256_file(file) != marker.output_sha256:
-                problem = f"the sha256 of {marker.output} is not its marker's"
-    except ObjectNotFound:
-        problem = f"its output {marker.output} is gone"
-    if not problem:
-        return path
-    remove_quietly(path)
-    logger.warning("%s: %s: %s", store.url, ref.name, problem)
-    return Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
-
-
 # --------------------------------------------------------------------------- their columns
 
 
@@ -149,64 +130,74 @@ class Answers:
         self._ends, self._room = [0], 0
         open_store = functools.cache(selection.open_store)
 
-        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path | Finding, Path]:
-            output, ref = _fetch_output(selection.store, *pair, scratch), pair[0]
-            if with_sources and isinstance(output, Path):
-                return output, fetch(open_store(ref.root), ref, scratch).path
-            return output, Path(os.devnull)
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
+            """Copy an output and its chunk, or say why the output is not what its marker vouches for."""
+            ref, marker = pair
+            output, source, problem = scratch.new_path(ref.name), None, ""
+            try:
+                selection.store.download(layout.output_key(marker.output), output)
+                with scratch_errors(output.parent), output.open("rb") as file:
+                    if codec.sha256_file(file) != marker.output_sha256:
+                        problem = f"the sha256 of {marker.output} is not its marker's"
+            except ObjectNotFound:
+                problem = f"its output {marker.output} is gone"
+            if with_sources and not problem:
+                source = fetch(open_store(ref.root), ref, scratch).path
+            return output, source, problem
 
         columns = f"FROM columns_of('some_lines', {with_lines})"
         self._insert = f"INSERT INTO {name} {columns}"
         with sql_errors("an output"):
             sql.execute(text_of("answers.sql"))
-            self._register(0, [])
+            self._register(0, [], [])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
-            for (output, source), (ref, marker) in zip(brought, selection.sound, strict=True):
-                if isinstance(output, Finding):
-                    self.damaged.append(output)
-                    continue
-                with scratch_errors(output.parent):
-                    self._read(ref, marker, output, source)
-                self.found.append((ref, marker))
-                remove_quietly(output)
-                if with_sources:
-                    remove_quietly(source)
+            for (ref, marker), each in zip(selection.sound, brought, strict=True):
+                output, source, problem = each
+                if problem:
+                    logger.warning("%s: %s: %s", selection.store.url, ref.name, problem)
+                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
+                    self.damaged.append(found)
+                else:
+                    with scratch_errors(scratch.folder):
+                        self._read(ref, marker, output, source)
+                    self.found.append((ref, marker))
+                for path in filter(None, (output, source)):
+                    remove_quietly(path)
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
-    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path) -> None:
+    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
         """Add the rows of a chunk to the table."""
-        row, end = ref.first_row, ref.first_row + marker.rows_done
-        with output.open("rb") as lines, source.open("rb") as sources:
-            for pairs, size in _blocks(
-                zip(lines, itertools.chain(sources, itertools.repeat(b"")), strict=False)
-            ):
-                self._register(row, pairs)
+        row, count = ref.first_row, marker.rows_done
+        size = sum(path.stat().st_size for path in (output, source) if path) + _ROW_BYTES * count
+        step = max(1, count * _BLOCK_BYTES // size)
+        with ExitStack() as stack:
+            lines = stack.enter_context(output.open("rb"))
+            sources = stack.enter_context(source.open("rb")) if source else ()
+            while some := list(itertools.islice(lines, step)):
+                self._register(row, some, list(itertools.islice(sources, step)))
                 self._sql.execute(self._insert)
-                row += len(pairs)
-                if size > self._room:
+                row, num_bytes = row + len(some), size * len(some) // count
+                if num_bytes > self._room:
                     self._ends.append(row)
                     self._room = _WINDOW_BYTES
                 self._ends[-1] = row
-                self._room -= size
-        if row != end:
-            what = f"its output has {row - ref.first_row} lines, expected {end - ref.first_row}"
+                self._room -= num_bytes
+        if row != ref.first_row + count:
+            what = f"its output has {row - ref.first_row} lines, expected {count}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _register(self, row: int, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Make output lines with their lines in the chunk, the first of the row `row`, the table `some_lines`."""
+    def _register(self, row: int, lines: Sequence[bytes], sources: Sequence[bytes]) -> None:
+        """Make output lines, the first of the row `row`, and perhaps lines of their chunk the table `some_lines`."""
+        import numpy as np
         import pyarrow as pa
 
-        texts = [
-            flatten_deep(source).decode(errors="replace").removesuffix("\n") if source else None
-            for _, source in pairs
-        ]
+        text = pa.large_string()
+        texts = [flatten_deep(each).decode(errors="replace").removesuffix("\n") for each in sources]
         columns = {
-            "wanted": pa.array(range(row, row + len(pairs)), pa.int64()),
-            "line": pa.array([line for line, _ in pairs], pa.large_binary()).view(
-                pa.large_string()
-            ),
-            "source": pa.array(texts, pa.large_string()),
+            "wanted": pa.array(np.arange(row, row + len(lines))),
+            "line": pa.array(lines, pa.large_binary()).view(text),
+            "source": pa.array(texts, text) if texts else pa.nulls(len(lines), text),
         }
         self._sql.register("some_lines", pa.table(columns))
 
@@ -238,21 +229,6 @@ class Answers:
                 found[name] = name
         found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
-
-
-def _blocks(
-    pairs: Iterable[tuple[bytes, bytes]],
-) -> Iterator[tuple[list[tuple[bytes, bytes]], int]]:
-    """Yield pairs of lines some at a time, with the number of bytes."""
-    some, size = list[tuple[bytes, bytes]](), 0
-    for pair in pairs:
-        some.append(pair)
-        size += len(pair[0]) + len(pair[1]) + _ROW_BYTES
-        if size >= _BLOCK_BYTES:
-            yield some, size
-            some, size = [], 0
-    if some:
-        yield some, size
 
 
 def text_of(name: str) -> str:

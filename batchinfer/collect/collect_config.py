@@ -77,24 +77,19 @@ def check_options(config: CollectConfig) -> None:
         ConfigError: The options contradict each other, or do not fit DEST.
     """
     suffix, is_table = suffix_of(config.dest), config.kind in TABLES
+    form = f"--format {config.kind}"
+    problem = hint = ""
     if not suffix and config.dest.lower().endswith(_OTHER_FILES):
-        raise ConfigError(
-            f"{config.dest}: is named like a file, expected a name in {', '.join(TABLES.values())}, or a folder",
-            hint="for JSON Lines: answers.jsonl",
-        )
-    if suffix and FORMATS[config.kind] != suffix:
-        raise ConfigError(
-            f"--format {config.format}: but DEST is named {config.dest}",
-            hint="leave --format out, or name a folder",
-        )
-    if config.dest.startswith("hf://") and not is_table:
-        raise ConfigError(
-            f"--format {config.format}: {config.dest} takes a table", hint="leave --format out"
-        )
-    if config.columns and not config.with_source:
-        raise ConfigError("--columns: needs --with-source", hint="add --with-source")
-    if config.with_source and not is_table:
-        raise ConfigError(
-            f"--with-source: --format {config.kind} has no columns of the source",
-            hint="choose parquet, jsonl or csv, or leave it out",
-        )
+        problem = f"{config.dest}: is named like a file, expected a name in {', '.join(TABLES.values())}, or a folder"
+        hint = "for JSON Lines: answers.jsonl"
+    elif suffix and FORMATS[config.kind] != suffix:
+        problem, hint = f"{form}: but DEST is named {config.dest}", "name a folder"
+    elif config.dest.startswith("hf://") and not is_table:
+        problem, hint = f"{form}: {config.dest} takes a table", "leave --format out"
+    elif config.columns and not config.with_source:
+        problem, hint = "--columns: needs --with-source", "add --with-source"
+    elif config.with_source and not is_table:
+        problem = f"--with-source: {form} has no columns of the source"
+        hint = "choose parquet, jsonl or csv, or leave it out"
+    if problem:
+        raise ConfigError(problem, hint=hint)

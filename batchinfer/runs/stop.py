@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 from typing import Annotated, Any
 
 from batchinfer.cli.run_commands import run_command
@@ -51,12 +51,9 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         store.delete([layout.STOP_KEY])
     elif not was_stopped:
         # Workers stop because the object exists; its fields only inform people.
-        now, nonce = iso_utc(clock.now()), secrets.token_hex(8)
-        request = {"requested": now, "reason": config.reason, "nonce": nonce}
-        try:
+        request = {"requested": iso_utc(clock.now()), "reason": config.reason}
+        with contextlib.suppress(AlreadyExists):  # another `stop` has written it meanwhile
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
-        except AlreadyExists:  # another `stop` has written stop.json meanwhile
-            was_stopped = True
     return {
         "status": "SUCCESS",
         "run": store.url,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from batchinfer.core import units
 from batchinfer.core.errors import (
     AccessDenied,
-    BatchinferError,
     ConfigError,
     InputError,
     ObjectNotFound,
@@ -299,17 +298,15 @@ def reading(url: str) -> Iterator[None]:
             yield
     except ObjectNotFound as error:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error
-    except BatchinferError:
-        raise
     except Exception as error:
         translated = _translated(url, error)
-        if translated is None:
+        if translated is error:
             raise
         raise translated from error
 
 
-def _translated(url: str, error: Exception) -> BatchinferError | None:
-    """Return our error for one of a filesystem or a parser; None for any other."""
+def _translated(url: str, error: Exception) -> Exception:
+    """Return our error for one of a filesystem or a parser; any other stays as it is."""
     package = type(error).__module__.partition(".")[0]
     # pyarrow reports damaged pages as an OSError without errno; errors of the system always have one.
     is_damage = type(error) is OSError and error.errno is None and is_local(url)
@@ -324,4 +321,4 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)
-    return None
+    return error

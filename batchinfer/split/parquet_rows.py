@@ -100,9 +100,9 @@ def _num_broken(lines: bytes) -> int:
 
     Arrow does not check texts when it reads them, nor does polars when it writes them.
     """
-    try:
-        lines.decode()
-    except UnicodeDecodeError:
+    try:  # polars looks at many bytes at once; Python's own decoder took a sixth of the time of `split`
+        pl.Series([lines], dtype=pl.Binary).cast(pl.String)
+    except pl.exceptions.ComputeError:
         return sum(raw_members(line) is None for line in lines.split(b"\n")[:-1])
     return 0
 

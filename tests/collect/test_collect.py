@@ -79,10 +79,9 @@ def test_rows_come_in_input_order_with_the_same_values_in_every_form(
     assert cells_of(tmp_path / "a.csv")[3] == texts
 
 
-@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.s3)])
-def test_runs_in_buckets(place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    is_s3 = place == "s3"
-    url = request.getfixturevalue("s3_url")("collect") if is_s3 else f"memory://{tmp_path}"
+@pytest.mark.s3
+def test_runs_in_buckets(s3_url: Any) -> None:
+    url = s3_url("collect")
     make_job(f"{url}/job", rows=4, per_chunk=2)
     finish_run(f"{url}/job", f"{url}/job/runs/a")
     collect(f"{url}/job/runs/a", f"{url}/out")
@@ -304,6 +303,17 @@ def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path)
         with pytest.raises(ConfigError, match="--where"):
             collect(run, tmp_path / "out", where=where)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_many_blocks_and_windows_are_all_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = table_of(run, tmp_path, with_source=True)
+    assert whole["_row"].to_pylist() == list(range(ROWS))
+    for block, window in ((1, 1), (3000, 5000), (5000, 3000)):
+        monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
+        assert table_of(run, tmp_path, with_source=True) == whole
 
 
 def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) -> None:

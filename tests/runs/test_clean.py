@@ -186,17 +186,9 @@ def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
     assert keys(run) >= USELESS | NEEDED
 
 
-def test_what_is_no_run_or_of_a_newer_version_is_not_touched(run: Store, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no run there"):
-        clean(open_store(str(tmp_path / "nowhere")))
-    assert not (tmp_path / "nowhere").exists()
+def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:
     with pytest.raises(InputError, match="no chunk of this name"):
         clean(run, redo=[UNDONE])
-    overwrite(run, layout.RUN_KEY, b'{"format_version": 2}')
-    before = keys(run)
-    with pytest.raises(InputError, match="format version 2"):
-        clean(run)
-    assert keys(run) == before
 
 
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:

@@ -272,14 +272,12 @@ def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
-    "nothing there": (lambda run: run.delete([info.key for info in run.list("")]), "no run there"),
     "only begun": (
         lambda run: run.delete([info.key for info in run.list("") if "workers" not in info.key]),
         "nothing is done yet",
     ),
     "no run.json": (lambda run: run.delete([layout.RUN_KEY]), r"no run\.json"),
     "half a run.json": (put(layout.RUN_KEY, b"{"), "not a readable run"),
-    "newer": (put(layout.RUN_KEY, b'{"format_version": 99}'), "version 99"),
 }
 
 
@@ -307,12 +305,10 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
 
-def test_two_thousand_chunks_are_verified_by_one_listing(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads each marker once and lists the run once; of many findings a few are shown."""
     url = f"{job}/many"
-    make_job(url, rows=2000, per_chunk=1)
+    make_job(url, rows=40, per_chunk=1)
     run_worker_here(url, f"{url}/runs/a")
     store, listings, original = open_store(f"{url}/runs/a"), [], BucketStore.list
 
@@ -322,7 +318,7 @@ def test_two_thousand_chunks_are_verified_by_one_listing(
 
     with monkeypatch.context() as patched:
         patched.setattr(BucketStore, "list", counting)
-        assert verify(store).result["chunks_sound"] == 2000
+        assert verify(store).result["chunks_sound"] == 40
     assert listings == [""]
     store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
     lines = [line for line in verify(store).lines() if line.startswith("missing")]
