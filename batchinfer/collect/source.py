@@ -57,7 +57,8 @@ class ParquetSource:
             for part in parts
             if f"{part.path_in_schema}.".startswith(own)
         )
-        self.at_once = max(1, _BLOCK_BYTES * job.rows // max(1, size))
+        num_rows = sum(footer.num_rows for footer in footers)
+        self.at_once = max(1, _BLOCK_BYTES * num_rows // max(1, size))
         """Number of rows whose columns have limited bytes, by the mean."""
 
     def batches(self) -> Iterator[Any]:

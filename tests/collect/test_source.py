@@ -122,7 +122,7 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
         return take(taker, rows)
 
     monkeypatch.setattr(RowTaker, "take", counting)
-    monkeypatch.setattr(source, "_BLOCK_BYTES", 5_000)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 8_000)
     large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
     table = pa.table({"large": large, "large.not": range(ROWS)})
     write_source(tmp_path / "source", table)
@@ -132,6 +132,11 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     sizes.clear()
     table_of(run, tmp_path, with_source=True, columns=["large.not"])
     assert max(sizes) == ROWS
+    sizes.clear()
+    split(tmp_path / "source", tmp_path / "part", limit=3)
+    finish_run(tmp_path / "part", tmp_path / "part/runs/a")
+    table_of(tmp_path / "part/runs/a", tmp_path, with_source=True)
+    assert max(sizes) == 3, "the mean is that of all rows of the files"
 
 
 def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
