@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -26,8 +26,8 @@ class Selection(TypedDict, total=False):
     """Join the source's columns."""
     where: str
     """Only rows that fulfil a condition of SQL, such as "error_code IS NULL"."""
-    columns: Mapping[str, str]
-    """Only these columns: what they are to be called, and what they are called in the whole table."""
+    columns: Sequence[str] | Mapping[str, str] | None
+    """Only these columns of the whole table. {"summary": "text"} gives its column `text` the name `summary`."""
 
 
 class RunHandle:
@@ -120,7 +120,13 @@ class RunHandle:
         return datasets.Dataset(self.to_arrow(**selection))
 
     @contextmanager
-    def _collected(self, **selection: Unpack[Selection]) -> Iterator[tuple[Any, Mapping[str, str]]]:
+    def _collected(
+        self,
+        *,
+        with_source: bool = False,
+        where: str = "",
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+    ) -> Iterator[tuple[Any, Mapping[str, str]]]:
         """Collect the answers to a temporary parquet file, and give it with the names of its wanted columns."""
         import pyarrow.parquet as pq
 
@@ -132,14 +138,19 @@ class RunHandle:
             config = CollectConfig(
                 run=self.url,
                 dest=f"{folder}/answers.parquet",
-                with_source=selection.get("with_source", False),
-                where=selection.get("where", ""),
+                with_source=with_source,
+                where=where,
                 partial=self._is_partial,
             )
             run_collect(config, **_outside())
             with pq.ParquetFile(config.dest) as file:
                 there = file.schema_arrow.names
-                names = selection.get("columns") or dict(zip(there, there, strict=True))
+                wanted = columns or there
+                names = (
+                    wanted
+                    if isinstance(wanted, Mapping)
+                    else dict(zip(wanted, wanted, strict=True))
+                )
                 if missing := set(names.values()) - set(there):
                     raise ConfigError(
                         f"columns: no {', '.join(sorted(missing))}; there are {', '.join(there)}"

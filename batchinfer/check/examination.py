@@ -22,9 +22,9 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.option_help import NO_OPTION, Count, Opt, Positive
 from batchinfer.core.records import Call, Job, Record
-from batchinfer.engines import check_engine, create_engine, has_model, is_remote
+from batchinfer.engines import create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
-from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.engine_config import EngineConfig, check_engine
 from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment

@@ -50,12 +50,13 @@ class ServerCommand(SectionCommand):
         """See click.Command."""
         own, typed = divide(args, self.get_params(ctx))
         left_out = getattr(self.callback, LEFT_OUT, ())
-        for word in typed:
-            name = word.partition("=")[0]
-            if OPTION.match(word) and name.lstrip("-").replace("-", "_") in left_out:
-                raise ConfigError(f"{name}: is no option of {self.name}")
         rest = super().parse_args(ctx, own)
-        ctx.params["server_args"] = merge(ctx.meta.get(FROM_FILE, ()), from_variables(ctx), typed)
+        words = merge(ctx.meta.get(FROM_FILE, ()), from_variables(ctx), typed)
+        for option, _ in grouped(words):
+            name = option.partition("=")[0]
+            if name.lstrip("-").replace("-", "_") in left_out:
+                raise ConfigError(f"{name}: is no option of {self.name}")
+        ctx.params["server_args"] = words
         return rest
 
 

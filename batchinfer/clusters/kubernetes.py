@@ -48,7 +48,8 @@ def look(name: str, namespace: str) -> dict[int, Fate]:
     for status in (item["status"] for item in items if item["kind"] == "Job"):
         ended = indexes(status.get("completedIndexes", ""))
         lost = indexes(status.get("failedIndexes", ""))
-        has_failed = any(one["type"] == "Failed" for one in status.get("conditions", []))
+        conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
+        has_failed = conditions.get("Failed") == "True"
         for rank in ended | lost | (found.keys() if has_failed else set()):
             text = found[rank].text if rank in found else ""
             found[rank] = Fate("ended" if rank in ended else "lost", text)

@@ -52,15 +52,21 @@ def cancel(name: str, _namespace: str) -> None:
 def accelerators(template: str) -> list[str]:
     """Return the GPUs of which SkyPilot takes one for a worker, as in "L4:1"; empty if the task asks for none."""
     path = Path(template or _CHECKOUT / "worker.yaml")
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not there", hint="--template FILE names a task of SkyPilot")
     task = parse_yaml(path.read_text("utf-8", errors="replace"), f"--template {path}")
-    wanted = task.get("resources", {}).get("accelerators") if isinstance(task, dict) else None
+    resources = task.get("resources") if isinstance(task, dict) else None
+    if not isinstance(resources, dict):
+        raise ConfigError(f"--template {path}: is no task with resources")
     # They come as L4, L4:1, a list of these, {L4: 1}, or {L4:1}, which YAML reads as a key without a value.
-    found = re.findall(r"([A-Za-z][\w-]*)(?:'?: ?(\d+))?", str(wanted))
+    wanted = str(resources.get("accelerators"))
+    found = re.findall(r"([A-Za-z][\w-]*)(?:'?: ?(\d+))?", wanted)
     return [f"{name}:{number or 1}" for name, number in found]
 
 
 def _launching(plan: Plan) -> tuple[list[str], str]:
     """Return the command line that submits the jobs, and the folder from which paths in the template count."""
+    accelerators(plan.template)  # refuses what is no task
     template = plan.template or str(_CHECKOUT / "worker.yaml")
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
     variables += [f"WORKER_WORDS={plan.words}", *plan.env]

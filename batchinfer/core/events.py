@@ -11,7 +11,6 @@ EVENTS: dict[str, str] = {
     "manifests_read": "The manifests' chunks are known, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
-    "first_rows": "The first rows of this start are in the engine, so many seconds after it began.",
     "engine_preempted": "The KV cache is too small for the rows that run at once; some are computed again.",
     "replica_restarted": "A replica died or stalled. Its rows are tried again, and it is started again.",
     "replica_lost": "A replica ended too often without a finished row. Its GPUs idle until the worker's next start.",

@@ -16,18 +16,6 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines.engine_config import EngineConfig, check_engine
 
-__all__ = [
-    "Engine",
-    "OneCall",
-    "RequestSource",
-    "Stop",
-    "check_engine",
-    "create_engine",
-    "has_model",
-    "identify_model",
-    "is_remote",
-]
-
 
 class Stop(Protocol):
     """A stop signal, which tells an engine to drop its work and return."""

@@ -28,9 +28,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as --max-lora-rank."""
 MOST_SLOTS = 8
 """Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
-_MATRIX = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*?(?:\.weight)?"
-)
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*")
 
 
 class AdapterInfo(Record, frozen=True, kw_only=True):
@@ -161,12 +159,10 @@ def write_options(
     """
     if not adapters:
         return []
-    slots = len(adapters) + 1 if is_cpu else min(len(adapters), MOST_SLOTS)
-    slots = asked_slots or slots
+    slots = asked_slots or (len(adapters) + 1 if is_cpu else min(len(adapters), MOST_SLOTS))
     if is_cpu and slots <= len(adapters):
         why = "vLLM answers rows without an adapter by the adapter in the last slot"
-        hint = "leave it out"
-        raise ConfigError(f"--max-loras: is {slots}, too few on a CPU: {why}", hint=hint)
+        raise ConfigError(f"--max-loras: is {slots}, too few on a CPU: {why}", hint="leave it out")
     rank = next(each for each in RANKS if each >= max(one.rank for one in adapters))
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
     options += ["--max-loras", str(slots), "--max-cpu-loras", str(max(slots, len(adapters) + 1))]

@@ -31,11 +31,7 @@ def group(calls: Sequence[Call]) -> list[list[Call]]:
     for number, call in enumerate(calls):
         match = _TEXT.fullmatch(call.body) if call.path in _PATHS else None
         alike[(call.path, match[2]) if match else number].append(call)
-    return [
-        found[first : first + MOST_TEXTS]
-        for found in alike.values()
-        for first in range(0, len(found), MOST_TEXTS)
-    ]
+    return [x[n : n + MOST_TEXTS] for x in alike.values() for n in range(0, len(x), MOST_TEXTS)]
 
 
 def merge(calls: Sequence[Call]) -> Call:

@@ -117,20 +117,15 @@ def list_model(url: str) -> ModelFiles:
     """
     store = open_store(url)
     there = {info.key: info for info in store.list("")}
-    weights = weight_files(name for name in there if "/" not in name)
-    files = [
-        info
-        for name, info in there.items()
-        if name in weights
-        or (name.endswith(ANSWER_SUFFIXES) and "/" not in name)
-        or _MODULE_FOLDER.fullmatch(name)
-    ]
-    if not files:
+    own = [name for name in there if "/" not in name]
+    names = {*weight_files(own), *(name for name in own if name.endswith(ANSWER_SUFFIXES))}
+    names |= {name for name in there if _MODULE_FOLDER.fullmatch(name)}
+    if not names:
         hint = "give the URL of the folder that holds config.json, or adapter_config.json"
         raise ConfigError(f"{url}: there is no such folder with a model", hint=hint)
-    lines = sorted(f"{info.key}\0{info.bytes}\0{info.etag}\n" for info in files)
+    lines = sorted(f"{name}\0{there[name].bytes}\0{there[name].etag}\n" for name in names)
     identity = hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
-    sizes = {info.key: info.bytes for info in files}
+    sizes = {name: there[name].bytes for name in names}
     return ModelFiles(identity, "", sizes, lambda name: store.get(name).data)
 
 
@@ -203,9 +198,7 @@ def hash_files(paths: list[Path]) -> str:
     return digest.hexdigest()[:40]
 
 
-def hub_folder(
-    subject: str, name: str, patterns: Sequence[str], revision: str | None = None
-) -> Path:
+def hub_folder(subject: str, name: str, files: Sequence[str], revision: str | None = None) -> Path:
     """Fetch files from the Hub to its cache. If it cannot be reached, the cache's own copy is taken.
 
     Returns:
@@ -224,7 +217,7 @@ def hub_folder(
         raise ConfigError(f"{subject} is no folder on this machine", hint=hint)
     with hub_errors(subject):
         try:
-            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=[*files]))
         except errors.LocalEntryNotFoundError as error:
             kind = ConfigError if constants.HF_HUB_OFFLINE else EngineLoadError
             hint = "check the spelling, the network, and HF_HUB_OFFLINE"

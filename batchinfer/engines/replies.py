@@ -28,6 +28,7 @@ _CONSTRAINT_PARAMS = frozenset(
     {"response_format", "structured_outputs", "guided_json", "json_schema", "grammar"}
 )
 _LONGEST_MESSAGE = 1000
+Verdict = Literal["final", "denied", "busy", "failed"]
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -65,9 +66,7 @@ _ANSWER_FIELDS = {
 }
 
 
-def judge(
-    call: Call, status: int, body: bytes
-) -> tuple[Reply, Literal["final", "denied", "busy", "failed"]]:
+def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
     """Return the reply to a call and what follows from it. Pure.
 
     It is final; or it would be the same for everyone who has this key; or the server has too much to do, which says
@@ -100,10 +99,8 @@ def _is_answer(call: Call, body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     has_error = bytes(found.get("error", b"null")) != b"null"
-    return not has_error and (field is None or bytes(found.get(field, b"[]")) not in _EMPTY)
-
-
-_EMPTY = (b"null", b"[]")
+    has_answer = field is None or bytes(found.get(field, b"[]")) not in (b"null", b"[]")
+    return has_answer and not has_error
 
 
 def failure_of(reply: Reply) -> Failure | None:

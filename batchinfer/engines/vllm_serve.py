@@ -7,12 +7,10 @@ model that cannot be read, an adapter that vLLM refuses.
 
 from __future__ import annotations
 
-import errno
 import sys
+from errno import EAGAIN, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 
-_MACHINE_ERRORS = frozenset(
-    {errno.EAGAIN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
-)
+_MACHINE_ERRORS = (EAGAIN, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC)
 """Error numbers of the operating system that say that the machine is at fault, and not a path or an option."""
 
 

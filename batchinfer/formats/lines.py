@@ -1,19 +1,38 @@
-"""The output line of one row: written by the worker, read by every other command, and shown to people."""
+"""The output line of one row: written by the worker, read by every other command, and shown to people.
+
+The server's body is freed of what varies between equal answers, and cut down to the best ones.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from batchinfer.core import codec
 from batchinfer.core.errors import InputError
-from batchinfer.core.json_text import is_deep
-from batchinfer.core.records import Failure, Record, Reply, Usage
+from batchinfer.core.json_text import MAX_DEPTH, is_deep
+from batchinfer.core.records import Failure, Record, Reply, RowKey, Usage
 from batchinfer.core.row_codes import Code
-from batchinfer.formats import bodies
 from batchinfer.prompts.types import Prepared
 
+Body = dict[str, msgspec.Raw]
+"""A body's members, each as the server wrote it."""
+
+_VARYING = ("created", "created_at", "request_id", "system_fingerprint")
+"""Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
+_OF_THE_CACHE = ("prompt_tokens_details", "input_tokens_details")
+"""Members of `usage` that say how much of the prompt came from the server's prefix cache."""
+# Within texts the quotes are escaped, so this finds members of objects only.
+_ID = re.compile(rb'"(id|call_id)": *"(?!functions\.)((?:[A-Za-z]+[-_])?)[^"\\]*"')
+_LOWEST = -9999.0
+
+_decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -79,16 +98,16 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
     Raises:
         InputError: the reply is no answer.
     """
-    body = bodies.read_body(reply.body)
-    usage = bodies.usage_of(body)
+    body = read_body(reply.body)
+    usage = usage_of(body)
     if reply.prompt_tokens is not None:
         # The request was shared by several rows. What it cost together is no fact about this row.
         usage = Usage(prompt_tokens=reply.prompt_tokens)
         body.pop("usage", None)
     if prepared.best_of is not None:
-        bodies.keep_best(body, prepared.best_of.n, keeps_logprobs=prepared.best_of.keeps_logprobs)
-    reason = bodies.finish_reason_of(body)
-    line = _line(prepared, 200, b'"body":%b' % bodies.settle(body, prepared.key))
+        keep_best(body, prepared.best_of.n, keeps_logprobs=prepared.best_of.keeps_logprobs)
+    reason = finish_reason_of(body)
+    line = _line(prepared, 200, b'"body":%b' % settle(body, prepared.key))
     return EncodedRow(line=line, ok=True, finish_reason=reason, usage=usage)
 
 
@@ -97,7 +116,7 @@ def _line(prepared: Prepared, status: int, rest: bytes) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    return _encode(value if value.isascii() else bodies.with_whole_characters(value))
+    return _encode(value if value.isascii() else value.encode(errors="replace").decode())
 
 
 def read_line(data: bytes) -> OutputLine:
@@ -143,7 +162,7 @@ def answer_of(line: OutputLine) -> Answer:
         texts = _texts(msgspec.json.decode(line.body))
     except (AttributeError, LookupError, TypeError):
         texts = []
-    reason, usage = bodies.finish_reason_of(members), bodies.usage_of(members)
+    reason, usage = finish_reason_of(members), usage_of(members)
     return Answer(texts=texts, finish_reason=reason, usage=usage)
 
 
@@ -154,9 +173,7 @@ def _texts(body: dict[str, Any]) -> list[str]:
         AttributeError, LookupError, TypeError: the body has an unknown shape.
     """
     if "choices" in body:
-        messages = [
-            choice.get("message") or {"content": choice["text"]} for choice in body["choices"]
-        ]
+        messages = [x.get("message") or {"content": x["text"]} for x in body["choices"]]
         return [message["content"] or "" for message in messages]
     if "output" in body:
         spoken = [item for item in body["output"] if item["type"] == "message"]
@@ -165,3 +182,113 @@ def _texts(body: dict[str, Any]) -> list[str]:
         return [body["text"]]
     first = (body.get("results") or body["data"])[0]
     return [str(first[name]) for name in _OF_AN_INPUT if name in first]
+
+
+# --------------------------------------------------------------------------- bodies
+
+
+def read_body(data: bytes) -> Body:
+    """Read a server's body.
+
+    Bytes that are no UTF-8 become U+FFFD: readers of the output would refuse the whole file for one of them.
+
+    Returns:
+        The body's members, each as JSON on one line.
+
+    Raises:
+        InputError: the body is no JSON object, or nested too deep.
+    """
+    if is_deep(data, MAX_DEPTH - 1):  # its line is one level more
+        raise InputError(f"the answer is nested deeper than {MAX_DEPTH - 1} levels")
+    if not data.isascii():
+        data = data.decode(errors="replace").encode()
+    try:
+        return _decode(msgspec.json.format(data, indent=-1) if b"\n" in data else data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the answer is no JSON object ({error})") from error
+
+
+def settle(body: Body, key: RowKey) -> bytes:
+    """Return a body as JSON without what varies between equal answers: ids follow from the row's key.
+
+    Ids that mean something stay: those of Kimi's calls are the function's name and a number. So do the servers'
+    prefixes ("chatcmpl-tool-" becomes "chatcmpl-").
+
+    Args:
+        body: The body's members, which are changed.
+        key: The row's key.
+    """
+    places = itertools.count()
+
+    def named(match: re.Match[bytes]) -> bytes:
+        place = f"{key[0]}\0{key[1]}\0{next(places)}".encode()
+        digest = hashlib.blake2b(place, digest_size=12).hexdigest().encode()
+        return b'"%b":"%b%b"' % (match[1], match[2], digest)
+
+    for name in _VARYING:
+        body.pop(name, None)
+    with contextlib.suppress(KeyError, ValueError, RecursionError):
+        usage = _decode(body["usage"])
+        if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
+            body["usage"] = msgspec.Raw(_encode(usage))
+    if "id" in body:
+        body["id"] = msgspec.Raw(_ID.sub(named, b'"id":' + bytes(body["id"]))[5:])
+    for name in ("output", "choices"):  # other members may repeat what the request said
+        if name in body:
+            body[name] = msgspec.Raw(_ID.sub(named, bytes(body[name])))
+    return _encode(body)
+
+
+def usage_of(body: Body) -> Usage:
+    """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
+    try:
+        data = bytes(body["usage"])
+        if b'"input_tokens"' in data:
+            data = data.replace(b'"input_', b'"prompt_').replace(b'"output_', b'"completion_')
+        found = {name: x for name, x in msgspec.json.decode(data).items() if x is not None}
+        found["cached_tokens"] = found.get("prompt_tokens_details", {}).get("cached_tokens") or 0
+        details = found.get("completion_tokens_details", {})
+        return codec.convert(found | {"reasoning_tokens": details.get("reasoning_tokens")}, Usage)
+    except (KeyError, AttributeError, ValueError, RecursionError):
+        return Usage()
+
+
+def finish_reason_of(body: Body) -> str:
+    """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        if "choices" in body:
+            return str(msgspec.json.decode(body["choices"])[0].get("finish_reason") or "")
+        if "output" in body and "status" in body:
+            details = msgspec.json.decode(body.get("incomplete_details", b"null"))
+            reason = details.get("reason") if details else None
+            return {"max_output_tokens": "length", None: "stop"}.get(reason, reason or "")
+    return ""
+
+
+def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
+    """Keep the `count` answers whose tokens have the highest mean log-probability, in place.
+
+    Args:
+        body: Body of an answer with log-probabilities. Another one stays as it is.
+        count: Number of answers to keep, the best first.
+        keeps_logprobs: Whether the request asked for log-probabilities itself.
+    """
+    try:
+        choices = msgspec.json.decode(body["choices"])
+        best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
+    except (KeyError, AttributeError, TypeError, ValueError, RecursionError):
+        return
+    for index, choice in enumerate(best):
+        choice["index"] = index
+        if not keeps_logprobs:
+            choice["logprobs"] = None
+    body["choices"] = msgspec.Raw(_encode(best))
+
+
+def _mean_logprob(choice: dict[str, Any]) -> float:
+    logprobs = choice.get("logprobs") or {}
+    found: Sequence[float | None] | None = logprobs.get("token_logprobs")
+    if found is None:
+        found = [position["logprob"] for position in logprobs.get("content") or ()]
+    numbers = [value for value in found if value is not None]
+    return sum(numbers) / len(numbers) if numbers else _LOWEST

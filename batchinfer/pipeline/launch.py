@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from typing import Any
 
@@ -74,19 +75,25 @@ def _plan(options: dict[str, Any]) -> Plan:
     given = values_of(Plan, options) | {name: options[name] for name in ("job", "model")}
     wrong = [f"--{name}" for name in ("run", "on") if not given[name]]
     wrong += [f"--env {pair!r}" for pair in given["env"] if not re.match(r"[A-Za-z_]\w*=", pair)]
+    if not re.fullmatch(r"([A-Za-z][\w-]*(:[1-9]\d*)?)?", given["gpu"]):
+        wrong += [f"--gpu {given['gpu']!r}"]
     if wrong:
-        known = "--env NAME=VALUE, --on slurm, --run s3://bucket/job/runs/first"
+        known = "--env NAME=VALUE, --gpu L4:2, --on slurm, --run s3://bucket/job/runs/first"
         raise ConfigError(f"{wrong[0]}: expected a value, as in {known}")
     for name, owner in (("sky_arg", "skypilot"), ("sbatch_arg", "slurm"), ("image", "kubernetes")):
         if given[name] and given["on"] != owner:
             raise ConfigError(f"--{name.replace('_', '-')}: is for --on {owner}")
+    for name in given["secret"]:
+        if given["on"] != "kubernetes" and not options["dry_run"] and name not in os.environ:
+            raise ConfigError(f"--secret {name}: has no value here", hint=f"export {name}=…")
     if options["is_spot"] is not None:  # workers tell it for their price
         market = "--use-spot" if options["is_spot"] else "--no-use-spot"
         given["sky_arg"] = [market, *given["sky_arg"]]
         given["env"] = [f"BATCHINFER_SPOT={int(options['is_spot'])}", *given["env"]]
     for name in ("job", "run"):
-        is_here = split_url(url := given[name])[0] == "file"
-        given[name] = str(local_path(url).resolve()) if is_here else layout.without_slash(url)
+        scheme, rest = split_url(given[name])  # in small letters, as in the store's own URL
+        here = str(local_path(given[name]).resolve()) if scheme == "file" else ""
+        given[name] = here or layout.without_slash(f"{scheme}://{rest}")
     return Plan(**given)
 
 
@@ -129,7 +136,9 @@ class Launch:
         if seen and seen.state in ("stopping", "stopped"):
             hint = "`batchinfer stop RUN --resume` lets it go on"
             raise ConfigError(f"{asked.run}: is stopped, so workers would end at once", hint=hint)
-        lost = [name for launch in seen.launches for name in launch.lost] if seen else []
+        job = load_job(asked.job, open_store)
+        self._num_manifests = job[0].num_workers if job else 0
+        lost = self._restartable(seen) if seen else []
         workers = asked.workers + len(lost)
         if asked.check:
             gpu = asked.gpu
@@ -224,9 +233,10 @@ class Launch:
         plan = self._plan_of(workers, budget, lost)
         record_launch(self._store, plan)
         known = {plan.id, *(launch.id for launch in (seen.launches if seen else ()))}
+        if others := find_launches(self._store)[0].keys() - known:
+            self._store.delete([layout.launch_key(plan.id)])
+            raise ConfigError(f"{plan.run}: another launch was made meanwhile ({min(others)})")
         try:
-            if others := find_launches(self._store)[0].keys() - known:
-                raise ConfigError(f"{plan.run}: another launch was made meanwhile ({min(others)})")
             self._cluster.submit(plan)
         except ConfigError as error:
             error.hint = error.hint or f"if workers are there: batchinfer status {quote(plan.run)}"
@@ -255,12 +265,15 @@ class Launch:
         return self._look(looks_left - 1)
 
     def _restartable(self, seen: Overview) -> list[str]:
-        """Return the lost workers that may be started again: none, once the run has cost or lasted what it may."""
+        """Return the lost workers that may be started again.
+
+        They are none once the run has cost or lasted what it may, and no more than the job has manifests: a record in
+        the bucket may claim any number.
+        """
         most_cost, most_hours = self._options["max_cost"], self._options["max_hours"]
         is_spent = most_cost is not None and (seen.cost.so_far or 0.0) >= most_cost
         hours = (self._clock.now() - self._began) / 3600
         if is_spent or seen.state == "stopping" or (most_hours is not None and hours >= most_hours):
             return []
         lost = [name for launch in seen.launches for name in launch.lost]
-        job = load_job(self._asked.job, open_store)  # a record in the bucket may claim any number
-        return lost[: job[0].num_workers if job else 0]
+        return lost[: self._num_manifests]

@@ -15,7 +15,8 @@ from batchinfer.cli.terminal import say
 from batchinfer.core import codec, units
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import EngineInfo
-from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
+from batchinfer.engines import create_engine, identify_model, is_remote
+from batchinfer.engines.engine_config import check_engine
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.command import engine_config, prompt_config

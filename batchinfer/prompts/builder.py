@@ -136,9 +136,7 @@ class PromptBuilder:
         except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
             return msgspec.structs.replace(prepared, failure=internal_failure(error))
 
-    def _finish(
-        self, prepared: Prepared, path: str, body: dict[str, Any], seed_of: _Seed
-    ) -> Prepared:
+    def _finish(self, row: Prepared, path: str, body: dict[str, Any], seed_of: _Seed) -> Prepared:
         """Complete a body with what the run says, and take out of it what the engine does not get."""
         taken = {name for name, value in body.items() if value is not None}
         for group in _EXCLUSIVE:
@@ -157,8 +155,8 @@ class PromptBuilder:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             body.setdefault("max_tokens", self._rules.max_model_len)
         if seed_of is not None and self._is_sampled(path, body):
-            body["seed"] = seed_of(prepared.key[1])
-        found = msgspec.structs.replace(prepared, path=path, media=media, draft=body, best_of=best)
+            body["seed"] = seed_of(row.key[1])
+        found = msgspec.structs.replace(row, path=path, media=media, draft=body, best_of=best)
         return found if media else _with_call(found)
 
     def _known(self, path: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import near
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.json_text import MAX_DEPTH, flatten_deep, is_deep, read_object
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import RowProblem, Unfit
@@ -36,10 +36,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
             found = str(error) if data.strip() else "blank line"
             message = f"{found}, expected a JSON object in UTF-8"
             raise RowProblem(Code.INVALID_JSON, message) from error
-    return {
-        name: bytes(value).decode() if type(value) is msgspec.Raw else value
-        for name, value in members.items()
-    }
+    return {name: bytes(x).decode() if type(x) is msgspec.Raw else x for name, x in members.items()}
 
 
 def decode_text(text: str) -> Any:
@@ -82,9 +79,10 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 @contextmanager
-def reading(subject: str, code: Code = Code.INVALID_COLUMN) -> Iterator[None]:
-    """Turn Unfit, which names no column, into the error of a bad row."""
+def reading(subject: str, code: Code | None = Code.INVALID_COLUMN) -> Iterator[None]:
+    """Turn Unfit, which names no column, into the error of a bad row; or of an option if there is no code."""
     try:
         yield
     except Unfit as error:
-        raise RowProblem(code, f"{subject}: {error}") from error
+        text = f"{subject}: {error}"
+        raise (RowProblem(code, text) if code else ConfigError(text)) from error

@@ -136,8 +136,8 @@ def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
             asking[0]["content"] = [{"type": kind} for _ in urls] + asking[0]["content"]
     places = _open_parts(messages, kind)
     if len(places) != len(urls):
-        said = f"the conversation has {len(places)} places for media of the kind {kind}, and the columns of the row "
-        raise RowProblem(Code.INVALID_MEDIA, f"{said}{len(urls)} (--{kind}-column)")
+        said = f"{len(places)} places in the conversation and {len(urls)} media (--column {kind})"
+        raise RowProblem(Code.INVALID_MEDIA, said)
     for place, url in zip(places, urls, strict=True):
         place.update(_part(kind, url))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.json_lines import decode_text, shown
+from batchinfer.prompts.json_lines import decode_text, reading, shown
 from batchinfer.prompts.types import (
     COLUMN_KINDS,
     MEDIA_KINDS,
@@ -52,19 +52,21 @@ def make_body(options: Sampling) -> Fields:
     Raises:
         ConfigError: a value cannot work, or two options contradict each other.
     """
-    given = {name: getattr(options, name) for name in _FIELDS}
-    found = {name: value for name, value in given.items() if value not in (None, [], {})}
-    if found.get("n") == 1:
-        del found["n"]
-    constraint, extra = _constraint_of(options), _translated(options.sampling)
-    if constraint and extra.keys() & {"response_format", "structured_outputs"}:
-        raise ConfigError("--sampling: a second constraint, expected one", hint="keep one of them")
-    if options.tools:
-        try:
-            found["tools"] = read_tools(options.tools)
-        except Unfit as error:
-            raise ConfigError(f"--tools: {error}") from error
-    return found | constraint | extra
+    default = Sampling()
+    found = {x: getattr(options, x) for x in _FIELDS if getattr(options, x) != getattr(default, x)}
+    extra, choices = _translated(options.sampling), options.choices
+    own = extra.keys() & {"response_format", "structured_outputs"}
+    if sum(map(bool, (options.json_schema, choices, own))) > 1:
+        names = "--json-schema, --choices and --sampling"
+        raise ConfigError(f"{names}: several constraints, expected one", hint="keep one of them")
+    with reading("--json-schema", None):
+        found |= read_constraint(options.json_schema)
+    with reading("--choices", None):
+        texts = choices[0].split(",") if len(choices) == 1 else choices
+        found |= read_constraint([x.strip() for x in texts if x.strip()]) if choices else {}
+    with reading("--tools", None):
+        found |= {"tools": read_tools(options.tools)} if options.tools else {}
+    return found | extra
 
 
 def _translated(pairs: Mapping[str, Any]) -> Fields:
@@ -84,19 +86,6 @@ def _translated(pairs: Mapping[str, Any]) -> Fields:
     if pairs.get("do_sample") is False:  # as in transformers, it outweighs a temperature
         found["temperature"] = 0.0
     return found
-
-
-def _constraint_of(options: Sampling) -> Fields:
-    choices = options.choices
-    if options.json_schema and choices:
-        raise ConfigError("--json-schema and --choices: expected one constraint", hint="keep one")
-    texts = choices[0].split(",") if len(choices) == 1 else choices
-    listed = [text.strip() for text in texts if text.strip()]
-    try:
-        return read_constraint(listed if choices else options.json_schema)
-    except Unfit as error:
-        option = "--choices" if choices else "--json-schema"
-        raise ConfigError(f"{option}: {error}") from error
 
 
 # --------------------------------------------------------------------------- constraints and tools

@@ -132,11 +132,9 @@ class RowsReader:
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
             add_media(messages, kind, self._media(columns, kind))
         for message in messages:
-            match message["content"]:
-                case []:
-                    message["content"] = None
-                case [{"type": "text", "text": text}]:
-                    message["content"] = text
+            parts = message["content"]
+            if [part["type"] for part in parts] in ([], ["text"]):
+                message["content"] = parts[0]["text"] if parts else None
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]

@@ -55,20 +55,18 @@ def template_text(given: str) -> str:
     return NAMED_TEMPLATES.get(given, ("", given))[1]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-        extensions=["jinja2.ext.loopcontrols"],
-    )
-    # The same row must always give the same prompt.
-    del environment.filters["random"], environment.globals["lipsum"]
-    # Jinja's own filter escapes for HTML. A prompt needs the text unescaped.
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    return environment
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+    extensions=["jinja2.ext.loopcontrols"],
+)
+# The same row must always give the same prompt.
+del _ENVIRONMENT.filters["random"], _ENVIRONMENT.globals["lipsum"]
+# Jinja's own filter escapes for HTML. A prompt needs the text unescaped.
+_ENVIRONMENT.filters["tojson"] = lambda value, indent=None: json.dumps(
+    value, ensure_ascii=False, indent=indent
+)
 
 
 class PromptTemplate:
@@ -83,16 +81,15 @@ class PromptTemplate:
     """
 
     def __init__(self, source: str, values: dict[str, Any]) -> None:
-        environment = _environment()
         self._values = values
         try:
-            self._template = environment.from_string(source)
-            read = meta.find_undeclared_variables(environment.parse(source))
+            self._template = _ENVIRONMENT.from_string(source)
+            read = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
         except (TemplateError, RecursionError) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             text = f"--prompt-template{line}: {error}, expected Jinja over the row's columns"
             raise ConfigError(text, hint="docs/format.md has a section on templates") from error
-        self.variables = sorted(read - {"row", *self._values, *environment.globals})
+        self.variables = sorted(read - {"row", *self._values, *_ENVIRONMENT.globals})
         """Columns that the template may read."""
         may_do_without = re.search(r"{%|\b(defined|default|d|if|or|and)\b", source)
         self.needed_columns = [] if may_do_without else self.variables

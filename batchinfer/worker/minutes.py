@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from batchinfer.core.counts import Counts
 from batchinfer.core.records import Minute
 
@@ -43,11 +45,7 @@ class Minutes:
 
 
 def _join(first: Minute, second: Minute) -> Minute:
-    return Minute(
-        minute=first.minute,
-        rows=first.rows + second.rows,
-        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
-        completion_tokens=first.completion_tokens + second.completion_tokens,
-        errors=first.errors + second.errors,
-        length=max(first.length, second.minute + second.length - first.minute),
-    )
+    names = ("rows", "prompt_tokens", "completion_tokens", "errors")
+    sums = {name: getattr(first, name) + getattr(second, name) for name in names}
+    length = max(first.length, second.minute + second.length - first.minute)
+    return msgspec.structs.replace(first, length=length, **sums)

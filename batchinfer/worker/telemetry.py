@@ -83,7 +83,6 @@ class Telemetry:
         """Counters of the engine, as they were last read."""
         self._running_since: float | None = None
         self._running_until: float | None = None
-        self._has_sent_rows = False
         self.latest = self._base
 
     # -- life
@@ -160,12 +159,8 @@ class Telemetry:
         self._present["checkpointed"] = self._clock.now() - seconds_ago
 
     def rows_in_engine(self, count: int) -> None:
-        """Note how many rows are in the engine, and log when the first ones are."""
+        """Note how many rows are in the engine."""
         self._present["rows_in_engine"] = count
-        if count and not self._has_sent_rows:
-            self._has_sent_rows = True
-            text = "first rows in the engine {seconds:.1f} s after the start"
-            tell(logger, "first_rows", text, seconds=round(self.run_seconds, 3))
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Set the state that the worker's record shows; records.Worker lists the states."""

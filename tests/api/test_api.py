@@ -80,7 +80,6 @@ def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
     [
         (["What is 1 + 1?", "And [2] * 2?"], ["What is 1 + 1?", "And [2] * 2?"]),
         ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], ["a", "b"]),
-        ((text for text in ("one", "two")), ["one", "two"]),
     ],
 )
 def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
@@ -172,12 +171,6 @@ def test_a_missing_pandas_is_said_before_the_run(
     assert "pandas is not installed: read the answers with" in capsys.readouterr().err
 
 
-def test_a_job_is_made_of_rows_in_memory(tmp_path: Path) -> None:
-    result = batchinfer.make_job(ROWS, tmp_path / "job", num_chunks=2)
-    assert (result["rows"], result["chunks"]) == (5, 2)
-    assert (tmp_path / "job/job.json").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
@@ -219,16 +212,6 @@ def test_a_data_set_of_several_splits_is_refused() -> None:
 
     with pytest.raises(errors.InputError, match="has the splits train, expected one"):
         run(datasets.DatasetDict({"train": data_set()}))
-
-
-def test_no_progress_of_duckdb_stands_before_the_result() -> None:
-    """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
-    code = (
-        "from pathlib import Path; from batchinfer.collect.answers import connect;"
-        "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
-        "assert found == [(False,)], found"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_an_error_has_all_lines_that_the_command_says() -> None:
@@ -280,3 +263,18 @@ def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
         program.kill()
     with (tmp_path / "a.parquet.batchinfer/running.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the command's until it ends
+
+
+def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "title": text.upper()} for text in ("one", "two", "six")]
+    answered = run(rows, output=tmp_path / "a.parquet", engine="echo", quiet=True)
+    where = "text <> 'two'"
+    wanted = [{"title": "ONE", "text": "one"}, {"title": "SIX", "text": "six"}]
+    columns = ["title", "text"]
+    assert list(answered.rows(with_source=True, where=where, columns=columns)) == wanted
+    renamed = answered.to_arrow(with_source=True, columns={"head": "title", "again": "title"})
+    assert renamed.to_pylist()[0] == {"head": "ONE", "again": "ONE"}
+    with pytest.raises(errors.UsageError, match="columns: no titel; there are _row, "):
+        answered.to_arrow(columns=["titel"])
+    with pytest.raises(TypeError, match="wher"):
+        answered.to_arrow(wher=where)  # type: ignore[call-arg]

@@ -6,6 +6,8 @@ import base64
 import csv
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -471,3 +473,13 @@ def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
     collect(run, tmp_path / "a.jsonl", overwrite=True)
     assert (tmp_path / "a.jsonl").read_text().count("\n") == ROWS
     collect(run, tmp_path / "a.jsonl")  # what it would write is there
+
+
+def test_no_progress_of_duckdb_stands_before_the_result() -> None:
+    """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
+    code = (
+        "from pathlib import Path; from batchinfer.collect.answers import connect;"
+        "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
+        "assert found == [(False,)], found"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

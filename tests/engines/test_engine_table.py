@@ -8,8 +8,8 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import check_engine, server
-from batchinfer.engines.engine_config import EngineConfig, parse_args
+from batchinfer.engines import server
+from batchinfer.engines.engine_config import EngineConfig, check_engine, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of

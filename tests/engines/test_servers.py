@@ -23,6 +23,8 @@ import echo_server
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import create_engine, http
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.gpus import Gpu
+from batchinfer.storage.opening import open_store
 from engine_contract import (
     EngineContract,
     Flag,
@@ -231,6 +233,28 @@ def test_what_a_server_writes_is_in_our_log_at_debug_level(model, tmp_path, capl
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
     opening(model, command(tmp_path, app(before='print("a word of the server")')))
     assert "replica 0: a word of the server" in caplog.text
+
+
+def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
+    model, tmp_path, monkeypatch
+):
+    """A machine with four GPUs, as far as the driver and the servers tell."""
+    gpu = {"name": "NVIDIA L4", "total_bytes": 23034 << 20}
+    gpus = [Gpu(id=str(number), uuid=f"GPU-{number}a", **gpu) for number in range(4)]
+    monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    url, notes = f"memory://{tmp_path.name}/model", tmp_path / "notes"
+    notes.mkdir()
+    for path in model.iterdir():
+        open_store(url).put_file(path.name, path)
+    said = "[*sys.argv[3:], os.environ['CUDA_VISIBLE_DEVICES'], *sorted(os.listdir(sys.argv[2]))]"
+    note = f"open('{notes}/' + str(os.getpid()), 'w').write(' '.join({said}))"
+    script = command(tmp_path, app(before=note))
+    opening(url, f"{script} {{gpus}}", tensor_parallel_size=2)
+    files = " ".join(sorted(path.name for path in model.iterdir()))
+    found = sorted(path.read_text() for path in notes.iterdir())
+    assert found == [f"2 0,1 {files}", f"2 2,3 {files}"]
 
 
 # --------------------------------------------------------------------------- servers that do not start

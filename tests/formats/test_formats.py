@@ -140,7 +140,7 @@ class TestLine:
             "_row": 3,
             "_id": "a",
             "status": 400,
-            "error": {"code": "prompt_too_long", "message": "too � long", "param": "messages"},
+            "error": {"code": "prompt_too_long", "message": "too ? long", "param": "messages"},
         }
 
     @pytest.mark.parametrize(

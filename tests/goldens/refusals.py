@@ -29,6 +29,7 @@ WRONG_SETTINGS = {
     "binary": "model: !!binary aGk=",
     "date": "model: 2026-01-02",
     "vllm": "vllm: [1]",
+    "elsewhere": "vllm: {output: s3://b/run}",
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,11 +23,13 @@ from batchinfer.check.examination import CheckConfig
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
 from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Money
 from batchinfer.pipeline import launch
 from batchinfer.runs.launched import with_launches
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
+from engine_contract import is_running
 from making import ECHO, Call, make_job
 
 SLOW = (
@@ -79,15 +82,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def alive() -> list[int]:
     """Ids of the processes of tasks of the fake Slurm that still run."""
-    pids = [task["pid"] for task in fake_slurm.tasks() if task["pid"]]
-    return [pid for pid in pids if _command(pid)]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return (Path("/proc") / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return b""
+    return [task["pid"] for task in fake_slurm.tasks() if is_running(task["pid"])]
 
 
 def states() -> list[str]:
@@ -385,8 +380,8 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
 def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
     job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers that are at work go on with their own shares."""
-    budget = ("--max-cost", "9", "--price-per-hour", "1")
+    """The price that counts is that of --gpu: `check` asked for one of the machine here, and launched nothing."""
+    budget = ("--max-cost", "9", "--gpu", "L4")
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
     first = call(*launching_of(job, "--workers", "2", *budget)).result["launch"]
     store = open_store(str(job / "runs/a"))
@@ -462,6 +457,27 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
     assert f"another launch was made meanwhile ({plan.id})" in done.err
     assert set(find_launches(store)[0]) == {plan.id}
     assert not states()
+
+
+def test_a_launch_that_came_second_starts_nothing_later_even_if_the_cluster_does_not_answer(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record would make a worker of it that never came, and that the next launch starts again."""
+    store = open_store(str(job / "runs/a"))
+    recorded(job / "runs/a", is_old=False)
+    slurm, seen = find_cluster("slurm"), Mock(launches=[])
+    monkeypatch.setattr(slurm, "look", Mock(side_effect=ConfigError("squeue: failed")))
+    monkeypatch.setattr(launch, "run_status", Mock(return_value=seen))
+    assert call(*launching_of(job, "--workers", "1")).status == 2
+    assert len(find_launches(store)[0]) == 1
+
+
+def test_a_forged_record_adds_no_more_workers_than_the_job_has_manifests_without_a_check_too(
+    job: Path, call: Call
+) -> None:
+    recorded(job / "runs/a", workers=500)
+    done = call(*launching_of(job, "--workers", "1", "--no-check"))
+    assert (done.status, done.result["workers"]) == (0, 3)
 
 
 def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(

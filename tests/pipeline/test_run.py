@@ -16,14 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import echo_server
-from batchinfer.cli.main import main
 from batchinfer.core.errors import EngineLoadError
-from batchinfer.engines.gpus import Gpu
-from batchinfer.storage.opening import open_store
 from fixtures_hub import Hub
 from making import Call, finish_process, start_process
-from models import DEMO_MODEL
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
 TEXTS = [row["text"] for row in ROWS]
@@ -106,11 +101,6 @@ def test_where_the_prompt_is_is_found_and_named(
     assert answers(dest) == ["hi"]
 
 
-def test_a_system_prompt_makes_a_chat_of_a_text(run: Runner, rows: Path, dest: Path) -> None:
-    assert run(rows, "-o", dest, "--system-prompt", "Be brief") == 0
-    assert "sent as a user's message: --system-prompt" in run.err
-
-
 def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
     run: Runner, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,22 +115,6 @@ def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
     assert run.result["status"] == "UNCHANGED"
     assert run(rows, "-o", "b.jsonl", "--prompt-column", "x") == 2
     assert run.err.count("has no column 'x'") == 1
-
-
-def test_a_text_file_has_a_prompt_a_line(run: Runner, tmp_path: Path, dest: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("one\n\n  \ntwo\r\nthree {x}")
-    assert run(tmp_path / "prompts.txt", "-o", dest) == 0
-    assert answers(dest) == ["one", "two", "three {x}"]
-
-
-def test_rows_of_json_lines_may_have_the_column_late_or_lack_it(
-    run: Runner, tmp_path: Path, dest: Path
-) -> None:
-    first = write_lines(tmp_path / "1.jsonl", [{"text": "a"}, {"n": 1}])
-    second = write_lines(tmp_path / "2.jsonl", [{"n": 1}] * 3000 + [{"text": "b"}])
-    assert run(first, second, "-o", dest, "--max-error-rate", "1") == 0
-    assert [text for text in answers(dest) if text] == ["a", "b"]
-    assert run.result["rows"] == 3003
 
 
 # --------------------------------------------------------------------------- pipes
@@ -263,43 +237,6 @@ def test_the_hub_gets_some_rows_and_then_all(
 
 
 # --------------------------------------------------------------------------- machines and commands side by side
-
-NOTING_SERVER = """
-import json, os, sys
-server, model, name, socket, gpus, notes = sys.argv[1:]
-names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-with open(f"{notes}/{os.getpid()}", "w") as file:
-    json.dump([gpus, *map(os.environ.get, names), os.listdir(model)], file)
-config = json.dumps({"engine": "echo", "model": name})
-os.execv(sys.executable, [sys.executable, server, config, socket])
-"""
-
-
-def test_every_gpu_of_the_machine_works(
-    rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine with four GPUs, as far as the driver and the servers tell. The model is fetched from a bucket."""
-    notes, program = dest.parent / "notes", dest.parent / "server.py"
-    notes.mkdir()
-    total = 23034 << 20
-    gpus = [Gpu(id=str(n), uuid=f"GPU-{n}a", name="NVIDIA L4", total_bytes=total) for n in range(4)]
-    monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: gpus)
-    program.write_text(NOTING_SERVER)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("HF_HOME", str(dest.parent / "cache"))
-    url, files = f"memory://{dest.parent.name}/demo", sorted(DEMO_MODEL.glob("*.*"))
-    for path in files:
-        open_store(url).put_file(path.name, path)
-    words = f"{program} {echo_server.__file__} {{model}} {{name}} {{socket}} {{gpus}} {notes}"
-    options = ["--server-command", f"{sys.executable} {words}", "--tensor-parallel-size", "2"]
-    assert main(["run", str(rows), "-o", str(dest), "--model", url, *options]) == 0
-    *found, last = sorted(json.loads(path.read_text()) for path in notes.iterdir())
-    assert [each[:3] for each in (*found, last)] == [
-        ["2", "0,1", "PCI_BUS_ID"],
-        ["2", "2,3", "PCI_BUS_ID"],
-    ]
-    assert {path.name for path in files} >= {*last[3]} >= {"config.json", "model.safetensors"}
-    assert len(set(answers(dest))) == 60
 
 
 def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_once(

@@ -12,7 +12,6 @@ import pytest
 from batchinfer.core.records import Call
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
-from echo_server import fake_endpoint
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]
@@ -84,21 +83,6 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
         second.type(CTRL_D)
         assert second.end() == 0
     assert (tmp_path / "out").read_text() == "remember this\n"
-
-
-def test_an_endpoint_gets_the_whole_conversation(tmp_path: Path) -> None:
-    with fake_endpoint() as endpoint:
-        options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-        with Terminal("chat", *options, "--system-prompt", "s", state=tmp_path) as chat:
-            for text in ("hello there", "and again"):
-                chat.expect(">>>")
-                chat.type(f"{text}\r")
-                chat.expect(f"\n{text}\n")
-            chat.expect(">>>")
-            chat.type(CTRL_D)
-            assert chat.end() == 0
-    roles = [message["role"] for message in endpoint.bodies[-1]["messages"]]
-    assert roles == ["system", "user", "assistant", "user"]
 
 
 # --------------------------------------------------------------------------- context and interruptions

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -21,6 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 import pyarrow as pa
@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import echo_server
 from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import ServerCommand, divide
 from batchinfer.engines import create_engine
@@ -37,24 +38,21 @@ from echo_server import fake_endpoint
 from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
 from fixtures_vllm import SharedEngine
-from models import DEMO_MODEL, sound, write_adapter
+from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pictures import picture
+from terminal import CTRL_D, Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODEL = "examples/demo-model"
 NOT_RUN = {
-    r"^batchinfer chat": "needs a terminal: tests/playground/test_chat.py",
-    r"^node\d\$": "two machines: tests/engines/test_headless.py",
-    r"--server-command": "other servers: tests/engines/test_servers.py",
-    r"api\.openai\.com|OPENAI_API_KEY": "a provider; the cookbook asks an endpoint that is here",
+    r"^node\d\$": "two machines of 8 GPUs each: tests/worker/test_nodes_vllm.py",
+    r"api\.openai\.com": "an account; the cookbook asks an endpoint that is here",
+    r"^(aws|gcloud) ": "an account",
     r"hf-to-onnx": "an environment of 1.3 GB: tests/convert/test_onnx.py",
-    r"--dry-run \|": "a cluster: tests/pipeline/test_launch.py submits the page",
     r"ray job submit": "a Ray cluster",
     r"^(python3 -m venv|pip|bash scripts/setup.sh)": "a new environment: test_setup_script.py",
-    r"^(source|sky|ssh|gcloud|cd) ": "an account, or another machine",
-    r"^export ": "the reader's own credentials",
-} | ({} if shutil.which("jq") else {r"\| jq": "jq is not installed here"})
+}
 """Commands that are not run, and why. Their options are looked at."""
 LEFT_OUT = {
     "check": "--job JOB --prompt-column text",
@@ -68,7 +66,10 @@ LEFT_OUT = {
 _BLOCK = re.compile(
     r"^```console\n(.*?)^```|^```.*?^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL
 )
-_COMMAND = re.compile(r"^ *(?:\$ |until |cd \S+ && |node\d\$ )?batchinfer [a-z]", re.MULTILINE)
+_COMMAND = re.compile(
+    r"^ *(?:(?:\$ |until |node\d\$ )?batchinfer [a-z]|(?:aws|bash|export|grep|python|sed|sky) )",
+    re.MULTILINE,
+)
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ ")
 
 
@@ -100,20 +101,34 @@ def steps_of(text: str) -> list[Step]:
 
 
 def whole(block: str) -> Iterator[str]:
-    """Join lines that end in a backslash, or within quotes, with the next ones."""
+    """Join lines until bash takes them for a whole command."""
     command = ""
     for line in block.splitlines():
         command += f"{line}\n"
-        with contextlib.suppress(ValueError):  # a quotation that goes on
-            words = shlex.split(command, comments=True)
-            if not line.endswith("\\"):
-                yield from [command.rstrip()] if words else []
-                command = ""
+        is_whole = not subprocess.run(
+            ["bash", "-n"], input=command.encode(), capture_output=True
+        ).returncode
+        if is_whole and not line.endswith("\\"):
+            yield from [command.rstrip()] if command.partition("#")[0].strip() else []
+            command = ""
 
 
 def is_ours(command: str) -> bool:
     """Whether a command is one of batchinfer alone."""
     return bool(re.match(r"batchinfer [^|;<>]*$", re.sub(r" +#.*", "", command)))
+
+
+def with_all(command: str) -> str:
+    """The command with what the page leaves out."""
+    found, name, before = [], "", ""
+    for word in re.split(r"(\s+)", command):
+        is_gap = word == "…" and name in LEFT_OUT and not before.startswith("--")
+        # Another run for each command: a run has one model.
+        options = LEFT_OUT.get(name, "").replace("ANOTHER", f"run-{crc32(command.encode())}")
+        found.append(options if is_gap else word)
+        if word.strip():
+            name, before = word if before == "batchinfer" else name, word
+    return "".join(found)
 
 
 def is_asked_of_the_model(command: str) -> bool:
@@ -150,12 +165,8 @@ def reason_for(command: str) -> str:
 
 def words_of(command: str) -> list[str]:
     """The words after `batchinfer`, with what the page leaves out."""
-    _, name, *words = shlex.split(os.path.expandvars(command.replace("\\\n", " ")), comments=True)
-    found = [name]
-    for before, word in itertools.pairwise([name, *words]):
-        is_gap = word == "…" and not before.startswith("--")
-        found += shlex.split(LEFT_OUT[name]) if is_gap else [word]
-    return found
+    line = os.path.expandvars(with_all(command).replace("\\\n", " "))
+    return shlex.split(line, comments=True)[1:]
 
 
 # --------------------------------------------------------------------------- what the reader has
@@ -172,12 +183,26 @@ ROWS = [
     for n in range(200)
 ]
 REQUEST = {"method": "POST", "url": "/v1/chat/completions"}
-SKY = """#!/bin/bash
-# SkyPilot of one machine, which does the work of all before `sky` returns.
+PROGRAMS = {
+    # SkyPilot of one machine, which does the work of all workers of a launch before `sky` returns.
+    "sky": """
 [ "$2" = queue ] && echo "[]"
-[ "$2" = launch ] || exit 0
-for word; do case $word in --env=*) export "${word#--env=}" ;; esac; done
-eval "BATCHINFER_RANK=0 batchinfer worker --job $DATA_BUCKET --output $OUTPUT_BUCKET --model $MODEL_NAME $WORKER_WORDS"
+for word; do
+  case $word in --env=*) export "${word#--env=}" ;; *.yaml) [ -e "$word" ] || exit 9 ;; esac
+done
+[ -z "$WORKER_WORDS" ] || eval "BATCHINFER_RANK=0 batchinfer worker $WORKER_WORDS"
+""",
+    "ssh": "",
+    "sbatch": "bash -n",
+    "kubectl": 'python -c \'import sys, yaml; assert yaml.safe_load(sys.stdin)["kind"] == "Job"\'',
+    "transformers": 'exec python -m sglang.launch_server "$@" --served-model-name ./model "${@: -1}"',
+}
+"""Programs that only readers have."""
+OTHER_SERVER = f"""
+import json, os, sys
+name = sys.argv[sys.argv.index("--served-model-name") + 1]
+config = json.dumps({{"engine": "echo", "model": name}})
+os.execv(sys.executable, [sys.executable, {echo_server.__file__!r}, config, sys.argv[-1]])
 """
 
 
@@ -233,18 +258,26 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).mkdir()
     for name in ("examples", "scripts"):
         (tmp_path / "here" / name).symlink_to(ROOT / name)
-    (tmp_path / "bin/sky").write_text(SKY)
-    (tmp_path / "bin/sky").chmod(0o755)
+    for name in ("worker.yaml", "dev.yaml"):
+        (tmp_path / "here" / name).symlink_to(ROOT / name)
+    for name, script in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin/activate").touch()
+    (tmp_path / "lib/sglang").mkdir(parents=True)
+    (tmp_path / "lib/sglang/launch_server.py").write_text(OTHER_SERVER)
     path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     values = {
         "COLUMNS": "100",
         "PATH": path,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
         "HF_TOKEN": TOKEN,
         "RUN": "RUN",
     }
     values |= {"BATCHINFER_ACCELERATOR": "L4", "GOOGLE_BEARER_TOKEN": "testing"}
-    for name in ("CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
+    for name in ("CHAT", "CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         values[f"BATCHINFER_{name}_ENGINE"] = "echo"
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
@@ -274,12 +307,22 @@ def make_world(
             Path("lmsys").mkdir()
             shutil.copy("reviews.parquet", "lmsys")
             request.getfixturevalue("hub").add("lmsys/lmsys-chat-1m", "main", reader / "lmsys")
+        if "logs/*" in text:
+            make("split reviews.parquet --output LOGGED --num-chunks 4")
+            Path("logs").mkdir()
+            words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
+            run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
+        if "./model" in text:
+            write_model_stub(reader / "model")
         if "--lora" in text:
             write_adapter(reader / "sql-adapter")
-            kept = reader / "hub/models--org--poems"
-            write_adapter(kept / "snapshots/1")
-            (kept / "refs").mkdir()
-            (kept / "refs/main").write_text("1")
+        if "org/" in text:
+            for name, write in (("poems", write_adapter), ("name", write_model_stub)):
+                kept = reader / f"hub/models--org--{name}"
+                (kept / "refs").mkdir(parents=True)
+                (kept / "refs/main").write_text("1")
+                (kept / "snapshots").mkdir()
+                write(kept / "snapshots/1")
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(reader / "hub"))
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         if "convert" in text:
@@ -307,10 +350,23 @@ def write_checkpoints() -> None:
 
 def run_in_bash(command: str) -> str:
     done = subprocess.run(
-        ["bash", "-euc", command], capture_output=True, text=True, timeout=120, check=False
-    )
+        ["bash", "-euc", with_all(command)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"HOME": str(Path.cwd().parent)},
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
+
+
+def run_in_a_terminal(command: str) -> str:
+    with Terminal(*words_of(command), state=Path.cwd()) as terminal:
+        terminal.expect(">>>")
+        terminal.type("good morning\r")
+        terminal.expect("\ngood morning\n")
+        terminal.expect(">>>")
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+        return terminal.shown
 
 
 def run_here(command: str) -> str:
@@ -355,7 +411,8 @@ def test_the_commands_of_a_page_print_what_it_shows(
         kept = SharedEngine(engine, msgspec.structs.replace(engine.open(None), name="vllm"))
 
     def create(config: EngineConfig) -> Any:
-        return kept if config.engine == "vllm" else create_engine(config)
+        is_kept = kept is not None and config.engine == "vllm"
+        return kept if is_kept else create_engine(config)
 
     for module in ("batchinfer.engines", "batchinfer.playground.session"):
         monkeypatch.setattr(f"{module}.create_engine", create)
@@ -363,10 +420,11 @@ def test_the_commands_of_a_page_print_what_it_shows(
         if command not in commands:
             continue
         with monkeypatch.context() as patch:
-            if is_asked_of_the_model(command):
-                for name in ("RUN", "GENERATE"):
+            if is_asked_of_the_model(command) or "--server-command" in command:
+                for name in ("RUN", "GENERATE", "WORKER"):
                     patch.delenv(f"BATCHINFER_{name}_ENGINE")
-            printed = run_here(command) if is_ours(command) else run_in_bash(command)
+            run = run_here if is_ours(command) else run_in_bash
+            printed = (run_in_a_terminal if command.startswith("batchinfer chat") else run)(command)
         if shown is not None:
             has_times = "tokens/s" in shown
             lines = neat(printed.replace(f"{reader}/", ""), has_times=has_times)
@@ -375,6 +433,28 @@ def test_the_commands_of_a_page_print_what_it_shows(
             assert re.fullmatch(pattern, "\n".join(lines), re.DOTALL), (
                 f"{command}\nprints\n{printed}"
             )
+
+
+def block(page: str, start: str) -> str:
+    """A block of a page, without the indentation."""
+    text = (ROOT / "docs" / page).read_text()
+    (found,) = re.findall(rf"^ *{start}(?:.*\n)+?(?=\n|```)", text, re.MULTILINE)
+    return textwrap.dedent(found).strip()
+
+
+def test_what_pages_quote_is_what_a_worker_says(reader: Path) -> None:
+    write_files()
+    make("split reviews.parquet --output JOB --num-chunks 4")
+    worker = "batchinfer worker --job JOB --output run --prompt-column text --max-tokens"
+    run_in_bash(f"{worker} 512 --log-format json 2>log.jsonl")
+    refused = run_in_bash(f"{worker} 1024 2>&1 | sed -n '/^error/,/this worker/p'")
+    quoted = re.escape(block("when-it-goes-wrong.md", "error: …")).replace("…", ".*")
+    assert re.fullmatch(quoted, refused.strip())
+    line = json.loads(block("monitoring.md", '{"time": "2026').replace("\n", " "))
+    logged = map(json.loads, Path("log.jsonl").read_text().splitlines())
+    (same, *_) = (each for each in logged if each.get("event") == line["event"])
+    assert (same.keys(), same["fields"].keys()) == (line.keys(), line["fields"].keys())
+    assert neat(same["message"], has_times=True) == neat(line["message"], has_times=True)
 
 
 def test_each_command_that_is_not_run_is_there() -> None:

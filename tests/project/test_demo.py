@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from models import DEMO_MODEL
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+README = SCRIPTS.parent / "README.md"
 NUM_ROWS = 40
 
 
@@ -33,16 +35,28 @@ def data():
     return importlib.import_module("demo_data")
 
 
+def without_numbers(text):
+    """The lines of a text, with each number as 0."""
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return [re.sub(r"\d+(\.\d+)?", "0", line) for line in lines if line]
+
+
 @pytest.mark.vllm
-def test_the_demo_kills_resumes_and_passes(demo, demo_url, tmp_path, capfd):
+def test_the_demo_kills_resumes_and_passes_and_prints_what_readme_shows(
+    demo, demo_url, tmp_path, capfd
+):
     options = ["--work-dir", str(tmp_path / "work"), "--rows", "600", "--num-chunks", "6"]
     model = ["--engine", "openai", "--base-url", demo_url, "--model", str(DEMO_MODEL)]
     assert demo.main([*options, *model, "--max-concurrency", "4"]) == 0
-    out = capfd.readouterr().out
-    assert "PASSED" in out
+    out, err = capfd.readouterr()
     result = json.loads(out.splitlines()[-1])
     assert (result["passed"], result["rows"]) == (True, 600)
     assert result["rows_resumed"] > 0
+    printed = without_numbers((err + out).replace(f"{tmp_path}/work", "demo-run"))
+    (shown,) = re.findall(r"^    demo: (?:.*\n)+?\n", README.read_text(), re.MULTILINE)
+    for line in without_numbers(shown):
+        assert line in printed
+        printed = printed[printed.index(line) + 1 :]
 
 
 def swap(answers):

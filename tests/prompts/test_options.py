@@ -71,8 +71,8 @@ def test_constraints_and_tools_have_the_names_of_the_server(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"json_schema": "{}", "choices": ["b"]}, "--json-schema and --choices: expected one"),
-        ({"choices": ["a"], "sampling": {"response_format": {}}}, "second constraint"),
+        ({"json_schema": "{}", "choices": ["b"]}, "several constraints, expected one"),
+        ({"choices": ["a"], "sampling": {"response_format": {}}}, "several constraints"),
         ({"json_schema": "{"}, "--json-schema: not JSON"),
         ({"sampling": {"max_new_tokens": 5, "max_tokens": 6}}, "another name"),
         ({"sampling": {"seed": 1}}, "the run's"),

@@ -148,25 +148,17 @@ NO_ANSWERS = {
     "an empty body": b"Content-Length: 0\r\n\r\n",
     "a web page": b"Content-Type: text/html\r\nContent-Length: 14\r\n\r\n<html>x</html>",
 }
-VERBS: dict[str, Callable[[Store], object]] = {
-    "list": lambda store: list(store.list()),
-    "delete": lambda store: store.delete(["k"]),
-    "get": lambda store: store.get("k"),
-    "stat": lambda store: store.stat("k"),
-    "create": lambda store: store.create("k", b"1"),
-    "replace": lambda store: store.replace("k", b"1", '"e"'),
-}
 
 
 @pytest.mark.parametrize("reply", NO_ANSWERS.values(), ids=NO_ANSWERS)
-@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+@pytest.mark.parametrize("verb", ["list", "get", "stat", "create", "replace", "delete"])
 def test_an_answer_that_no_store_gives_is_no_answer(
-    scripted, verb: Callable[[Store], object], reply: bytes
+    scripted, verb: str, reply: bytes, tmp_path: Path
 ):
     """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
     scripted(*[reply] * 9)
     with pytest.raises(StorageError, match="after 3 attempts"):
-        verb(open_store("s3://bucket/job", retries=QUICK))
+        every_verb(open_store("s3://bucket/job", retries=QUICK), tmp_path / "file")[verb]()
 
 
 def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:
@@ -179,6 +171,7 @@ def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:
         "put_file": lambda: store.put_file("k", file),
         "replace": lambda: store.replace("k", b"1", '"e"'),
         "trial": lambda: check_preconditions(store),
+        "delete": lambda: store.delete(["k"]),
     }
 
 
@@ -192,7 +185,7 @@ def test_a_missing_bucket_is_named_by_every_verb(
         monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "testing")
     else:
         request.getfixturevalue({"s3": "s3_environment", "az": "azure_url"}[cloud])
-    for name in every_verb(open_store("memory://none"), tmp_path / "file"):
+    for name in every_verb(open_store("memory://none"), tmp_path / "file").keys() - {"delete"}:
         store = open_store(f"{cloud}://nowhere/job", retries=QUICK)
         with pytest.raises(InputError, match="nowhere") as caught:
             every_verb(store, tmp_path / "file")[name]()
