@@ -94,7 +94,7 @@ LONGEST = (
     "test_run",
     "test_worker",
     "test_servers",
-    "test_report_browser",
+    "test_report",
     "test_faults",
     "test_hub_destination",
 )

@@ -42,16 +42,6 @@ def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
         assert any("part-00000.succeed" in key for key in stage.objects())
 
 
-def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
-    """The note of what was in flight kept the last checkpoint of the same chunk from being written."""
-    with Stage([["a", "b", "c", "poison", "e"]]) as stage:
-        stage.engine.max_in_flight = 2
-        ending = stage.run(checkpoint_seconds=1000.0)
-        assert isinstance(ending.error, EngineDied)
-        assert stage.finished
-        assert saved_lines(stage) == {line for _, line in stage.finished}
-
-
 class TestSavingAfterAnEngineDied:
     """Nobody waits for a worker whose engine died. It gave up after the grace period, with rows still to be saved."""
 
@@ -108,18 +98,6 @@ class TestSavingAfterAnEngineDied:
         error, seconds = self.run(stage, 0.0, monkeypatch, lease_seconds=12.0)
         assert isinstance(error, EngineDied)
         assert seconds < 20
-
-
-def test_rows_finished_while_a_checkpoint_was_on_its_way_were_not_left_behind_by_a_stop() -> None:
-    with Stage([[f"say {index}" for index in range(50)]]) as stage:
-        stage.engine.row_seconds = 0.2
-        stage.engine.max_in_flight = 1
-        slow = when(lambda method, key: method == "put_object" and "checkpoints/" in key, 1.0)
-        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-        ending = stage.run(hook=slow, checkpoint_seconds=0.2)
-        assert isinstance(ending.error, Interrupted)
-        assert 1 < len(stage.finished) < 50
-        assert saved_lines(stage) == {line for _, line in stage.finished}
 
 
 def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
@@ -250,20 +228,6 @@ def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
                 process.freeze(1000.0, stops_clock=False)
 
         assert stage.run(hook=hook, within_seconds=2000.0).is_success
-
-
-def test_two_starts_of_one_worker_did_not_overwrite_each_others_checkpoints() -> None:
-    """Epochs begin anew after a worker's record was lost."""
-    with Stage([[f"say {index}" for index in range(40)]]) as stage:
-        stage.engine.max_in_flight = 2
-        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run()
-        before = saved_lines(stage)
-        assert before
-        stage.server.objects.pop(RUN + layout.worker_key("w0"))
-        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run()
-        assert saved_lines(stage) > before
 
 
 def test_a_complete_chunk_was_saved_before_it_was_published() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Marker, Worker, WorkerLease
-from batchinfer.formats import bodies
+from batchinfer.formats import lines
 from batchinfer.ledger import checkpoints, claims, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -494,7 +494,7 @@ def edited_chunk_is_answered() -> Defect:
 
 def ids_of_the_server_stay() -> Defect:
     """Bodies keep the ids and times that the server gave them."""
-    return mock.patch.object(bodies, "settle", lambda body, _key: codec.encode(body))
+    return mock.patch.object(lines, "settle", lambda body, _key: codec.encode(body))
 
 
 def greedy_rows_have_seeds() -> Defect:
