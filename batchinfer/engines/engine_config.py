@@ -224,7 +224,7 @@ def check_engine(config: EngineConfig) -> None:
         hint = "put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it"
         raise ConfigError(f"--server-command {command}: says not where to listen", hint=hint)
     if config.nnodes > 1 and not (config.master_addr and 0 <= config.node_rank < config.nnodes):
-        message = f"--nnodes {config.nnodes}: expected --master-addr, and --node-rank below it"
+        message = f"--nnodes {config.nnodes}: expected --master-addr and --node-rank below --nnodes"
         raise ConfigError(message, hint="--master-addr is the address of node 0")
     if config.nnodes > 1 and config.replicas not in {1, "auto"}:
         raise ConfigError("--replicas with --nnodes: several nodes run one replica together")

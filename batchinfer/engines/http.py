@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from batchinfer.core.errors import EngineDied, Interrupted
@@ -153,7 +153,7 @@ class HttpEngine:
         await asyncio.gather(*self._watches, *ends, return_exceptions=True)
         await self._nodes.close(getattr(self._failure, "exit_status", 33) if is_kill else 0)
 
-    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
+    def generate(self, source: RequestSource, stop: Stop) -> Generator[list[Reply]]:
         """See Engine.generate."""
         has_more, is_idle = True, False
         try:
@@ -206,7 +206,8 @@ class HttpEngine:
 
         async def wait() -> None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), seconds)
+                async with asyncio.timeout(seconds):  # 3.11's wait_for may lose a Ctrl-C
+                    await self._has_news.wait()
 
         self._run(wait())
         self._has_news.clear()
@@ -219,13 +220,17 @@ class HttpEngine:
             if self._runner is None:
                 work.close()  # Python warns of work that nobody awaits
                 raise Interrupted("engine: closed")
+            loop = self._runner.get_loop()
             try:
                 return self._runner.run(work)
             except (KeyboardInterrupt, SystemExit):
                 # It broke off a turn, whose end may still be in the queue and would end the next turn.
-                loop = self._runner.get_loop()
                 loop.call_soon(loop.stop)
                 loop.run_forever()
+                for task in asyncio.all_tasks(loop):
+                    if task.get_coro() is work:
+                        task.cancel()
+                        loop.run_until_complete(asyncio.wait([task]))
                 raise
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -244,12 +249,13 @@ class HttpEngine:
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
         batches = self.generate(OneCall(call), stop or threading.Event())
-        replies = [reply for batch in batches for reply in batch]
-        if not replies:
+        reply = next((reply for batch in batches for reply in batch), None)
+        batches.close()  # a server that died is not waited for
+        if reply is None:
             raise Interrupted("engine: stopped before it answered")
-        if replies[0].is_engine_death:
-            raise EngineDied(replies[0].body.decode(), in_flight=[call.key])
-        return replies[0]
+        if reply.is_engine_death:
+            raise EngineDied(reply.body.decode(), in_flight=[call.key])
+        return reply
 
     def stream(self, call: Call) -> Iterator[bytes]:
         """See Engine.stream."""
@@ -280,7 +286,7 @@ class HttpEngine:
         return EngineStats(
             **sum((server.counters for server in self._servers), Counter[str]()),
             replicas_lost=sum(server.is_lost for server in self._servers),
-            restarts=sum(server.num_starts - 1 for server in self._servers),
+            restarts=sum(max(0, server.num_starts - 1) for server in self._servers),
         )
 
     def _begin(self, target: Target, calls: Sequence[Call]) -> None:
@@ -354,8 +360,7 @@ class HttpEngine:
         self._replies.clear()
         self._outage.last_replies.clear()
         self._outage.since = 0.0
-        ready = [server for server in self._servers if server.is_ready]
-        await asyncio.gather(*(server.read_counters() for server in ready))
+        await asyncio.gather(*(each.read_counters() for each in self._servers if each.is_ready))
 
     async def _watch(self, target: Target) -> None:
         """Wait until a target is ready. One of ours is watched on, and started again when it is dead.

@@ -94,6 +94,8 @@ def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
 def _is_answer(call: Call, body: bytes) -> bool:
     """Whether the body of a status 200 is an answer to a call: whole JSON, no error, with what such answers hold."""
     field = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
+    if field is None and not call.content_type.startswith("application/json"):
+        return bool(body)  # a transcription may be plain text
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from batchinfer.core.errors import (
@@ -101,6 +103,13 @@ def test_a_row_that_always_fails_fails_alone(endpoint, engine, name):
     assert {key[1]: code_of(each) for key, each in found.items() if code_of(each)} == {
         3: FAULTS[name]
     }
+
+
+def test_a_transcription_may_be_plain_text(endpoint, engine):
+    endpoint.rule = lambda *_: reply(200, "what was said", "text/plain")
+    asked = call(0, "/v1/audio/transcriptions")
+    asked = msgspec.structs.replace(asked, content_type="multipart/form-data; boundary=b")
+    assert engine.ask(asked).body == b"what was said"
 
 
 def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint):
@@ -210,16 +219,24 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
 
 
 @pytest.fixture
-def ctrl_c():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
+def signals():
+    """Signals raise what they raise in the command line."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(33))
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, ctrl_c):
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, number, error):
     endpoint.delay_seconds = 0.5
-    engine._runner.get_loop().call_later(0.1, ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
+    engine._runner.get_loop().call_later(0.1, signal.raise_signal, number)
+    with pytest.raises(error):
         list(engine.stream(call(0, stream=True)))
     assert len(drive(engine, ListSource(calls(3)))) == 3
 
@@ -236,12 +253,21 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
         engine._run(engine._drop())
 
 
-def test_the_engine_goes_on_after_a_ctrl_c_at_the_end_of_a_turn(endpoint, engine, ctrl_c):
-    async def work():
-        engine._runner.get_loop().call_soon(ctrl_c)
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_ctrl_c_at_the_end_of_a_turn_is_neither_lost_nor_an_end(endpoint, engine, num_turns):
+    loop = engine._runner.get_loop()
 
+    def interrupt(after: int) -> None:
+        if after:
+            loop.call_soon(interrupt, after - 1)
+        else:
+            signal.raise_signal(signal.SIGINT)
+
+    loop.call_later(0.05, engine._has_news.set)
+    loop.call_later(0.05, interrupt, num_turns)
     with pytest.raises(KeyboardInterrupt):
-        engine._run(work())
+        list(map(engine._turn, (1.0, 0.1)))
     assert engine.ask(call(0)).status == 200
 
 

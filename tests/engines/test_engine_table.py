@@ -19,7 +19,7 @@ from models import write_model_stub
 WRONG = {
     "--model: is missing": {},
     "no --base-url": {"engine": "openai", "model": "m"},
-    "--node-rank below": {"model": "m", "nnodes": 2, "node_rank": 2, "master_addr": "a"},
+    "--node-rank below --nnodes": {"model": "m", "nnodes": 2, "node_rank": 2, "master_addr": "a"},
     "expected --master-addr": {"model": "m", "nnodes": 2},
     "--replicas with --nnodes": {"model": "m", "nnodes": 2, "master_addr": "a", "replicas": 2},
 }

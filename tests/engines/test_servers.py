@@ -225,6 +225,7 @@ def test_a_death_ends_an_ask_with_its_reason(open_engine):
     engine = open_engine(kill="KILL")
     with pytest.raises(EngineDied, match="SIGKILL"):
         engine.ask(call(0, prompt="KILL"))
+    assert not all(server.is_ready for server in engine.targets)  # it waits for no new start
     with pytest.raises(EngineDied):
         list(engine.stream(call(0, prompt="KILL", stream=True)))
 
@@ -287,6 +288,13 @@ def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
 def test_a_command_that_is_not_there_is_the_users_fault(model):
     with pytest.raises(ConfigError, match="nosuchprogram"):
         opening(model, "nosuchprogram {port}")
+
+
+def test_a_server_that_never_was_started_was_not_started_again(model):
+    engine = create_engine(EngineConfig(model=str(model), server_command=echo_command("{socket}")))
+    engine.targets = engine._make_targets(Flag())
+    assert engine.stats().restarts == 0
+    engine.close()
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_said(model, tmp_path, monkeypatch):
