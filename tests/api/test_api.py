@@ -237,7 +237,7 @@ def started(folder: Path, code: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", f"import batchinfer; batchinfer.run({code})"]
     program = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert program.stderr is not None
-    next(line for line in program.stderr if "first rows in the engine" in line)
+    next(line for line in program.stderr if ": open, " in line)
     return program
 
 
