@@ -160,14 +160,13 @@ def device_variables(group: Sequence[Gpu], wanted: Sequence[str] | None) -> dict
 
     By default CUDA counts GPUs in another order than the driver, the fastest first. So the driver's indices, which
     `visible_gpus` returns, need CUDA_DEVICE_ORDER. Indices from CUDA_VISIBLE_DEVICES already have the order that the
-    user of that variable meant. An order that the user set stays.
+    user of that variable meant.
     """
     if not group:
         return {}
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     is_ours = wanted is not None or variable is None or "GPU-" in variable
-    is_set = is_ours and "CUDA_DEVICE_ORDER" not in os.environ
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_set else {}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_ours else {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in group), **order}
 
 
