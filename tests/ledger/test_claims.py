@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -172,3 +173,23 @@ def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(
     put_raw(store, layout.claim_key("part-00000"), data)
     taken(claims_of(store, "a", clock)[0].take("part-00000"))
     assert claim_of(store).worker == "a"
+
+
+def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of chunks look at the record, too, and a heartbeat may come between reading and comparing."""
+    old, new = take_lease(store, "a", clock), take_lease(store, "a", clock)
+    decode = codec.decode
+
+    def slow(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(codec, "decode", decode)
+        with pytest.raises(Superseded):
+            old.renew(worker_record())
+        return decode(*given, **named)
+
+    monkeypatch.setattr(codec, "decode", slow)
+    with pytest.raises(Superseded):
+        old.confirm()
+    record = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="record")
+    assert record.nonce == new.nonce
