@@ -61,23 +61,11 @@ def problems_of(machine: Machine) -> Iterator[tuple[str, str, str]]:
     cuda, driver = machine.cuda, machine.driver
     oldest = _OLDEST_DRIVERS.get(int(float(cuda or 0)), 0)
     if not machine.vllm:
-        yield (
-            "error",
-            "vLLM is missing",
-            "pip install 'batchinfer[vllm]'; 'batchinfer[cpu]' has no need of a GPU",
-        )
+        yield "error", "vLLM is missing", "pip install 'batchinfer[vllm]', or scripts/setup.sh"
     if machine.gpus and machine.vllm and not cuda:
-        yield (
-            "warning",
-            "this vLLM is for the CPU, and there are GPUs",
-            "pip install 'batchinfer[vllm]'",
-        )
+        yield "warning", "this vLLM is for the CPU", "pip install 'batchinfer[vllm]'"
     if cuda and not driver:
-        yield (
-            "error",
-            "no NVIDIA driver answers",
-            "install it; in a container, docker run --gpus all",
-        )
+        yield "error", "no NVIDIA driver answers", "install it; docker run --gpus all"
     elif cuda and int(driver.partition(".")[0]) < oldest:
         yield "error", f"driver {driver} is too old for CUDA {cuda}", f"install {oldest} or newer"
     if cuda and not machine.has_compiler:

@@ -20,6 +20,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, cast
 
+import msgspec
 from msgspec import Meta
 
 from batchinfer.core import codec, layout
@@ -134,8 +135,7 @@ def name_of(launch: str, run: str) -> str:
 
 def record_launch(store: Store, plan: Plan) -> None:
     """Create the record of a launch, before anything is submitted."""
-    names = [name for name in LaunchRecord.__struct_fields__ if name != "format_version"]
-    record = LaunchRecord(**{name: getattr(plan, name) for name in names})
+    record = msgspec.convert(plan, LaunchRecord, from_attributes=True)
     store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
 
 

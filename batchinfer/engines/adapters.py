@@ -62,7 +62,7 @@ def _describe(name: str, place: str) -> AdapterInfo:
         values = json.loads((folder / CONFIG_FILE).read_bytes())
         ranks = {values["r"], *(values.get("rank_pattern") or {}).values()}
         weights = [each for each in WEIGHT_FILES if (folder / each).is_file()] or WEIGHT_FILES
-        identity = hash_files([folder / CONFIG_FILE, folder / weights[0]])
+        identity = hash_files([folder / CONFIG_FILE, folder / weights[0]], is_sampled=False)
         if not 0 < max(ranks) <= RANKS[-1]:
             raise ValueError(f"r is {max(ranks)}, expected 1 to {RANKS[-1]}")
         for layer, pair in _matrices(folder).items():

@@ -155,14 +155,19 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     return [known.get(name) or Gpu(id=name) for name in valid]
 
 
-def device_variables(group: Sequence[Gpu]) -> dict[str, str]:
+def device_variables(group: Sequence[Gpu], wanted: Sequence[str] | None) -> dict[str, str]:
     """Return the environment variables with which a server sees just these GPUs.
 
-    By default CUDA counts GPUs in another order than the driver, whose indices `visible_gpus` returns: the fastest
-    first.
+    By default CUDA counts GPUs in another order than the driver, the fastest first. So the driver's indices, which
+    `visible_gpus` returns, need CUDA_DEVICE_ORDER. Indices from CUDA_VISIBLE_DEVICES already have the order that the
+    user of that variable meant.
     """
-    listed = ",".join(gpu.id for gpu in group)
-    return {"CUDA_VISIBLE_DEVICES": listed, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if group else {}
+    if not group:
+        return {}
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_ours = wanted is not None or variable is None or "GPU-" in variable
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_ours else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in group), **order}
 
 
 def query_nvidia() -> list[Gpu]:

@@ -184,17 +184,17 @@ def _files_in(folder: Path) -> ModelFiles:
     return ModelFiles(identity, "", sizes, lambda name: paths[name].read_bytes())
 
 
-def hash_files(paths: list[Path]) -> str:
-    """Return a hash of names, sizes and content. Of weights only both ends are read, since they are large."""
+def hash_files(paths: list[Path], *, is_sampled: bool = True) -> str:
+    """Return a hash of names, sizes and content; if `is_sampled`, only of both ends of weights, which are large."""
     digest = hashlib.sha256()
     for path in paths:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name}\0{num_bytes}\n".encode())
         with path.open("rb") as file:
-            if path.suffix in WEIGHT_SUFFIXES:
+            if is_sampled and path.suffix in WEIGHT_SUFFIXES:
                 digest.update(file.read(_SAMPLE_BYTES))
                 file.seek(max(0, num_bytes - _SAMPLE_BYTES))
-            digest.update(file.read())
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()[:40]
 
 

@@ -116,7 +116,10 @@ def _line(prepared: Prepared, status: int, rest: bytes) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    return _encode(value if value.isascii() else value.encode(errors="replace").decode())
+    """Write a text as JSON, with U+FFFD for surrogates without a partner, which UTF-8 cannot hold."""
+    if not value.isascii():
+        value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _encode(value)
 
 
 def read_line(data: bytes) -> OutputLine:
@@ -242,13 +245,18 @@ def settle(body: Body, key: RowKey) -> bytes:
 def usage_of(body: Body) -> Usage:
     """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
     try:
-        data = bytes(body["usage"])
-        if b'"input_tokens"' in data:
-            data = data.replace(b'"input_', b'"prompt_').replace(b'"output_', b'"completion_')
-        found = {name: x for name, x in msgspec.json.decode(data).items() if x is not None}
-        found["cached_tokens"] = found.get("prompt_tokens_details", {}).get("cached_tokens") or 0
-        details = found.get("completion_tokens_details", {})
-        return codec.convert(found | {"reasoning_tokens": details.get("reasoning_tokens")}, Usage)
+        found = msgspec.json.decode(body["usage"])
+        prompt, answer = (
+            found.get(f"{one}_tokens_details") or found.get(f"{other}_tokens_details") or {}
+            for one, other in (("prompt", "input"), ("completion", "output"))
+        )
+        counts = {
+            "prompt_tokens": found.get("prompt_tokens") or found.get("input_tokens") or 0,
+            "cached_tokens": prompt.get("cached_tokens") or 0,
+            "completion_tokens": found.get("completion_tokens") or found.get("output_tokens") or 0,
+            "reasoning_tokens": answer.get("reasoning_tokens"),
+        }
+        return codec.convert(counts, Usage)
     except (KeyError, AttributeError, ValueError, RecursionError):
         return Usage()
 

@@ -52,6 +52,9 @@ in a row fail, the lease lapses about when the fourth is due."""
 LEASES_WITHOUT_STORAGE = 10.0
 """Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. That is more
 than others wait for it, since loading an engine again costs more than waiting some minutes for a bucket."""
+LAPSES_WITHOUT_STORAGE = 3
+"""Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
+a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 _LEASES_FOR_ONE_LOOK = 2.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
 gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
@@ -176,18 +179,22 @@ class Lease:
             what = "its lease has ended" if self._is_closed else late
             raise LeaseLapsed(f"worker {self.worker_id}: {what}")
 
-    def confirm(self) -> None:
+    def confirm(self) -> str:
         """Check that no other start of this worker has replaced this worker's record. Sends one request.
 
         A record that is gone or damaged does not count as replaced. The next renewal writes it again.
 
+        Returns:
+            The record's etag; "" if it is gone.
+
         Raises:
             Superseded: The record is of another start of this worker.
         """
-        found = self._own.read()
+        found, etag = self._own.look()
         if found is not None and found.nonce != self.nonce:
             self._superseded = True
             self._refuse_superseded()
+        return etag
 
     def _refuse_superseded(self) -> None:
         if self._superseded:
@@ -203,8 +210,9 @@ class Lease:
                 return False
             if self._write(record):
                 return True
-            # This process itself may have changed it (in another thread, or by a write whose reply was lost).
-            self.confirm()
+            # This process itself may have changed it (in another thread, or by a write whose reply was lost). Only a
+            # record that is known to be its own may be replaced: heartbeats of other threads use the etag at once.
+            self._own.expect(self.confirm())
         raise StorageError(f"{self._own.key}: the store keeps refusing its own etag")
 
     def _write(self, record: Worker) -> bool:

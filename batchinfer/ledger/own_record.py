@@ -38,18 +38,26 @@ class OwnRecord(Generic[T]):
         self.key = key
         self._etag = ""
 
-    def read(self) -> T | None:
-        """Read the object; None if it is gone or damaged. The next write replaces the version that was read."""
+    def look(self) -> tuple[T | None, str]:
+        """Read the object and its etag. The content is None if it is gone or damaged, the etag "" if it is gone."""
         try:
-            data, self._etag = self._store.get(self.key)
+            data, etag = self._store.get(self.key)
         except ObjectNotFound:
-            self._etag = ""
-            return None
+            return None, ""
         try:
-            return codec.decode(data, self._kind, name=self.key)
+            return codec.decode(data, self._kind, name=self.key), etag
         except InputError as error:
             logger.warning("%s; it is written anew", error)
-            return None
+            return None, etag
+
+    def expect(self, etag: str) -> None:
+        """Let the next write replace the version with this etag; with "" there must be none."""
+        self._etag = etag
+
+    def read(self) -> T | None:
+        """Read the object; None if it is gone or damaged. The next write replaces the version that was read."""
+        found, self._etag = self.look()
+        return found
 
     def write(self, record: T) -> bool:
         """Write the object if it is the version that was last written or read. Return whether it was written."""

@@ -31,6 +31,10 @@ UNKNOWN = "(not known before the engine has loaded)"
 _SHOWN = 200
 _SHOWN_CHUNKS = 3
 """Largest number of chunks that an error names."""
+_MEANINGS = {
+    "model_identity": " (the model's files are not those with which the run began)",
+}
+"""Explanations of differences in the configuration, by key."""
 _PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
 
 
@@ -188,7 +192,7 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
 def _differences(run: Run, config: dict[str, Any]) -> str:
     """Return one line for each key of a configuration whose value differs from the run's."""
     return "\n".join(
-        f"  {key}: the run has {there}, this worker {here}"
+        f"  {key}: the run has {there}, this worker {here}{_MEANINGS.get(key, '')}"
         for key, there, here in differing_keys(run.config, _plain(config))
     )
 

@@ -47,6 +47,7 @@ _EXCLUSIVE = (
     {"tools", "tool_choice", "parallel_tool_calls"},
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
+_CHAT_ONLY = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 _GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
@@ -73,8 +74,6 @@ class PromptBuilder:
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
-        is_batch = config.request_format == "openai-batch"
-        self._id_column = config.column("id") or ("custom_id" if is_batch else "")
         reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
         self._reader: RowsReader | RequestsReader = reader_of(config, rules)
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
@@ -126,8 +125,10 @@ class PromptBuilder:
             columns = decode_object(row.data)
             columns.pop(ROW_FIELD, None)
             own_id = columns.pop(ID_FIELD, None)
-            if self._id_column:
-                own_id = columns.get(self._id_column, own_id)
+            if column := self._config.column("id"):
+                own_id = columns.get(column)
+            if self._config.request_format == "openai-batch":
+                own_id = columns.get("custom_id") or own_id
             if own_id is not None:
                 prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
             return self._finish(prepared, *self._reader.read(columns), seed_of)
@@ -162,8 +163,9 @@ class PromptBuilder:
     def _known(self, path: str) -> frozenset[str]:
         """Return the fields that bodies of a path may get from the run."""
         is_likely = path in (*_GENERATING, self._task_path)
-        fields = {*self._config.body, "truncate_prompt_tokens"} if is_likely else ()
-        return self._rules.parameters(path) or frozenset(fields)
+        fields = {*self._config.body, "truncate_prompt_tokens"} if is_likely else set()
+        others = _CHAT_ONLY if path == COMPLETIONS_URL else set()
+        return self._rules.parameters(path) or frozenset(fields - others)
 
     def _make_fields(self, path: str) -> dict[str, Any]:
         """Return the run's fields for bodies of a path, in the form that they have there."""

@@ -70,9 +70,9 @@ def _unwrapped(value: Any) -> Any:
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict):
         raise Unfit(f"message {index} is {shown(item)}, expected an object")
-    speaker = str(item.get("from"))[:40]
-    role = item.get("role") or SPEAKERS.get(speaker.lower())
-    if not isinstance(role, str):
+    role, speaker = item.get("role"), str(item.get("from"))[:40]
+    role = (isinstance(role, str) and role) or SPEAKERS.get(speaker.lower())
+    if not role:
         expected = f"expected a role, or a 'from' of {', '.join(SPEAKERS)}"
         raise Unfit(f"message {index} is from {speaker!r}, {expected}")
     calls = item.get("tool_calls")

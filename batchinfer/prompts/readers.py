@@ -133,8 +133,10 @@ class RowsReader:
             add_media(messages, kind, self._media(columns, kind))
         for message in messages:
             parts = message["content"]
-            if [part["type"] for part in parts] in ([], ["text"]):
-                message["content"] = parts[0]["text"] if parts else None
+            if [part["type"] for part in parts] == ["text"]:
+                message["content"] = parts[0]["text"]
+            elif not parts and "tool_calls" in message:
+                message["content"] = None
         if prompt := self._config.system_prompt:
             others = messages[messages[0]["role"] == "system" :]
             messages = [{"role": "system", "content": prompt}, *others]
@@ -175,9 +177,11 @@ class RequestsReader:
         if self._is_batch:
             path, given = _envelope(columns)
         else:
-            others = {"engine", self._config.column("id")}
+            path, others = COMPLETIONS_URL, {"engine", self._config.column("id")} - {"prompt"}
             given = {name: value for name, value in columns.items() if name not in others}
-            path = COMPLETIONS_URL
+            if not given.get("prompt"):
+                message = "prompt: is missing or empty, expected a prompt"
+                raise RowProblem(Code.INVALID_REQUEST, message, param="prompt")
         body = {name: given[name] for name in _PROMPTS if name in given} | given
         if body.get("stream"):
             message = "stream: expected the request without it; each answer comes whole"

@@ -40,7 +40,8 @@ class BucketFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no ty
 
     def _open(self, path: str, *_: Any, **options: Any) -> _ObjectFile:
         """Open an object for reading, from any place in it."""
-        return _ObjectFile(self, path, size=self.info(path)["size"], **options)
+        size = self._store.stat(path.partition("/")[2]).bytes
+        return _ObjectFile(self, path, size=size, **options)
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         """Read the bytes of an object from `start` up to, but not including, `end`."""

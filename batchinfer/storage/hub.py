@@ -38,7 +38,12 @@ _NETWORK = (
     "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
 )
 _RULES = [
-    Rule("GatedRepoError LocalTokenNotFoundError", AccessDenied, "needs a token", _ACCESS),
+    Rule(
+        "GatedRepoError LocalTokenNotFoundError",
+        AccessDenied,
+        "needs a token with access",
+        _ACCESS,
+    ),
     # The Hub gives the same answer if the repository exists but the token may not see it.
     Rule(
         "RepositoryNotFoundError",

@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import tell
 from batchinfer.core.records import Worker, WorkerLease
 from batchinfer.core.shell import quote
-from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Lease
+from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, LEASES_WITHOUT_STORAGE, Lease
 from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
@@ -65,8 +65,8 @@ class Heartbeat:
         self._telemetry = telemetry
         self._stopper = stopper
         self._clock = clock
-        self._lapsed_at: float | None = None
-        """Monotonic seconds since when the lease had lapsed at the end of every heartbeat; None if it is held."""
+        self._num_lapses, self._lapsed_at = 0, 0.0
+        """Heartbeats in a row at whose end the lease had lapsed, and the monotonic seconds of the first."""
         self._turned_at = clock.monotonic()
         self._statistics = OwnRecord(store, layout.statistics_key(lease.worker_id), Worker)
         self.lease = lease
@@ -124,7 +124,8 @@ class Heartbeat:
             )
             return
         try:
-            if lease.renew(self._telemetry.latest):  # the statistics are still this start's
+            # The statistics are still this start's, if the machine was not frozen meanwhile.
+            if lease.renew(self._telemetry.latest) and lease.is_held():
                 self._statistics.overwrite(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
@@ -141,11 +142,13 @@ class Heartbeat:
         """
         lease, now = self.lease, self._clock.monotonic()
         if lease.is_held():
-            self._lapsed_at = None
+            self._num_lapses = 0
             return
-        self._lapsed_at = self._lapsed_at or now
+        self._lapsed_at = self._lapsed_at if self._num_lapses else now
+        self._num_lapses += 1
         seconds = now - self._lapsed_at + lease.lease_seconds
-        if seconds >= LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+        is_long = seconds >= LEASES_WITHOUT_STORAGE * lease.lease_seconds
+        if is_long and self._num_lapses > LAPSES_WITHOUT_STORAGE:
             reason = f"{self._store.url}: for {seconds:.0f} s no heartbeat of {lease.worker_id} was written in time"
             hint = "start the same command again once the bucket can be written, or with more --lease-seconds"
             self._stopper.request(StorageError(reason, hint=hint))

@@ -36,7 +36,6 @@ NUM_THREADS = 16
 _CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
 """Bytes of memory that an entry of the cache takes beside its content and its place."""
-_NUM_LOCKS = 64
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
 _BUCKETS = (*BUCKET_SCHEMES, "hf")
@@ -206,7 +205,7 @@ class MediaCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._fetching = [threading.Lock() for _ in range(_NUM_LOCKS)]
+        self._under_way: dict[str, Future[bytes]] = {}
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
@@ -216,18 +215,28 @@ class MediaCache:
         Raises:
             RowProblem: it cannot be used. It is asked for again for the next row.
         """
-        with self._fetching[hash(place) % _NUM_LOCKS]:
-            found = self._kept.get(place)
-            if found is None:
-                found = fetch()
-            with self._lock:
-                if place not in self._kept:
-                    self._kept[place] = found
-                    self._num_bytes += _size(place, found)
+        with self._lock:
+            if place in self._kept:
                 self._kept.move_to_end(place)
-                while self._num_bytes > self._max_bytes:
-                    self._num_bytes -= _size(*self._kept.popitem(last=False))
-        return found
+                return self._kept[place]
+            is_first = place not in self._under_way
+            fetching = self._under_way.setdefault(place, Future())
+        if is_first:
+            try:
+                fetching.set_result(fetch())
+            except BaseException as error:  # noqa: BLE001 -- `result` raises it again, in every waiting thread
+                fetching.set_exception(error)
+            with self._lock:
+                del self._under_way[place]
+                if fetching.exception() is None:
+                    self._keep(place, fetching.result())
+        return fetching.result()
+
+    def _keep(self, place: str, found: bytes) -> None:
+        self._kept[place] = found
+        self._num_bytes += _size(place, found)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(*self._kept.popitem(last=False))
 
 
 def _size(place: str, found: bytes) -> int:

@@ -183,7 +183,7 @@ class _Start:
             marked = self.markers.fingerprints(done, own)
             refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
         checkpointed = self._await(with_checkpoints)
-        access = self._access_run(heartbeat.lease, scratch, checkpointed)
+        access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
         self._log_work(membership.assignment.chunks, checkpointed)
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
@@ -277,15 +277,25 @@ class _Start:
         return run.fingerprint
 
     def _access_run(
-        self, lease: Lease, scratch: Scratch, checkpointed: dict[str, int]
+        self,
+        membership: Membership,
+        lease: Lease,
+        scratch: Scratch,
+        checkpointed: dict[str, int],
     ) -> RunAccess:
+        source_at = cache(self.environment.open_store)
+        # Now, so that a source which cannot be opened is refused before anything is claimed. Also the job's own store:
+        # this worker may take chunks that are not in its manifests.
+        assignment = membership.assignment
+        for root in {assignment.job_url, *(ref.root for ref in assignment.chunks)}:
+            source_at(root)
         return RunAccess(
             store=self.store,
             lease=lease,
             claims=Claims(self.store, lease, self.clock),
             publisher=Publisher(self.store, nonce=self.nonce, require_lease=lease.require),
             scratch=scratch,
-            source_at=cache(self.environment.open_store),
+            source_at=source_at,
             checkpointed=checkpointed,
         )
 

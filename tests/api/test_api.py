@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,11 +234,11 @@ def test_a_bar_is_shown_where_a_person_sees_it(
 
 
 def started(folder: Path, code: str) -> subprocess.Popen[str]:
-    """Start a program that calls `run`, and wait until its first rows are in the engine."""
+    """Start a program that calls `run`, and wait until it has opened its first chunk."""
     command = [sys.executable, "-c", f"import batchinfer; batchinfer.run({code})"]
     program = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert program.stderr is not None
-    next(line for line in program.stderr if "first rows in the engine" in line)
+    next(line for line in program.stderr if ": open, " in line)
     return program
 
 
@@ -245,6 +246,7 @@ def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Pa
     rows = [{"text": f"row {index}"} for index in range(20)]
     slow = {"engine": "echo", "echo_latency_seconds": 0.5, "max_num_seqs": 2}
     with started(tmp_path, f"{rows}, output='a.parquet', **{slow}") as program:
+        time.sleep(2.0)  # some of the rows take less
         program.send_signal(signal.SIGINT)
         _, shown = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in shown

@@ -186,7 +186,7 @@ SOUND = Machine(
         ({}, []),
         ({"gpus": [], "cuda": "", "driver": ""}, []),
         ({"vllm": "", "cuda": ""}, [("error", "vLLM is missing")]),
-        ({"cuda": ""}, [("warning", "this vLLM is for the CPU, and there are GPUs")]),
+        ({"cuda": ""}, [("warning", "this vLLM is for the CPU")]),
         ({"driver": "", "gpus": []}, [("error", "no NVIDIA driver answers")]),
         ({"driver": "575.1"}, [("error", "driver 575.1 is too old for CUDA 13.0")]),
         ({"driver": "575.1", "cuda": "12.9"}, []),

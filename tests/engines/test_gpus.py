@@ -139,10 +139,24 @@ def test_stated_gpus_win_and_must_exist(three_gpus, monkeypatch):
         ids(["5"])
 
 
-def test_servers_number_gpus_as_they_were_looked_up():
-    found = device_variables(gpus(2, 80))
-    assert found == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert device_variables([]) == {}
+@pytest.mark.parametrize(
+    ("variable", "wanted", "is_translated"),
+    [
+        (None, None, True),
+        ("GPU-bb,GPU-aa", None, True),
+        ("2,0", None, False),
+        ("2,0", ["0", "1"], True),
+    ],
+)
+def test_servers_number_gpus_as_they_were_looked_up(monkeypatch, variable, wanted, is_translated):
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    found = device_variables(gpus(2, 80), wanted)
+    assert found["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert found.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if is_translated else None)
+    assert device_variables([], wanted) == {}
 
 
 def fake_nvml() -> SimpleNamespace:

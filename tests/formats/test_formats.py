@@ -125,6 +125,20 @@ class TestLine:
                 prompt_tokens=7, cached_tokens=4, completion_tokens=5, reasoning_tokens=2
             )
 
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"input_tokens": 0, "output_tokens": 0, "input_tokens_details": None},
+            {"completion_tokens_details": []},
+            {"input_tokens_details": {"cached_tokens": 4}, "prompt_tokens_details": []},
+        ],
+    )
+    def test_counts_in_both_spellings_or_without_details(self, other: dict[str, Any]) -> None:
+        details = {"prompt_tokens_details": {"cached_tokens": 4}}
+        usage = {"prompt_tokens": 7, "completion_tokens": 5, **details, **other}
+        found = encoded(chat() | {"usage": usage}).usage
+        assert found == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
+
     def test_a_row_of_a_shared_request_has_its_own_count(self) -> None:
         found = encoded(
             {"data": [{"embedding": "AACAPw=="}], "usage": {"prompt_tokens": 90}}, prompt_tokens=9
@@ -140,7 +154,7 @@ class TestLine:
             "_row": 3,
             "_id": "a",
             "status": 400,
-            "error": {"code": "prompt_too_long", "message": "too ? long", "param": "messages"},
+            "error": {"code": "prompt_too_long", "message": "too \ufffd long", "param": "messages"},
         }
 
     @pytest.mark.parametrize(

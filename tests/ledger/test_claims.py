@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -185,3 +186,23 @@ def test_a_start_releases_its_own_claims_of_chunks_that_it_has_given_up(
     assert claim_of(store).worker == "a"
     earlier.release_ours(["part-00000", "part-00001"])
     assert claim_of(store).worker == ""
+
+
+def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of chunks look at the record, too, and a heartbeat may come between reading and comparing."""
+    old, new = take_lease(store, "a", clock), take_lease(store, "a", clock)
+    decode = codec.decode
+
+    def slow(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(codec, "decode", decode)
+        with pytest.raises(Superseded):
+            old.renew(worker_record())
+        return decode(*given, **named)
+
+    monkeypatch.setattr(codec, "decode", slow)
+    with pytest.raises(Superseded):
+        old.confirm()
+    record = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="record")
+    assert record.nonce == new.nonce

@@ -49,6 +49,12 @@ def test_another_configuration_is_refused_with_every_difference(store: MemorySto
     assert read_run(store).fingerprint == codec.fingerprint(CONFIG)  # type: ignore[union-attr]
 
 
+def test_files_of_a_model_that_have_changed_are_named_as_such(store: MemoryStore) -> None:
+    run = join_run(store, {"model_identity": "a1"}, {}, nonce="a")
+    with pytest.raises(RunMismatch, match=r'"b2" \(the model.s files are not those with which'):
+        check_same(run, {"model_identity": "b2"}, url="u")
+
+
 def test_what_is_not_known_yet_is_not_compared(store: MemoryStore) -> None:
     run = join_run(store, CONFIG, {}, nonce="a")
     check_same(run, {**CONFIG, "dtype": UNKNOWN}, url="u")

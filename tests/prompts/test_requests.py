@@ -76,6 +76,24 @@ def test_a_request_of_the_first_completions_api_is_understood() -> None:
     }
     assert (sent(prepared), prepared.best_of, prepared.id) == (wanted, None, "1")
     assert sent(completion(prompt=[[1, 2]], echo=True))["prompt"] == [[1, 2]]
+    options: dict[str, Any] = {"request_format": "completions", "columns": {"id": ["prompt"]}}
+    prepared = prepare({"prompt": "x"}, **options)
+    assert (sent(prepared), prepared.id) == ({"prompt": "x"}, "x")
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": []}, {"prompt": None}])
+def test_a_completion_needs_a_prompt(fields: dict[str, Any]) -> None:
+    failure = completion(**fields).failure
+    assert failure is not None
+    assert (failure.code, failure.param) == ("invalid_request", "prompt")
+    assert failure.message.startswith("prompt: is missing or empty")
+
+
+@pytest.mark.parametrize(("custom_id", "expected"), [("c", "c"), (None, "k"), ("", "k")])
+def test_the_id_of_a_line_is_its_custom_id(custom_id: Any, expected: str) -> None:
+    line = {"custom_id": custom_id, "k": "k", "_id": "k"}
+    for columns in ({}, {"id": ["k"]}):
+        assert prepare(line, request_format="openai-batch", columns=columns).id == expected
 
 
 # ------------------------------------------------------------------ parameters
@@ -118,6 +136,12 @@ def test_a_run_fills_what_a_row_leaves_open() -> None:
         "temperature": 0.5,
     }
     assert sent(request({"prompt": "x"}, "/v1/completions", run=run)) == {"prompt": "x", **run}
+
+
+def test_fields_of_chats_do_not_go_to_completions() -> None:
+    run = {"tools": [{"type": "function"}], "chat_template_kwargs": {"a": 1}, "top_k": 2}
+    assert sent(request({"prompt": "x"}, "/v1/completions", run=run)) == {"prompt": "x", "top_k": 2}
+    assert sent(request({"messages": MESSAGES}, run=run)) == {"messages": MESSAGES, **run}
 
 
 def test_a_run_adds_to_a_path_only_what_it_takes() -> None:

@@ -86,6 +86,7 @@ def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
     row, options = {"p": "x", "k": 7, "_id": "abc"}, {"prompt_column": "p"}
     assert prepare(row, **options).id == "abc"
     assert prepare(row, **options, columns={"id": ["k"]}).id == "7"
+    assert prepare(row, **options, columns={"id": ["other"]}).id == "0"
     assert prepare({"p": "x", "_id": {"$oid": "1"}}, prompt_column="p").id == '{"$oid":"1"}'
     assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
 
@@ -138,6 +139,7 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
         {"conversations": chat("s", "u1")},
         {"role": ["system", "user"], "content": ["s", "u1"]},
         {"from": ["system", "human"], "value": ["s", "u1"]},
+        [{"role": 5, "from": "system", "value": "s"}, {"role": "", "from": "human", "value": "u1"}],
         [
             {"role": "system", "content": [{"type": "text", "text": "s"}], "id": 1},
             {"role": "user", "content": ["u1"], "language": "English", "tool_calls": None},
@@ -162,6 +164,12 @@ def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
 )
 def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
     assert code(prepare({"m": value}, messages_column="m", turns="all")) == "invalid_column"
+
+
+def test_an_answer_without_parts_stays_so() -> None:
+    value = [*chat("u"), {"role": "assistant", "content": []}, *chat("u")]
+    body = sent(prepare({"m": value}, messages_column="m", turns="all"))
+    assert body["messages"][1] == {"role": "assistant", "content": []}
 
 
 def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.bucket_files import BucketFiles
 from batchinfer.storage.opening import open_store
@@ -175,6 +176,13 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others(monkeypatch):
     assert len(pages) == 1
     assert len(list(store.list())) == 3000
     assert len(pages) == 4
+
+
+def test_an_object_that_is_gone_is_no_file_though_keys_lie_below_its_name():
+    store = open_store("memory://gone")
+    store.create("a.jsonl/part", b"x")
+    with pytest.raises(ObjectNotFound):
+        BucketFiles(store).open("gone/a.jsonl")
 
 
 def test_an_object_that_gets_shorter_while_it_is_read_ends_early():

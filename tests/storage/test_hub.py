@@ -117,7 +117,7 @@ def make_error(kind: type[Exception], status: int | None = None) -> Exception:
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
-        (make_error(client_errors.GatedRepoError, 403), AccessDenied, "terms"),
+        (make_error(client_errors.GatedRepoError, 403), AccessDenied, "with access"),
         (make_error(client_errors.LocalTokenNotFoundError), AccessDenied, "HF_TOKEN"),
         (make_error(client_errors.RepositoryNotFoundError, 401), InputError, "HF_TOKEN"),
         (make_error(client_errors.RevisionNotFoundError, 404), InputError, "branch"),

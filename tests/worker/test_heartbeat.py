@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,8 @@ from batchinfer.core.errors import (
     StopRequested,
     StorageError,
 )
+from batchinfer.worker.heartbeat import Heartbeat
+from fakes import FakeClock, MemoryStore, worker_record
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
 
@@ -80,3 +83,29 @@ class TestHeart:
             assert ending.error.exit_status == 34
             assert "was written in time" in ending.error.message
             assert "--lease-seconds" in ending.error.hint
+
+
+def heartbeat_of(store: MemoryStore, clock: FakeClock) -> tuple[Heartbeat, Mock]:
+    lease = Mock(worker_id="a", lease_seconds=60.0)
+    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
+    return Heartbeat(store, lease, telemetry, Mock(), clock), lease
+
+
+def test_a_start_whose_lease_lapsed_meanwhile_leaves_the_statistics_of_the_newer_one() -> None:
+    store, clock = MemoryStore("memory://statistics"), FakeClock()
+    heartbeat, lease = heartbeat_of(store, clock)
+    lease.renew.return_value, lease.is_held.return_value = True, False
+    heartbeat.beat()
+    assert not list(store.list(layout.statistics_key("a")))
+
+
+def test_a_machine_that_was_frozen_after_an_outage_goes_on() -> None:
+    clock = FakeClock()
+    heartbeat, lease = heartbeat_of(MemoryStore("memory://frozen"), clock)
+    lease.renew.return_value = lease.is_held.return_value = False
+    heartbeat.beat()
+    clock.sleep(1800.0)
+    for num_requests in (0, 0, 1):
+        heartbeat.turned()
+        heartbeat.beat()
+        assert heartbeat._stopper.request.call_count == num_requests

@@ -60,6 +60,21 @@ def test_a_column_that_the_job_does_not_have_is_refused_before_anything_is_made(
     assert not Path("job/runs").exists()
 
 
+def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found only when its chunk was opened, in the middle of a paid run."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    path = Path(job, "job.json")
+    content = json.loads(path.read_text())
+    content["chunks"][1]["file"] = "r2://bucket/rows.jsonl"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"r2://bucket.*: no endpoint"):
+        run_worker_here(job, f"{job}/runs/a")
+    assert not Path(job, "runs/a/run.json").exists()
+    assert not Path(job, "runs/a/claims").exists()
+
+
 def test_the_models_own_code_is_trusted_by_all_workers_of_a_run_or_by_none(job: str) -> None:
     for name, options, others in (
         ("without", [], ["--trust-remote-code"]),

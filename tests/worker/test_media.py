@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,8 +16,9 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
+from batchinfer.core.row_codes import Code
 from batchinfer.ledger.runs import read_run
-from batchinfer.prompts.types import MediaRef
+from batchinfer.prompts.types import MediaRef, RowProblem
 from batchinfer.runs.verify import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
@@ -164,6 +167,34 @@ def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
         thread.join()
     assert server.seen == ["/a"]
     assert found == [[RED]] * 8
+
+
+def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() -> None:
+    cache = MediaCache(1 << 20)
+    asked: list[str] = []
+    all_begun, is_over = threading.Barrier(9), threading.Event()
+
+    def fail() -> bytes:
+        asked.append("dead")
+        is_over.wait(5)
+        raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+
+    def ask() -> bytes:
+        all_begun.wait()
+        return cache.get("dead", fail)
+
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(ask) for _ in range(8)]
+        all_begun.wait()
+        time.sleep(0.2)
+        begun = time.monotonic()
+        for number in range(300):
+            assert cache.get(f"good {number}", lambda: RED) == RED
+        assert time.monotonic() - begun < 4
+        is_over.set()
+    assert all(isinstance(each.exception(), RowProblem) for each in waiting)
+    assert asked == ["dead"]
+    assert cache.get("dead", lambda: RED) == RED, "the next row asks again"
 
 
 def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately() -> None:
