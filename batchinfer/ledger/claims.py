@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from batchinfer.core import codec, layout
@@ -336,6 +336,18 @@ class Claims:
             logger.info("%s: its claim is somebody else's by now", name)
             return False
         return True
+
+    def release_ours(self, names: Iterable[str]) -> None:
+        """Release those claims that this start of the worker wrote of chunks that it has given up.
+
+        A claim whose write timed out may still appear on storage much later. If these claims stayed, two workers that
+        have given up different chunks could wait for each other for ever.
+        """
+        for name in names:
+            held = read_claim(self._store, name)
+            ours = self._lease.worker_id, self._lease.nonce
+            if held is not None and (held.claim.worker, held.claim.nonce) == ours:
+                self.release(name, held.etag)
 
     def look(self, held: Held) -> WorkerLease | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.

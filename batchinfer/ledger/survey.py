@@ -10,9 +10,12 @@ from batchinfer.core import layout
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, read_claim
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.storage import Store
 
+_FEW = 10
+"""Largest number of neighbours that are looked up one by one. More of them are read from a listing, which shows other
+chunks, too: all of the run if the numbers in their names are not padded."""
 _NEIGHBOUR_DIGITS = 3
 """Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
 MOST_SAMPLED = 16
@@ -86,14 +89,18 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         generations: Generation of the wanted marker for each chunk, by name; those first whose claims are to be read.
             A chunk with a marker of this generation or a higher one is done.
     """
-    beginning = neighbours_of(next(iter(generations)))
-    done = {
-        name
-        for name, marker in newest_markers(store, beginning).items()
-        if marker.generation >= generations.get(name, sys.maxsize)
-    }
-    infos = store.list(layout.CLAIMS + beginning)
-    may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
+    if len(generations) > _FEW:
+        beginning = neighbours_of(next(iter(generations)))
+        done = {
+            name
+            for name, marker in newest_markers(store, beginning).items()
+            if marker.generation >= generations.get(name, sys.maxsize)
+        }
+        infos = store.list(layout.CLAIMS + beginning)
+        may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
+    else:
+        done = {name for name in generations if read_marker(store, name, generations[name])[0]}
+        may_be_claimed = set(generations)
     survey = Survey(done, [], [], [])
     num_read = 0
     for name in generations:

@@ -17,7 +17,6 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
-from functools import partial
 
 from batchinfer.core.errors import StorageError
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
@@ -106,9 +105,11 @@ class Ring:
         self._settled = set(done)
         """Chunks that need no more work of this worker: they are done, or it has failed with them for good."""
         self._busy: set[str] = set()
+        self._given_up: set[str] = set()
         self._own_left = self._refs.keys() - self._settled
-        self._found: deque[tuple[float, ChunkRef]] = deque()
-        """Chunks that looks have found free, and when."""
+        self._found: deque[ChunkRef] = deque()
+        """Chunks that the last look has found free."""
+        self._found_at = float("-inf")
         self._circle: _Circle | None = None
         """Made when it is first needed: a job may have very many chunks."""
         self._looking: Future[Survey] | None = None
@@ -126,23 +127,22 @@ class Ring:
     def ended(self, name: str, *, is_done: bool = False, is_given_up: bool = False) -> None:
         """Note that this worker does not work on a chunk any more: it is done, by any worker, or another one has it.
 
-        A worker that has failed with a chunk for good waits for no chunk that others have. Its late writes may hold
-        claims, and two such workers would wait for each other for ever.
+        A chunk with which this worker has failed for good is given up: the worker neither tries it again nor waits for
+        it.
         """
         self._busy.discard(name)
         if is_done or is_given_up:
             self._settle({name})
         if is_given_up:
-            self._own_left.clear()
+            self._given_up.add(name)
 
     # -- what is next
 
     def next(self) -> ChunkRef | None:
         """Take the next chunk to open. None if none is known now; `is_finished` says whether more may follow."""
-        oldest = self._environment.clock.monotonic() - _FRESH_SECONDS
         while self._todo or self._found:
-            since, ref = (oldest, self._todo.popleft()) if self._todo else self._found.popleft()
-            if since >= oldest and ref.name not in self._settled and ref.name not in self._busy:
+            ref = (self._todo or self._found).popleft()
+            if ref.name not in self._settled and ref.name not in self._busy:
                 return ref
         return None
 
@@ -166,6 +166,9 @@ class Ring:
         Returns the chunks that the look has found done, by any worker.
         """
         done: set[str] = set()
+        now = self._environment.clock.monotonic()
+        if now - self._found_at >= _FRESH_SECONDS:
+            self._found.clear()  # found again if nobody has taken them meanwhile
         if self._looking is not None and self._looking.done():
             looking, self._looking = self._looking, None
             try:
@@ -179,7 +182,7 @@ class Ring:
             else:
                 done = survey.done
                 self._take_in(survey)
-        is_due = self._environment.clock.monotonic() >= self._due
+        is_due = now >= self._due
         if is_hungry and is_due and self._is_idle and (self.waiting_for or not self._is_over):
             self._look()
         return done
@@ -197,18 +200,23 @@ class Ring:
         own = self._own_left
         block.sort(key=lambda name: (name not in own, zlib.crc32(f"{worker_id} {name}".encode())))
         wanted = {name: self._refs[name].generation for name in block}
-        self._looking = self._environment.background.submit(
-            partial(look_at_neighbours, store, claims, wanted)
-        )
+        given_up = set(self._given_up)
+
+        def work() -> Survey:
+            claims.release_ours(given_up)
+            return look_at_neighbours(store, claims, wanted)
+
+        self._looking = self._environment.background.submit(work)
 
     def _take_in(self, survey: Survey) -> None:
         assert self._circle is not None
-        circle, now = self._circle, self._environment.clock.monotonic()
+        circle = self._circle
         self._settle(survey.done)
         free, lapsed = survey.unclaimed, survey.lapsed
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.
         random.Random(f"{self._run.lease.worker_id}{len(free)}").shuffle(free)
-        self._found.extend((now, self._refs[n]) for n in free + lapsed if n not in self._settled)
+        self._found.extend(self._refs[n] for n in free + lapsed if n not in self._settled)
+        self._found_at = self._environment.clock.monotonic()
         for owner in survey.owners:
             # Until an owner's heart has beaten again, it may be gone.
             first = self._first_beats.setdefault(f"{owner.id}/{owner.nonce}", owner.beat)

@@ -345,6 +345,7 @@ class _Start:
 def _undone(failures: dict[str, BatchinferError]) -> StorageError:
     lines = [f"  {name}: {error.message}" for name, error in list(failures.items())[:5]]
     return StorageError(
-        f"{len(failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
+        f"{units.many(len(failures), 'chunk')} could not be done; all others are:\n"
+        + "\n".join(lines),
         hint="fix them, then start the same command again",
     )

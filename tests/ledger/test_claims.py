@@ -175,6 +175,19 @@ def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(
     assert claim_of(store).worker == "a"
 
 
+def test_a_start_releases_its_own_claims_of_chunks_that_it_has_given_up(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    """Not those of its successor, whose worker's id is the same."""
+    earlier, _ = claims_of(store, "a", clock)
+    taken(earlier.take("part-00000"))
+    later, _ = claims_of(store, "a", clock)
+    later.release_ours(["part-00000", "part-00001"])
+    assert claim_of(store).worker == "a"
+    earlier.release_ours(["part-00000", "part-00001"])
+    assert claim_of(store).worker == ""
+
+
 def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
     store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

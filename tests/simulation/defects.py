@@ -528,14 +528,19 @@ def rows_of_a_dead_engine_are_lost() -> Defect:
     return mock.patch.object(stream.RowStream, "handle", handle)
 
 
-def given_up_is_not_settled() -> Defect:
-    """A worker that has failed with a chunk for good waits for the chunks that others have."""
+def late_claims_are_kept() -> Defect:
+    """A worker that has failed with a chunk for good keeps what its late writes hold of it."""
+    return mock.patch.object(Claims, "release_ours")
+
+
+def given_up_is_for_all_chunks() -> Defect:
+    """A worker that has failed with a chunk for good waits for no chunk that others have."""
     real = ring.Ring.ended
 
-    def ended(self: ring.Ring, name: str, **how: bool) -> None:
-        left = self._own_left - {name}
-        real(self, name, **how)
-        self._own_left |= left
+    def ended(self: ring.Ring, name: str, *, is_given_up: bool = False, **how: bool) -> None:
+        real(self, name, is_given_up=is_given_up, **how)
+        if is_given_up:
+            self._own_left.clear()
 
     return mock.patch.object(ring.Ring, "ended", ended)
 

@@ -165,8 +165,8 @@ def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
         assert set(owners) == {""}
 
 
-def who_has_given_a_chunk_up_waits_for_no_other() -> None:
-    """Its late write holds the chunk, and the other worker, which has given up another one, waits for it likewise."""
+def who_has_given_a_chunk_up_keeps_nobody_waiting_for_it() -> None:
+    """Its late write holds the chunk while it waits for one of another worker, which waits for this one likewise."""
     with Stage([["mine"], ["theirs"]]) as stage:
         stage.let_another_hold("part-00001", beats=40)
         stage.network.attempts = 1
@@ -174,9 +174,17 @@ def who_has_given_a_chunk_up_waits_for_no_other() -> None:
         late = when(
             lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
         )
+        owners: list[str] = []
+
+        def look() -> None:
+            claim = stage.objects(layout.CLAIMS)[layout.claim_key(CHUNK)]
+            owners.append(codec.decode(claim, Claim, name="a claim").worker)
+
+        stage.scheduler.after(30.0, look)
         ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
         assert isinstance(ending.error, StorageError)
-        assert stage.scheduler.now < 30
+        assert owners == [""]
+        assert layout.marker_key("part-00001") in stage.objects()
 
 
 SCENES: dict[str, Callable[[], None]] = {
@@ -187,7 +195,8 @@ SCENES: dict[str, Callable[[], None]] = {
     "output_name_given_again": an_output_gets_a_name_that_none_has_had,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
-    "given_up_is_not_settled": who_has_given_a_chunk_up_waits_for_no_other,
+    "late_claims_are_kept": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
+    "given_up_is_for_all_chunks": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""

@@ -29,11 +29,16 @@ LEASE_SECONDS = 120.0
 class Idle:
     """A worker that has no chunks of its own left, in a run over `num_chunks` chunks."""
 
-    def __init__(self, name: str, num_chunks: int, *, num_workers: int = 2) -> None:
+    def __init__(
+        self, name: str, num_chunks: int, *, num_workers: int = 2, is_padded: bool = True
+    ) -> None:
         self.clock = FakeClock()
         self.memory = MemoryStore(f"memory://ring-{name}")
         self.store = CountingStore(self.memory)
-        self.names = [layout.chunk_name(index, 1_000_000) for index in range(num_chunks)]
+        self.names = [
+            layout.chunk_name(index, 1_000_000) if is_padded else f"s-{index}"
+            for index in range(num_chunks)
+        ]
         refs = {
             each: ChunkRef(each, "memory://job", layout.chunk_file(each, "none"), sha256="s")
             for each in self.names
@@ -167,3 +172,34 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     idle.tick(seconds=11.0)
     assert idle.store.requests["get"] == 4 * MOST_SAMPLED
     assert idle.ring.is_finished  # those that it watches have
+
+
+def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
+    """While the engine loads, nobody takes a chunk, and others may do them all."""
+    idle = Idle("stale", 6)
+    idle.tick()
+    idle.finish(*idle.names)
+    idle.tick(seconds=50.0)
+    assert not idle.ring.is_finished
+    idle.tick(seconds=20.0)
+    idle.tick(seconds=20.0)
+    assert idle.ring.is_finished
+
+
+def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded() -> None:
+    """Their names begin like those of all others, so that a listing would show the whole run."""
+    idle = Idle("unpadded", 3000, is_padded=False)
+    idle.finish(*idle.names[:-2])
+    idle.claim(idle.names[-2], "other")
+    found = idle.find(most_ticks=30)
+    assert found is not None
+    assert found.name == idle.names[-1]
+    idle.finish(found.name)
+    for _ in range(10):
+        idle.tick(seconds=11.0)
+    idle.store.requests.clear()
+    for _ in range(5):
+        assert not idle.ring.is_finished
+        idle.tick(seconds=11.0)
+    assert idle.store.requests["get"]
+    assert not idle.store.requests["list"]
