@@ -134,7 +134,7 @@ class TestReplay:
             assert done.returncode == 1, done.stderr
             return done.stdout.splitlines()
 
-        lines = run("--seeds", "20", "--jobs", "2", hash_seed="77")
+        lines = run("--seeds", "40", "--jobs", "2", hash_seed="77")
         seed = lines[-1].removeprefix("replay with: python -m simulation --seed ")
         [violation] = [line for line in lines if line.startswith(f"seed {seed}: ")]
         here = run("--seed", seed, hash_seed="78")

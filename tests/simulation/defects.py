@@ -87,7 +87,7 @@ def no_fence() -> Defect:
 def no_fence_of_starts() -> Defect:
     """A worker that finds its record changed takes it back."""
 
-    return mock.patch.object(Lease, "confirm", lambda self: self._own.read())
+    return mock.patch.object(Lease, "confirm", lambda self: self._own.look()[1])
 
 
 def dropped_segment() -> Defect:
