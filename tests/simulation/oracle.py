@@ -84,6 +84,8 @@ class Oracle:
         self._redone: set[str] = set()
         """Chunks whose markers were removed, so that they are done again from the start."""
         self._beats: dict[str, list[float]] = {}
+        self._unanswered: set[tuple[str, float]] = set()
+        """Heartbeats whose replies were lost: with them their worker has not renewed its lease, as far as it knows."""
         self._claimed: dict[str, tuple[float, str]] = {}
         """When a claim was last written, and by which process."""
         self._segments: dict[str, dict[str, dict[int, bool]]] = {}
@@ -390,6 +392,10 @@ class Oracle:
         """Note that a worker's record is removed or damaged, from outside or by `clean`."""
         self._lost_until[name] = float("inf")
 
+    def unanswered(self, key: str) -> None:
+        """Note that the reply to the request that has just taken effect does not arrive."""
+        self._unanswered.add((key.removeprefix(RUN), self._scheduler.now))
+
     # -- inside
 
     def _is_late(self, process: Process) -> bool:
@@ -399,7 +405,8 @@ class Oracle:
 
     def _late_beat_of(self, process: Process) -> float:
         """When a worker last had its lease again after a late heartbeat: a lease counts from when a beat was sent."""
-        beats = self._beats.get(layout.worker_key(process.name.split("#")[0]), [0.0])
+        key = layout.worker_key(process.name.split("#")[0])
+        beats = [at for at in self._beats.get(key, [0.0]) if (key, at) not in self._unanswered]
         ends = [*beats[1:], self._scheduler.now, self._scheduler.now]
         late = [
             ends[index + 1]

@@ -270,6 +270,8 @@ class Network:
                 return
             if fate != "refused":
                 outcome.append(self._effect(process, method, list(arguments), fate))
+            if fate in ("lost", "late") and self.server.watcher is not None:
+                self.server.watcher.unanswered(subject)
             if fate == "dies_after":
                 scheduler.log(process.name, "-- killed after --")
                 process.kill()
