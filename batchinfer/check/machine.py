@@ -59,7 +59,7 @@ def this_machine() -> Machine:
 def problems_of(machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Yield what is wrong with a machine: level ("error" or "warning"), problem, what to do."""
     cuda, driver = machine.cuda, machine.driver
-    oldest = _OLDEST_DRIVERS.get(int(float(cuda or 0)), 0)
+    oldest = _OLDEST_DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
     if not machine.vllm:
         yield "error", "vLLM is missing", "pip install 'batchinfer[vllm]', or scripts/setup.sh"
     if machine.gpus and machine.vllm and not cuda:
@@ -73,7 +73,7 @@ def problems_of(machine: Machine) -> Iterator[tuple[str, str, str]]:
     if len(machine.gpus) > 1 and machine.shared_memory < GIB:
         shared = size(machine.shared_memory)
         yield "warning", f"{shared} of shared memory for several GPUs", "docker run --shm-size 16g"
-    if machine.open_files < 4096:
+    if 0 <= machine.open_files < 4096:  # -1: without a limit
         yield "warning", f"at most {machine.open_files} open files", "raise ulimit -Hn to 65536"
     for name, free in machine.free.items():
         if free < 20 * GIB:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ SOUND = Machine(
         ({"has_compiler": False}, [("error", "no C compiler, which Triton needs")]),
         ({"shared_memory": 1 << 26}, [("warning", "64 MiB of shared memory for several GPUs")]),
         ({"open_files": 1024}, [("warning", "at most 1024 open files")]),
+        ({"open_files": resource.RLIM_INFINITY}, []),
+        ({"cuda": "12.8.1", "driver": "525.60"}, []),
         ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1 GiB of disk are free")]),
     ],
 )
