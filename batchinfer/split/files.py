@@ -328,7 +328,7 @@ def _translated(url: str, error: Exception) -> Exception:
     is_damage = _is_damage(error) and is_local(url)
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
         is_damage = True  # UnicodeDecodeError is of names of columns
-    if is_damage or package in ("pyarrow", "zstandard"):
+    if is_damage or package == "pyarrow":
         return damaged(url, str(error))
     if isinstance(error, PermissionError):
         return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
