@@ -232,6 +232,8 @@ class HttpEngine:
                         task.cancel()
                         loop.run_until_complete(asyncio.wait([task]))
                 raise
+            except asyncio.CancelledError:  # the Runner forgets a Ctrl-C that comes before the first step
+                raise KeyboardInterrupt from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work beside the rest. An error in it ends the engine."""

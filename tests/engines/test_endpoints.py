@@ -271,6 +271,23 @@ def test_a_ctrl_c_at_the_end_of_a_turn_is_neither_lost_nor_an_end(endpoint, engi
     assert engine.ask(call(0)).status == 200
 
 
+@pytest.mark.usefixtures("signals")
+def test_a_ctrl_c_before_the_first_step_of_a_turn_is_a_ctrl_c(engine, monkeypatch):
+    install = signal.signal
+
+    def and_strike(number, handler):
+        # Python's Runner forgets a signal that comes between its handler and its first step.
+        before = install(number, handler)
+        monkeypatch.setattr(signal, "signal", install)
+        signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", and_strike)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(call(0, stream=True)))
+    assert engine.ask(call(0)).status == 200
+
+
 def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
     monkeypatch.setattr(endpoints, "OPEN_SECONDS", 0.5)
     begin = time.monotonic()
