@@ -131,16 +131,6 @@ def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_behind_standard_output_is_an_error(rows: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchinfer", "run", rows, "-o", "-", "--engine", "echo"],
-            stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert "error: stdout: cannot take the answers (No space left on device)" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("data", "error"),
     [

@@ -19,9 +19,7 @@ MODULES = (
     "split.sources",
     "split.splitting",
 )
-STEPS = [
-    "job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parquet"
-]  # fmt: skip
+STEPS = ["job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parquet"]
 
 
 @pytest.mark.chaos
