@@ -37,7 +37,7 @@ def test_chat_in_a_terminal(options: list[str], tmp_path) -> None:
         chat.expect("assistant: 85")
         chat.type("/set ignore_eos=false,max_tokens=24\r")
         chat.type("/reset\r")
-        for number in range(4):
+        for number in range(3):
             chat.type(f"{number} " + "blah " * 30 + "\r")
         chat.expect("the context is full: the first 1 turns are left out")
         chat.type("/prompt\r")
