@@ -110,7 +110,17 @@ class TestTheMainJob:
 
 
 class TestStoppedAndStartedAgain:
-    SLOW = (*FAST, "--echo-latency-seconds", "0.5", "--max-num-seqs", "8", "--worker-id", "w0")
+    SLOW = (
+        *FAST,
+        "--echo-latency-seconds",
+        "9",
+        "--grace-seconds",
+        "1",
+        "--max-num-seqs",
+        "8",
+        "--worker-id",
+        "w0",
+    )
 
     def wait_for(self, store: Store, prefix: str) -> None:
         deadline = time.monotonic() + 120
