@@ -63,6 +63,25 @@ def forks():
         yield made
 
 
+VLLM_OPTIONS = """
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+print(*(name for action in parser._actions for name in action.option_strings), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="session")
+def vllm_options(forks, tmp_path_factory):
+    """The names of all options of `vllm serve`."""
+    log = tmp_path_factory.mktemp("options") / "log"
+    assert forks.run(VLLM_OPTIONS, [], log) == 0, log.read_text()
+    names = {line for line in log.read_text().splitlines() if line.startswith("-")}
+    assert len(names) > 300
+    return names
+
+
 @pytest.fixture(scope="session")
 def served(forks):
     """Serves a model with the options of an `EngineConfig`, by its URL as for --base-url, in a `with` statement."""

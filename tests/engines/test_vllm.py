@@ -171,6 +171,10 @@ def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server, l
     assert "max_model_len" in load_error(demo_server, ["--max-model-len", "99999"])
 
 
+def test_an_option_that_vllm_does_not_know_is_the_users_fault(demo_server, load_error):
+    assert "--no-such-option" in load_error(demo_server, ["--no-such-option", "1"])
+
+
 def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server, load_error):
     tiny = ["--kv-cache-memory-bytes", "65536", "--max-model-len", "512"]
     assert "does not fit into memory" in load_error(demo_server, tiny)
@@ -197,18 +201,24 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     assert are_gone(family, 1.0)
 
 
-def test_a_link_that_a_body_hides_from_the_worker_is_not_fetched_by_the_server():
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.multimodal.media import MediaConnector
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+FETCH = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.media import MediaConnector
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def domains(*typed):
-        config = EngineConfig(model="m", server_args=list(typed))
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+domains = parser.parse_known_args(sys.argv[1:])[0].allowed_media_domains
+print("domains:", *domains)
+MediaConnector(allowed_media_domains=domains).fetch_image("http://127.0.0.1:9/a.png")
+"""
+
+
+def test_a_link_that_a_body_hides_from_the_worker_is_not_fetched_by_the_server(forks, tmp_path):
+    for typed in ([], ["--allowed-media-domains", "example.com"]):
+        config = EngineConfig(model="m", server_args=typed)
         command = write_vllm_command(config, "m", [], 1, 0)
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        return list(parser.parse_known_args(command[4:])[0].allowed_media_domains)
-
-    assert domains("--allowed-media-domains", "example.com") == ["example.com"]
-    connector = MediaConnector(allowed_media_domains=domains())
-    with pytest.raises(ValueError, match="allowed domains"):
-        connector.fetch_image("http://127.0.0.1:9/a.png")
+        assert forks.run(FETCH, command[4:], tmp_path / "log") == 1
+    said = (tmp_path / "log").read_text()
+    assert said.count("ValueError: The URL must be from one of the allowed domains") == 2
+    assert "domains: example.com\n" in said

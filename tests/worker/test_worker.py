@@ -282,6 +282,8 @@ class TestBadRows:
 
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
+        few = self.rows(tmp_path / "few", lines[9:29], "--max-error-rate", "0.5")
+        assert sum("error" in line for line in few) == 19, "too few to judge by"
         with pytest.raises(ErrorRateExceeded) as caught:
             self.rows(tmp_path, lines, "--max-error-rate", "0.5")
         assert caught.value.exit_status == 3
