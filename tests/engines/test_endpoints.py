@@ -234,7 +234,7 @@ def signals():
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
 def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, number, error):
-    endpoint.delay_seconds = 10.0
+    endpoint.delay_seconds = 3.0
     engine._runner.get_loop().call_later(0.1, signal.raise_signal, number)
     with pytest.raises(error):
         list(engine.stream(call(0, stream=True)))
