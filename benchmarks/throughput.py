@@ -16,8 +16,8 @@ at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
 
 The way `ray` is Ray Data LLM with its defaults. Ray is no dependency; a folder on the path is enough:
 
-    pip install --no-deps --target /tmp/ray ray msgpack
-    PYTHONPATH=/tmp/ray python benchmarks/throughput.py --ways batchinfer,run_batch,ray,generate
+    pip install --no-deps --target /tmp/ray-data ray msgpack
+    PYTHONPATH=/tmp/ray-data python benchmarks/throughput.py --ways batchinfer,run_batch,ray,generate
 """
 
 from __future__ import annotations
