@@ -10,12 +10,12 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, RunMismatch
 from batchinfer.core.records import Marker, RowKey, Run
+from making import own_manifest
 from simulation.machine import prompt_config
 from simulation.oracle import RUN
-from simulation.scenario import own_manifest
 from simulation.stage import Ending, Stage
 
-OTHER = {"prompt": prompt_config(0.7)}
+OTHER = {"temperature": 0.7}
 
 
 @pytest.fixture
