@@ -78,20 +78,25 @@ def kind_of_type(hint: Any) -> Kind:
     return _TEXT
 
 
-def _whole_or(word: str, meaning: str | None) -> Kind:
-    """Return the kind of values that are a whole number or `word`. `word` becomes `meaning` in the configuration."""
+def _whole_or(least: int | None = None, **words: Any) -> Kind:
+    """Return the kind of values that are a whole number from `least`, or a word, which stands for another value."""
+    alternative = "".join(f" or {word}" for word in words)
+    written = {meaning: word for word, meaning in words.items()}
 
     def read(flag: str, given: Any) -> Any:
-        return meaning if str(given).lower() == word else _integer(flag, given, f" or {word}")
+        if (word := str(given).lower()) in words:
+            return words[word]
+        return _integer(flag, given, alternative, least)
 
-    return Kind({"type": str}, read, lambda value: [word if value == meaning else str(value)])
+    return Kind({"type": str}, read, lambda value: [written.get(value, str(value))])
 
 
-def _integer(flag: str, text: Any, alternative: str = "") -> int:
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{flag}: is {text!r}, expected a whole number{alternative}") from None
+def _integer(flag: str, text: Any, alternative: str = "", least: int | None = None) -> int:
+    with contextlib.suppress(TypeError, ValueError):
+        if least is None or int(text) >= least:
+            return int(text)
+    start = "" if least is None else f" from {least}"
+    raise ConfigError(f"{flag}: is {text!r}, expected a whole number{start}{alternative}")
 
 
 def _split_commas(text: str | None) -> list[str]:
@@ -298,7 +303,7 @@ FORMS = {
         lambda value: [f"{name}={source}" for name, source in value.items()],
     ),
     # a whole number, or "auto"
-    "auto": _whole_or("auto", "auto"),
+    "auto": _whole_or(1, auto="auto"),
     # KIND=NAME, which may be repeated for a kind
     "columns": Kind(
         _WORDS_OF_PAIRS,
@@ -331,8 +336,10 @@ FORMS = {
     # [HOST:]PORT
     "place": Kind({"type": str}, _read_place, _write_plain),
     # a whole number; the word "none" stands for None
-    "seed": _whole_or("none", None),
+    "seed": _whole_or(none=None),
     # a text, or @ and the name of a file whose text is the value
     "text": Kind({"type": str}, _read_text, _write_text),
+    # a number of turns; 0 stands for all
+    "turns": _whole_or(1, first=1, all=0),
 }
 """Ways in which words become values where the type of a field does not say it, by the names in `Opt.form`."""

@@ -192,9 +192,11 @@ class Answers:
 
         text = pa.large_string()
         texts = [flatten_deep(each).decode(errors="replace").removesuffix("\n") for each in sources]
+        ends = np.cumsum([0, *map(len, lines)])
+        buffers = [None, pa.py_buffer(ends.astype(np.int64)), pa.py_buffer(b"".join(lines))]
         columns = {
             "wanted": pa.array(np.arange(row, row + len(lines))),
-            "line": pa.array(lines, pa.large_binary()).view(text),
+            "line": pa.Array.from_buffers(text, len(lines), buffers),
             "source": pa.array(texts, text) if texts else pa.nulls(len(lines), text),
         }
         self._sql.register("some_lines", pa.table(columns))

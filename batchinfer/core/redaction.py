@@ -95,7 +95,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str):
-        key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
+        key, equals, _ = value.partition("=")  # KEY=VALUE, as an option may be given
         if equals and is_secret(key):
             return f"{key}={_HIDDEN}"
         return redact(value)

@@ -232,7 +232,9 @@ class HttpEngine:
                         task.cancel()
                         loop.run_until_complete(asyncio.wait([task]))
                 raise
-            except asyncio.CancelledError:  # the Runner forgets a Ctrl-C that comes before the first step
+            except (
+                asyncio.CancelledError
+            ):  # the Runner forgets a Ctrl-C that comes before the first step
                 raise KeyboardInterrupt from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -264,20 +266,15 @@ class HttpEngine:
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events = target.events(call)
 
-        async def following() -> bytes | None:
-            return await anext(events, None)
-
-        async def end() -> None:
-            await events.aclose()
-
         try:
-            while (found := self._run(following())) is not None:
-                yield found
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    yield self._run(anext(events))
         except ConnectionError as error:
             raise EngineDied(f"{target.name}: {error}") from error
         finally:
             if self._runner is not None:
-                self._run(end())
+                self._run(events.aclose())
 
     def parameters(self, path: str) -> frozenset[str]:
         """See Engine.parameters."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.json_lines import decode_text, shown
 from batchinfer.prompts.media import read_part
 from batchinfer.prompts.types import Unfit
@@ -114,21 +113,6 @@ def _content(content: Any, index: int) -> list[dict[str, Any]]:
         else:
             parts += read_part(part, f"message {index}")
     return parts
-
-
-def check_turns(turns: str) -> int:
-    """Read the value of ``--turns``: return a number of user turns; 0 for ``all``, 1 for ``first``.
-
-    Raises:
-        ConfigError: the value is neither of these, nor a number from 1.
-    """
-    if turns == "all":
-        return 0
-    number = 1 if turns == "first" else int(turns) if turns.isdecimal() else 0
-    if number < 1:
-        hint = "`--turns all` answers the last user message of each conversation"
-        raise ConfigError(f"--turns {turns}: expected first, all or a number from 1", hint=hint)
-    return number
 
 
 def select_turns(messages: Iterable[Message], turns: int, *, is_judged: bool) -> list[Message]:

@@ -8,7 +8,7 @@ from typing import Any
 from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
-from batchinfer.prompts.conversation import Message, check_turns, read_conversation, select_turns
+from batchinfer.prompts.conversation import Message, read_conversation, select_turns
 from batchinfer.prompts.json_lines import column, reading, shown
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
@@ -51,7 +51,6 @@ class RowsReader:
         self._messages_column = CONVERSATIONS if is_conversation else config.messages_column
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
-        self._turns = check_turns(config.turns)
         self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
 
@@ -105,7 +104,7 @@ class RowsReader:
         with reading(f"column {name!r}" if name else "the template's text"):
             if self._messages_column:
                 messages = read_conversation(column(columns, name))
-                selected = select_turns(messages, self._turns, is_judged=self._is_judged)
+                selected = select_turns(messages, config.turns, is_judged=self._is_judged)
                 return self._chat(columns, selected)
             if self._template is not None:
                 blanks = dict.fromkeys(config.blank_columns, "")

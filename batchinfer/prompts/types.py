@@ -84,7 +84,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """One of `core.tasks.Task`. It chooses the path for rows of columns; see `TASK_PATHS`."""
     messages_column: Annotated[str, FIRST] = ""
     """Column with a conversation; texts: --prompt-column."""
-    turns: str = "first"
+    turns: Annotated[int, Opt(form="turns")] = 1
     """Part of a conversation that is sent: first, all, or how many user turns."""
     prompt_column: str = ""
     """Column with the prompt: text or token ids."""

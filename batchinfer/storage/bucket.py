@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ _PARTS_AT_ONCE = 4
 _HEAVY_BYTES = 1 << 20
 _KEYS_PER_PAGE = 1000
 _PIECE_BYTES = 1 << 20
+_WAKE_SECONDS = 1.0
 
 
 class BucketStore:
@@ -293,4 +294,7 @@ def interruptible(work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=run, name="storage", daemon=True).start()
+    # Python does not hear a signal that comes at the very end of another one's handler until it wakes again.
+    while not wait([done], _WAKE_SECONDS).done:
+        pass
     return done.result()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 
 from batchinfer.core.errors import StorageError
+from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of
@@ -50,6 +51,9 @@ class _Circle:
         """Blocks that this round has not looked at."""
         self.is_undecided = False
         """Whether this round met a claim whose owner may be gone, or a block that could not be seen."""
+        self.is_over = False
+        """Whether the last round found nothing to take, and no claim whose owner may be gone."""
+        self._first_beats: dict[str, int] = {}
 
     def next_block(self, done: Container[str], busy: Container[str]) -> list[str]:
         """Return the next block without chunks at work; empty at a round's end. Chunks that are done are forgotten."""
@@ -69,9 +73,15 @@ class _Circle:
         self.num_left = len(self._blocks)
         self.is_undecided = False
 
-    def doubt(self) -> None:
-        """Note that a claim's owner may be gone, or that a block could not be seen."""
-        self.is_undecided = True
+    def end_round(self) -> None:
+        """Note that a round found nothing to take."""
+        self.is_over = not self.is_undecided
+        self.begin_round(at_last=False)
+
+    def meet(self, owner: WorkerLease) -> None:
+        """Note the owner of a claim. Until its heart has beaten again, it may be gone."""
+        first = self._first_beats.setdefault(f"{owner.id}/{owner.nonce}", owner.beat)
+        self.is_undecided |= owner.beat == first
 
 
 class Ring:
@@ -114,9 +124,6 @@ class Ring:
         """Made when it is first needed: a job may have very many chunks."""
         self._looking: Future[Survey] | None = None
         self._due = float("-inf")
-        self._first_beats: dict[str, int] = {}
-        self._is_over = False
-        """Whether the last round over all blocks found nothing to take, and no claim whose owner may be gone."""
 
     # -- what happened to a chunk
 
@@ -157,6 +164,10 @@ class Ring:
         return self._is_idle and self._is_over and not self.waiting_for
 
     @property
+    def _is_over(self) -> bool:
+        return self._circle is not None and self._circle.is_over
+
+    @property
     def _is_idle(self) -> bool:
         return not (self._todo or self._found or self._looking)
 
@@ -177,7 +188,7 @@ class Ring:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
                 assert self._circle is not None
                 self._circle.begin_round(at_last=True)
-                self._circle.doubt()
+                self._circle.is_undecided = True
                 self._pause(0, has_to_wait=True)
             else:
                 done = survey.done
@@ -218,13 +229,10 @@ class Ring:
         self._found.extend(self._refs[n] for n in free + lapsed if n not in self._settled)
         self._found_at = self._environment.clock.monotonic()
         for owner in survey.owners:
-            # Until an owner's heart has beaten again, it may be gone.
-            first = self._first_beats.setdefault(f"{owner.id}/{owner.nonce}", owner.beat)
-            if owner.beat == first:
-                circle.doubt()
+            circle.meet(owner)
         self._pause(len(survey.owners) + len(lapsed), has_to_wait=bool(lapsed and not free))
         if self._found:
-            self._is_over = False
+            circle.is_over = False
             circle.begin_round(at_last=True)
         elif not circle.num_left:
             self._end_round()
@@ -236,8 +244,7 @@ class Ring:
     def _end_round(self) -> None:
         """End a round over all blocks in which there was nothing to take. The next one begins after a pause."""
         assert self._circle is not None
-        self._is_over = not self._circle.is_undecided
-        self._circle.begin_round(at_last=False)
+        self._circle.end_round()
         self._pause(0, has_to_wait=True)
 
     def _pause(self, num_claims: int, *, has_to_wait: bool) -> None:

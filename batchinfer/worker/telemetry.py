@@ -193,7 +193,7 @@ class Telemetry:
                 "engine_preempted",
                 "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
                 "more memory: --gpu-memory-utilization, --tensor-parallel-size, "
-                "on a CPU --engine-arg kv_cache_memory_bytes",
+                "on a CPU --kv-cache-memory-bytes",
                 level=logging.WARNING,
                 preemptions=stats.preemptions,
             )

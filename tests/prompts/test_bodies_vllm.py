@@ -43,7 +43,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_column": "p", "body": make_body(Sampling(choices=["a,b"]))}, {"p": "x"}),
     ({"messages_column": "p", "body": make_body(Sampling(tools=TOOLS))}, {"p": "x"}),
     (
-        {"messages_column": "p", "turns": "all", **MEDIA},
+        {"messages_column": "p", "turns": 0, **MEDIA},
         {"p": TALK, "i": as_hub(picture()), "s": "a.wav", "v": "a.mp4"},
     ),
 ]

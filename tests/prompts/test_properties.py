@@ -53,7 +53,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"p": TALK[:1], "i": ["https://a/b.png"]},
     ),
     (
-        {"messages_column": "p", "columns": {"image": ["i"]}, "turns": "all"},
+        {"messages_column": "p", "columns": {"image": ["i"]}, "turns": 0},
         {"p": [{"from": "human", "value": "<image> <image>"}], "i": [{"bytes": "AAAA"}, "a.png"]},
     ),
     ({"prompt_column": "p", "columns": {"constraint": ["c"]}}, {"p": "x", "c": {"json": SCHEMA}}),

@@ -163,12 +163,12 @@ def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
     ],
 )
 def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
-    assert code(prepare({"m": value}, messages_column="m", turns="all")) == "invalid_column"
+    assert code(prepare({"m": value}, messages_column="m", turns=0)) == "invalid_column"
 
 
 def test_an_answer_without_parts_stays_so() -> None:
     value = [*chat("u"), {"role": "assistant", "content": []}, *chat("u")]
-    body = sent(prepare({"m": value}, messages_column="m", turns="all"))
+    body = sent(prepare({"m": value}, messages_column="m", turns=0))
     assert body["messages"][1] == {"role": "assistant", "content": []}
 
 
@@ -182,7 +182,7 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
         {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
-    body = sent(prepare({"m": value}, messages_column="m", turns="all"))
+    body = sent(prepare({"m": value}, messages_column="m", turns=0))
     assert body["messages"][1] == {
         "role": "assistant",
         "content": None,
@@ -201,14 +201,13 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("turns", "expected"),
     [
-        ("first", ["s", "u1"]),
-        ("1", ["s", "u1"]),
-        ("2", ["s", "u1", "a1", "u2"]),
-        ("9", ["s", "u1", "a1", "u2"]),
-        ("all", ["s", "u1", "a1", "u2"]),
+        (1, ["s", "u1"]),
+        (2, ["s", "u1", "a1", "u2"]),
+        (9, ["s", "u1", "a1", "u2"]),
+        (0, ["s", "u1", "a1", "u2"]),
     ],
 )
-def test_turns_choose_how_much_of_a_conversation_is_sent(turns: str, expected: list[str]) -> None:
+def test_turns_choose_how_much_of_a_conversation_is_sent(turns: int, expected: list[str]) -> None:
     assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
 
 
@@ -236,9 +235,9 @@ def test_a_pooling_task_has_its_path_and_sees_answers(
     assert prepared.path == path
     assert sent(prepared) == {"input": "x", **extra}
     value = chat("u1", "a1", "u2", "a2")
-    assert contents(value, task=task, turns="1") == ["u1", "a1"]
-    assert contents(value, task=task, turns="all") == ["u1", "a1", "u2", "a2"]
-    assert contents(chat("a1"), task=task, turns="all") == ["a1"]
+    assert contents(value, task=task, turns=1) == ["u1", "a1"]
+    assert contents(value, task=task, turns=0) == ["u1", "a1", "u2", "a2"]
+    assert contents(chat("a1"), task=task, turns=0) == ["a1"]
 
 
 def test_pairs_are_scored_and_documents_ranked() -> None:
@@ -306,8 +305,6 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     ("options", "message"),
     [
         ({}, "no prompt option"),
-        ({"messages_column": "m", "turns": "some"}, "--turns some"),
-        ({"messages_column": "m", "turns": "0"}, "--turns 0"),
         ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
         ({"prompt_column": "p", "columns": {"image": ["i"]}}, "--column image"),
         ({"prompt_column": "p", "columns": {"audio": ["i"]}}, "--column audio"),
