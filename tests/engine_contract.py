@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import deque
@@ -106,16 +105,6 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
                     assert reply.key not in found
                     found[reply.key] = reply
     return found, deaths
-
-
-def descendants(pid: int) -> set[int]:
-    """The processes that a process has started, and those that they have."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has just ended
-            children = {int(child) for child in task.read_text().split()}
-            found |= children.union(*map(descendants, children))
-    return found
 
 
 def is_running(pid: int) -> bool:

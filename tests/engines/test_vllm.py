@@ -23,7 +23,6 @@ from engine_contract import (
     are_gone,
     body_of,
     call,
-    descendants,
     drive,
     drive_again,
 )
@@ -49,6 +48,15 @@ def ask_capital(index: int, **body):
 def is_right(index: int, reply) -> bool:
     text = body_of(reply)["choices"][0]["message"]["content"]
     return text == CAPITALS[list(CAPITALS)[index % len(CAPITALS)]]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
 
 
 def named(pids, name: str) -> int:

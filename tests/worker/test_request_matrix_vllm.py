@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,17 @@ def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, A
 
 
 def ask(url: str, path: str, body: Any) -> tuple[int, Any]:
-    """Send one request by itself."""
-    import httpx
-
-    answer = httpx.post(url.removesuffix("/v1") + path, json=body, timeout=None)
-    return answer.status_code, answer.json()
+    """Send one request as curl would."""
+    request = urllib.request.Request(
+        url.removesuffix("/v1") + path,
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
 
 
 def settled(value: Any, *, name: str = "") -> Any:
