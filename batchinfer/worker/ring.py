@@ -78,6 +78,16 @@ class _Circle:
         self.is_over = not self.is_undecided
         self.begin_round(at_last=False)
 
+    def found(self) -> None:
+        """Note that there is something to take, so that the next round is not the last."""
+        self.is_over = False
+        self.begin_round(at_last=True)
+
+    def failed(self) -> None:
+        """Note that a block could not be seen."""
+        self.begin_round(at_last=True)
+        self.is_undecided = True
+
     def meet(self, owner: WorkerLease) -> None:
         """Note the owner of a claim. Until its heart has beaten again, it may be gone."""
         first = self._first_beats.setdefault(f"{owner.id}/{owner.nonce}", owner.beat)
@@ -187,8 +197,7 @@ class Ring:
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
                 assert self._circle is not None
-                self._circle.begin_round(at_last=True)
-                self._circle.is_undecided = True
+                self._circle.failed()
                 self._pause(0, has_to_wait=True)
             else:
                 done = survey.done
@@ -232,8 +241,7 @@ class Ring:
             circle.meet(owner)
         self._pause(len(survey.owners) + len(lapsed), has_to_wait=bool(lapsed and not free))
         if self._found:
-            circle.is_over = False
-            circle.begin_round(at_last=True)
+            circle.found()
         elif not circle.num_left:
             self._end_round()
 

@@ -27,7 +27,8 @@ class Counted(Stage):
     """Counts the rows that are held: a call was built for them or an image fetched, and they are not finished."""
 
     def __init__(self, rows: list[Row]) -> None:
-        super().__init__([rows])
+        half = (len(rows) + 1) // 2
+        super().__init__([rows[:half], rows[half:]])
         self.engine.max_in_flight = 100
         self.num_fetched = self.most_held = self.most_in_engine = 0
         self.streams: list[RowStream] = []
