@@ -34,7 +34,6 @@ from batchinfer.worker import chunk_life, chunk_opening, joining, ring, stream
 from batchinfer.worker.chunk import OpenChunk, Spool, Suspect
 from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
-from batchinfer.worker.open_chunks import OpenChunks
 
 Defect = AbstractContextManager[Any]
 
@@ -285,11 +284,6 @@ def stop_forgets_rows() -> Defect:
         return self._hall.is_closing or real(self)
 
     return mock.patch.object(chunk_life.Life, "save", save)
-
-
-def stop_saves_at_the_end_alone() -> Defect:
-    """A worker that is asked to stop saves its rows only once the engine has finished the last ones."""
-    return mock.patch.object(OpenChunks, "checkpoint", return_value=None)
 
 
 def another_seed_formula() -> Defect:

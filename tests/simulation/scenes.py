@@ -165,24 +165,6 @@ def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
         assert set(owners) == {""}
 
 
-def rows_are_saved_as_soon_as_a_stop_is_asked() -> None:
-    """The machine may be gone before the last rows have come."""
-    with Stage([[f"say {index}" for index in range(40)]]) as stage:
-        stage.engine.max_in_flight = 2
-        finished: set[int] = set()
-
-        def stop() -> None:
-            finished.update(line for _, line in stage.finished)
-            stage.stop(Interrupted("stopped"))
-            stage.scheduler.after(0.3, stage.scheduler.processes[-1].kill)
-
-        stage.scheduler.after(8.0, stop)
-        assert stage.run(checkpoint_seconds=1000.0).is_killed
-        saved = stage.objects(layout.CHECKPOINTS).values()
-        assert finished
-        assert finished <= {line for data in saved for line in _lines(data)}
-
-
 def who_has_given_a_chunk_up_keeps_nobody_waiting_for_it() -> None:
     """Its late write holds the chunk while it waits for one of another worker, which waits for this one likewise."""
     with Stage([["mine"], ["theirs"]]) as stage:
@@ -213,7 +195,6 @@ SCENES: dict[str, Callable[[], None]] = {
     "output_name_given_again": an_output_gets_a_name_that_none_has_had,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
-    "stop_saves_at_the_end_alone": rows_are_saved_as_soon_as_a_stop_is_asked,
     "late_claims_are_kept": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
     "given_up_is_for_all_chunks": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,

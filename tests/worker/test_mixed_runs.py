@@ -9,13 +9,13 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, RunMismatch
-from batchinfer.core.records import Marker, Run
-from making import own_manifest
+from batchinfer.core.records import Marker, RowKey, Run
 from simulation.machine import prompt_config
 from simulation.oracle import RUN
+from simulation.scenario import own_manifest
 from simulation.stage import Ending, Stage
 
-OTHER = {"temperature": 0.7}
+OTHER = {"prompt": prompt_config(0.7)}
 
 
 @pytest.fixture
@@ -72,6 +72,14 @@ class TestAtTheStart:
         assert layout.RUN_KEY not in stage.objects()
         assert len(stage.taken) == num_taken
 
+    def test_a_removed_run_goes_on_with_the_same_options(self, stage: Stage) -> None:
+        run_first(stage)
+        run = stored_run(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        assert stage.run().is_success
+        assert stored_run(stage).fingerprint == run.fingerprint
+        assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
+
     def test_a_replaced_run_does_not_go_on(self, stage: Stage) -> None:
         run_first(stage)
         stage.put(layout.RUN_KEY, other_run(stage))
@@ -83,6 +91,18 @@ class TestAtTheStart:
         assert stage.scheduler.now < began + 50, "it waited for the engine"
         assert stage.objects(layout.OUTPUTS) == before
         assert len(stage.taken) == num_taken
+
+    def test_a_run_that_is_complete_and_mixed_is_no_success(self, stage: Stage) -> None:
+        run_first(stage)
+        first = stored_run(stage)
+        assert stage.run().is_success
+        stage.put(layout.RUN_KEY, other_run(stage))
+        assert_refused(stage.run(**OTHER), "part-00000", "part-00001")
+        stage.server.delete(RUN + layout.RUN_KEY)
+        name = layout.marker_key("part-00001")
+        marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
+        stage.put(name, codec.encode(marker))
+        assert_refused(stage.run(), "another", first.fingerprint)
 
     def test_a_run_that_went_on_after_it_was_replaced_is_no_success(self, stage: Stage) -> None:
         """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
@@ -134,6 +154,42 @@ class TestRepair:
             before = stage.objects(layout.OUTPUTS)
             assert_refused(stage.run(retry_errors=True, **OTHER), "part-00000", "clean", "--redo")
             assert stage.objects(layout.OUTPUTS) == before
+
+
+class TestCheckpoints:
+    """run.json tells whose they are. Where it was removed, the worker knows it once its engine has loaded."""
+
+    def save_some(self, stage: Stage) -> set[RowKey]:
+        """Do some rows of the first chunk, and remove run.json. Returns the rows that are in checkpoints."""
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(4.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=0.2)
+        assert not markers(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        saved = {
+            (key.split("/")[1], codec.decode(line, dict, name=key)["line"])
+            for key, data in stage.objects(layout.CHECKPOINTS).items()
+            for line in data.splitlines()[1:]
+        }
+        assert {chunk for chunk, _ in saved} == {"part-00000"}
+        stage.taken.clear()
+        stage.engine.load_seconds = 20.0
+        return saved
+
+    def test_rows_that_are_saved_are_not_done_again_after_run_json_was_removed(
+        self, stage: Stage
+    ) -> None:
+        saved = self.save_some(stage)
+        assert stage.run().is_success
+        assert len(stage.taken) == 18 - len(saved)
+        assert not saved & set(stage.taken)
+
+    def test_rows_of_another_configuration_are_not_taken_over_after_run_json_was_removed(
+        self, stage: Stage
+    ) -> None:
+        self.save_some(stage)
+        assert stage.run(**OTHER).is_success
+        assert len(stage.taken) == 18
 
 
 class TestAtTheEnd:

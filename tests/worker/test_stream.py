@@ -1,146 +1,321 @@
-"""The way of rows through a worker: how much memory they take there, suspects and rows with images among them."""
+"""The stream of rows by itself: who is in the engine with whom, and rows that cannot be written as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from batchinfer.core.errors import EngineDied, Interrupted
-from batchinfer.core.records import Call, Failure, Reply, RowKey
+from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
+from batchinfer.ledger.checkpoints import Deaths, FinishedRow
+from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
+from batchinfer.prompts.types import EngineRules, PromptConfig
+from batchinfer.worker.chunk import OpenChunk, Spool
+from batchinfer.worker.media_fetching import NUM_THREADS
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
-from batchinfer.worker.worker_config import Limits
-from simulation.machine import BROKEN, POISON, fetch_images
-from simulation.scheduler import Process
-from simulation.stage import Ending, Row, Stage
+from batchinfer.worker.worker_config import Environment, Limits
+from fakes import FakeClock
 
-KIB = 1 << 10
-LARGE = "x" * (256 * KIB)
-TWO_MIB = Limits(max_row_memory=2)
-"""Room for eight large rows."""
+PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
+WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, columns={"image": ["image"]})
+RED = 'say","image":"memory://pictures/red.png'
+"""Text of a row with an image, as `ChunksPutByHand.put` takes it."""
+FORBIDDEN = 'say","image":"/etc/passwd'
 
 
-class Counted(Stage):
-    """Counts the rows that are held: a call was built for them or an image fetched, and they are not finished."""
+class Pictures:
+    """A store in which everything is a picture of so many bytes."""
 
-    def __init__(self, rows: list[Row]) -> None:
-        half = (len(rows) + 1) // 2
-        super().__init__([rows[:half], rows[half:]])
-        self.engine.max_in_flight = 100
-        self.num_fetched = self.most_held = self.most_in_engine = 0
-        self.streams: list[RowStream] = []
-        self._held: set[RowKey] = set()
+    def __init__(self, num_bytes: int = 100) -> None:
+        self.num_bytes = num_bytes
+        self.fetched: list[str] = []
 
-    def run(self, *arguments: Any, **options: Any) -> Ending:
-        self._held.clear()  # what an engine had that died is held no more
-        ending = super().run(*arguments, **options)
-        if ending.is_success:
-            assert self.streams[-1]._num_bytes == 0, "rows that are done are counted as held"
-        return ending
+    def stat(self, key: str) -> Any:
+        return SimpleNamespace(bytes=self.num_bytes)
 
-    def hold(self, key: RowKey) -> None:
-        self._held.add(key)
-        self.most_held = max(self.most_held, len(self._held))
+    def get(self, key: str) -> Any:
+        self.fetched.append(key)
+        return SimpleNamespace(data=b"\x89PNG".ljust(self.num_bytes, b"x"))
 
-    def took(self, process: Process, call: Call) -> None:
-        super().took(process, call)
-        self.hold(call.key)
-        self.most_in_engine = max(self.most_in_engine, len(self.taken) - len(self.finished))
 
-    def yielded(self, process: Process, replies: list[Reply]) -> None:
-        super().yielded(process, replies)
-        self._held -= {reply.key for reply in replies}
+class AtOnce:
+    """A background that has done everything already."""
+
+    def submit(self, work: Callable[[], Any]) -> Any:
+        value = work()
+        return SimpleNamespace(done=lambda: True, result=lambda: value)
+
+    def beside(self, num_threads: int) -> AtOnce:
+        return self
+
+    def wait(self, timeout_seconds: float) -> None:
+        pass
+
+
+class FetchesLater(AtOnce):
+    """A background that fetches images only once it is told to: all, or the first `num_fetched` rows' images."""
+
+    def __init__(self) -> None:
+        self.has_fetched = False
+        self.num_fetched = 0
+        self.num_begun = 0
+        self.num_waits = 0
+
+    def beside(self, num_threads: int) -> AtOnce:
+        if num_threads == 1:  # where calls are built
+            return self
+
+        def submit(work: Callable[[], Any]) -> Any:
+            self.num_begun += 1
+            number = self.num_begun
+            return SimpleNamespace(
+                done=lambda: self.has_fetched or number <= self.num_fetched, result=work
+            )
+
+        return cast("AtOnce", SimpleNamespace(submit=submit))
+
+    def wait(self, timeout_seconds: float) -> None:
+        self.num_waits += 1
+
+
+class ChunksPutByHand:
+    """Open chunks that the test puts there by hand."""
+
+    is_closing = False
+    may_grow = False
+    telemetry = SimpleNamespace(row_failed=lambda *_: None)
+
+    def __init__(self, folder: Path) -> None:
+        self.open: dict[str, OpenChunk] = {}
+        self.finished: list[FinishedRow] = []
+        self._folder = folder
+
+    def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
+        path = self._folder / name
+        each = itertools.islice(itertools.cycle(texts), num_rows)
+        path.write_text("".join(f'{{"q":"{text}","note":[1]}}\n' for text in each))
+        ref = ChunkRef(name=name, root="job", key=f"{name}.jsonl")
+        spool = Spool(self._folder / f"{name}.spool", num_rows)
+        local = LocalChunk(path, num_rows, "", path.stat().st_size)
+        self.open[name] = OpenChunk(ref, local, spool, num_rows=num_rows, started=0.0)
+        return self.open[name]
+
+    @property
+    def num_unread(self) -> int:
+        return sum(chunk.num_unread for chunk in self.open.values())
+
+    def close(self) -> None:
+        self.is_closing = True
+
+    def note_death(self, keys: Sequence[RowKey]) -> None:
+        for name, line in keys:
+            if name in self.open:
+                self.open[name].note_deaths([line], len(keys))
+
+    def finish(self, name: str, rows: list[FinishedRow]) -> None:
+        self.finished += self.open[name].finish(rows)
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counted]:
-    """Make a stage that counts rows. Every image is this one, and takes so many seconds."""
-    build, init = PromptBuilder.build, RowStream.__init__
-
-    def counted(rows: list[Row], *, image: bytes = b"", seconds: float = 0.0) -> Counted:
-        stage = Counted(rows)
-
-        def built(self: PromptBuilder, *arguments: Any) -> Any:
-            found = build(self, *arguments)
-            for each in found:
-                if each.call is not None:
-                    stage.hold(each.key)
-            return found
-
-        def fetched(self: MediaFetcher, refs: Any) -> list[bytes] | Failure:
-            stage.num_fetched += 1
-            stage.most_held = max(stage.most_held, stage.num_fetched - len(stage.finished))
-            self._background._process.sleep(seconds)  # type: ignore[attr-defined]
-            found = fetch_images(self, refs, 0.0)
-            return found if isinstance(found, Failure) else [image]
-
-        def noted(self: RowStream, *arguments: Any, **options: Any) -> None:
-            stage.streams.append(self)
-            init(self, *arguments, **options)
-
-        monkeypatch.setattr(PromptBuilder, "build", built)
-        monkeypatch.setattr(MediaFetcher, "fetch_now", fetched)
-        monkeypatch.setattr(RowStream, "__init__", noted)
-        return stage
-
-    return counted
+def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
+    chunks = ChunksPutByHand(tmp_path)
+    yield chunks
+    for chunk in chunks.open.values():
+        chunk.close()
 
 
-def test_rows_in_flight_and_waiting_are_bounded_in_bytes(count: Callable[..., Counted]) -> None:
+def stream_over(
+    chunks: ChunksPutByHand,
+    *,
+    max_in_flight: int = 4,
+    max_row_memory: int = 256,
+    prompt: PromptConfig = PROMPT,
+    pictures: Pictures | None = None,
+    background: AtOnce | None = None,
+) -> RowStream:
+    environment = SimpleNamespace(
+        clock=FakeClock(),
+        background=background or AtOnce(),
+        open_store=lambda _url: pictures or Pictures(),
+    )
+    return RowStream(
+        cast("Environment", environment),
+        cast("OpenChunks", chunks),
+        PromptBuilder(prompt, None, rules=EngineRules(model="m")),
+        Limits(max_row_memory=max_row_memory),
+        info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
+    )
+
+
+def keep_books(stream: RowStream) -> None:
+    """What the worker's loop does with the stream between two looks of the engine."""
+    stream.collect()
+    stream.prepare()
+
+
+def take(stream: RowStream) -> list[Call]:
+    keep_books(stream)  # starts to build calls
+    keep_books(stream)  # collects them; if there are none, starts with those of suspects
+    keep_books(stream)
+    return list(stream.take(4) or [])
+
+
+def answer(call: Call) -> Reply:
+    return Reply(key=call.key, status=200, body=b'{"choices":[{"text":"said"}]}')
+
+
+def death(call: Call) -> Reply:
+    return Reply(key=call.key, status=0, body=b"killed")
+
+
+def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: int) -> None:
+    chunks.put(name, len(lines)).deaths = {line: Deaths(2, fewest_rows) for line in lines}
+
+
+MIB = 1 << 20
+
+
+def take_all(stream: RowStream, rounds: int = 50) -> list[Call]:
+    """All rows that an engine without a limit of its own gets."""
+    found = []
+    for _ in range(rounds):
+        keep_books(stream)
+        found += stream.take(1000) or []
+    return found
+
+
+def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
     """Rows of a megabyte took 420 MB with 512 sequences."""
-    with count([LARGE] * 40) as stage:
-        assert stage.run(limits=TWO_MIB).is_success
-        assert stage.most_held == 8
+    for name in ("first", "second"):
+        chunks.put(name, 20, texts=["x" * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
+    held = take_all(stream)
+    assert len(held) == 8
+    stream.handle([answer(call) for call in held[:3]])
+    more = take_all(stream)
+    assert len(more) == 3
+    rest = held[3:] + more
+    while rest:
+        stream.handle([answer(call) for call in rest])
+        rest = take_all(stream)
+        assert len(rest) <= 8
+    assert len(chunks.finished) == 40
 
 
-def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(
-    count: Callable[..., Counted],
+def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
+    background = FetchesLater()
+    chunks.put("first", 3 * NUM_THREADS, [RED])
+    stream = stream_over(
+        chunks,
+        prompt=WITH_IMAGES,
+        background=background,
+        max_in_flight=100,
+        max_row_memory=NUM_THREADS * 32,
+    )
+    assert not take(stream)
+    chunks.close()
+    background.has_fetched = True
+    for _ in range(5):
+        keep_books(stream)
+    assert background.num_begun == NUM_THREADS
+
+
+def suspects_with_images(chunks: ChunksPutByHand, name: str, number: int) -> None:
+    chunks.put(name, number, [RED]).deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
+
+
+def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
+    chunks: ChunksPutByHand,
 ) -> None:
-    with count([3 * 4 * LARGE] * 3) as stage:
-        assert stage.run(limits=Limits(max_row_memory=1)).is_success
-        assert stage.most_held == 1
+    suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
+    stream = stream_over(chunks, prompt=WITH_IMAGES)
+    while group := take_all(stream):
+        stream.handle([answer(call) for call in group])
+    assert len(chunks.finished) == 2 * NUM_THREADS + 1
 
 
-def test_ordinary_rows_fill_the_engine(count: Callable[..., Counted]) -> None:
-    with count(["word " * 400] * 3000) as stage:
-        stage.engine.max_in_flight = 1536
-        assert stage.run().is_success
-        assert stage.most_in_engine == 1536
+def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.png' for i in range(40)])
+    pictures = Pictures(num_bytes=3 * MIB // 4)  # a megabyte as base64
+    stream = stream_over(
+        chunks, max_in_flight=100, max_row_memory=8, prompt=WITH_IMAGES, pictures=pictures
+    )
+    held = take_all(stream)
+    # Rows that are fetched at the same time count before they are there: none comes on top.
+    assert len(held) == len(pictures.fetched) == 7
+    stream.handle([answer(call) for call in held])
+    while rest := take_all(stream):
+        stream.handle([answer(call) for call in rest])
+    assert len(chunks.finished) == len(pictures.fetched) == 40
 
 
-def test_a_group_of_suspects_is_bounded_in_bytes(count: Callable[..., Counted]) -> None:
-    with count([LARGE] * 39 + [f"{POISON}{LARGE}"]) as stage:
-        stage.engine.kills_at_once = True
-        for _ in range(2):
-            assert isinstance(stage.run().error, EngineDied)
-            assert len(stage.deaths[-1]) > 30
-        stage.most_held = 0
-        while not stage.run(limits=Limits(max_row_memory=1)).is_success:
-            pass
-        assert stage.most_held == 3, "with their columns' names"
+def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 3, [FORBIDDEN])
+    stream = stream_over(chunks, prompt=WITH_IMAGES)
+    assert take_all(stream) == []
+    assert [row.code for row in chunks.finished] == ["media_forbidden"] * 3
+    assert (stream.num_pending, stream._num_bytes) == (0, 0)
 
 
-def with_images(number: int) -> list[Row]:
-    return [{"prompt": "say", "image": f"http://{index}"} for index in range(number)]
+def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3, texts=["x" * 3 * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=1)
+    for _ in range(3):
+        [call] = take_all(stream)
+        stream.handle([answer(call)])
+    assert len(chunks.finished) == 3
 
 
-def test_images_that_are_fetched_count_as_memory_of_rows(count: Callable[..., Counted]) -> None:
-    image = bytes(192 * KIB)  # a quarter of a megabyte as base64
-    broken = {"prompt": LARGE, "image": f"http://{BROKEN}"}
-    with count([*with_images(60), broken, broken], image=image) as stage:
-        assert stage.run(limits=TWO_MIB, has_images=True).is_success
-        # What is being fetched when the bound is reached comes on top: here all threads at once.
-        assert stage.most_held <= 8 + NUM_THREADS
-        assert stage.num_fetched == 62
+def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
+    chunk = chunks.put("first", 40, texts=["x" * MIB])
+    chunk.deaths = {line: Deaths(2, 160) for line in range(40)}
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=5)
+    rounds = 0
+    while held := take_all(stream):
+        assert len(held) <= 5
+        stream.handle([answer(call) for call in held])
+        rounds += 1
+    assert len(chunks.finished) == 40
+    assert rounds == 10, "four rows with their lines' ends fit"
 
 
-def test_a_worker_that_ends_fetches_no_more_images(count: Callable[..., Counted]) -> None:
-    """While it waits for rows that are in the engine."""
-    with count(["say", *with_images(3 * NUM_THREADS)], seconds=3.5) as stage:
-        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 1000.0
-        stage.scheduler.after(2.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(has_images=True)
-        assert stage.num_fetched == NUM_THREADS
+def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3000, texts=["word " * 400])
+    stream = stream_over(chunks, max_in_flight=1536)
+    assert len(take_all(stream)) >= 1536
+
+
+def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHand) -> None:
+    """An engine's poll drove the bookkeeping of the chunks: how often depended on the engine."""
+    chunks.put("first", 2)
+    stream = stream_over(chunks)
+    keep_books(stream)
+    assert stream.take(4) == []
+    assert stream.take(4) == []
+    keep_books(stream)
+    assert [call.key for call in stream.take(4) or []] == [("first", 0), ("first", 1)]
+    assert stream.take(4) == []
+
+
+def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    stream = stream_over(chunks)
+    [call] = take(stream)
+    keep_books(stream)
+    assert not chunks.is_closing, "its answer may be a failure that is tried again"
+    stream.handle([answer(call)])
+    assert stream.take(4) == []
+    keep_books(stream)
+    assert stream.take(4) is None
+    chunks.put("second", 1)
+    keep_books(stream)
+    assert stream.take(4) is None

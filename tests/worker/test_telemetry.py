@@ -65,6 +65,25 @@ def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
     assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
 
 
+def test_counters_add_up_over_epochs() -> None:
+    clock = FakeClock()
+    first = make_telemetry(clock)
+    first.begin(None, None)
+    first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
+    before = first.snapshot()
+    clock.seconds += 600
+    second = make_telemetry(clock)
+    second.begin(lease_record(), before)
+    second.rows_finished([finished(2)])
+    record = second.snapshot()
+    assert (record.rows_done, record.rows_ok, record.rows_error) == (3, 2, 1)
+    assert (record.prompt_tokens, record.completion_tokens) == (30, 60)
+    assert record.errors == {"prompt_too_long": 1}
+    assert record.finish_reasons == {"stop": 2}
+    assert len(record.starts) == 2
+    assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
+
+
 def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_telemetry(clock)

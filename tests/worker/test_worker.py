@@ -17,6 +17,7 @@ from batchinfer.core.errors import (
     ErrorRateExceeded,
     InputError,
     Interrupted,
+    StorageError,
 )
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts.types import PromptConfig
@@ -33,6 +34,7 @@ from making import (
     make_job,
     output_lines,
     put_job,
+    read_marker,
     run_worker_here,
     run_worker_process,
     said,
@@ -72,6 +74,17 @@ def echo_over(job: str) -> WorkerConfig:
 
 
 class TestTheMainJob:
+    def test_every_row_comes_out_once_and_in_order(self, job: str) -> None:
+        result = run_worker_here(job, f"{job}/runs/a")
+        assert_every_row_once(f"{job}/runs/a", 95)
+        assert (result["status"], result["request_count"], result["chunks_done"]) == (
+            "SUCCESS",
+            95,
+            10,
+        )
+        keys = {info.key.split("/")[0] for info in open_store(f"{job}/runs/a").list("")}
+        assert keys == {"outputs", "run.json", "workers"}
+
     def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
         result = run_worker_here(
             job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
@@ -79,10 +92,13 @@ class TestTheMainJob:
         steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
-    def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
+    def test_a_finished_run_does_not_wait_for_the_engine(
+        self, job: str, request: pytest.FixtureRequest
+    ) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
         run_worker_here(job, f"{job}/runs/a")
-        result = run_worker_here(job, f"{job}/runs/a", "--echo-load-seconds", "200")
+        request.getfixturevalue("echo_never_loads")
+        result = run_worker_here(job, f"{job}/runs/a")
         assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
 
     def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
@@ -276,6 +292,28 @@ class TestBadRows:
         done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
         assert ["error" in line for line in done] == [True] * 150 + [False] * 350
 
+    def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(
+            job,
+            rows=20,
+            per_chunk=10,
+            make_row=lambda row: {"prompt": "" if row == 13 else f"row {row}"},
+        )
+        run_worker_here(job, run)
+        store = open_store(str(run))
+        assert read_marker(store, "part-00001").errors == {"invalid_column": 1}
+        result = run_worker_here(job, run, "--retry-errors")
+        assert (result["request_count"], result["rows_resumed"], result["chunks_skipped"]) == (
+            1,
+            9,
+            1,
+        )
+        again = read_marker(store, "part-00001", 1)
+        assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
+        assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
+        assert [line["_row"] for line in output_lines(run)] == list(range(20))
+
     def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=3, per_chunk=50, make_row=lambda row: {"other": row})
@@ -300,6 +338,18 @@ class TestBadRows:
 def test_a_worker_id_that_could_leave_its_folder_is_refused(job: str) -> None:
     with pytest.raises(InputError, match="worker id"):
         run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
+
+
+class TestBadInput:
+    def test_a_chunk_that_was_changed_is_reported_after_all_the_rest(self, job: str) -> None:
+        path = Path(job) / "chunks/part-00003.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+        with pytest.raises(StorageError) as caught:
+            run_worker_here(job, f"{job}/runs/a")
+        assert caught.value.exit_status == 34
+        assert "part-00003" in caught.value.message
+        assert "sha256" in caught.value.message
+        assert len(finished_chunks(open_store(f"{job}/runs/a"))) == 9
 
 
 class TestOutputs:
