@@ -81,6 +81,6 @@ NESTED = [
         [[[("\u2028", [D("1.50")])]]], pa.list_(pa.map_(pa.string(), pa.list_(pa.decimal128(5, 2))))
     ),
     pa.ListArray.from_arrays([0, 2], UUIDS),
-    pa.ListArray.from_arrays([0, 2], pa.array(["a", "b"]).dictionary_encode()),
+    pa.ListArray.from_arrays([0, 2, 2, 3], pa.array(["a", "b", "c"]).dictionary_encode()),
 ]
 EVERY_TYPE = [*WHOLE, *REAL, *TEXTS, *TIMES, *NESTED]

@@ -21,6 +21,8 @@ MAX_NAMES = 100
 _LARGE = r"(^|[\[,:{\s])-?([0-9]{%d,}|[0-9.]+[eE]\+?[0-9]{3,})([,\]}\s]|$)"
 """Numbers of so many digits, or beyond float64."""
 _FLOAT_DIGITS, _INT_DIGITS = 16, 19
+_MOST_LEVELS = 40
+"""Levels of arrays and objects that make a column. Readers of parquet take no more than 100, two for a list."""
 
 _OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
 """DuckDB's names for the types of a JSON schema's simple members."""
@@ -114,6 +116,7 @@ def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> di
     for name, (value, shape) in found.items():
         types = set[str]()
         signed = _signed(shape, types)
+        types.update({"JSON"} if is_deep(json.dumps(shape).encode(), _MOST_LEVELS) else ())
         kinds[name] = "JSON" if "JSON" in types else signed
         if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
             pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)

@@ -37,7 +37,8 @@ class ParquetSource:
 
     Raises:
         ConfigError: the source has no such column.
-        Exception: a file is gone, has changed or cannot be read, or the files' columns have no types in common.
+        Exception: a file is gone, has changed or cannot be read, or the files' columns have no types in common, or
+            types of which Arrow takes no rows.
     """
 
     def __init__(self, job: Job, columns: Sequence[str]) -> None:
@@ -49,6 +50,7 @@ class ParquetSource:
         self._types = pa.unify_schemas(schemas, promote_options="permissive")
         names = chosen(columns, [name for name in job.columns if name in self._types.names])
         self.schema = pa.schema([self._types.field(name) for name in names])
+        self.schema.empty_table().take(pa.array([], pa.int64()))
         groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
         parts = (group.column(index) for group in groups for index in range(group.num_columns))
         own = tuple(f"{name}." for name in names)

@@ -6,6 +6,7 @@ The same tables give the same bytes.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,7 @@ _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
 """Rows and bytes of which one suffices to end a row group of parquet."""
 _FEW_VALUES = ("status", "finish_reason", "error_code", "model", "label")
-_encode = msgspec.json.Encoder(enc_hook=str).encode
+_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _SERVER_FAULT = 500
 
@@ -107,8 +108,8 @@ class LinesWriter:
             self._file.writelines(line + b"\n" for line in table["line"].to_pylist())
             return
         columns = [
-            map(_raw, values) if name in self._json_texts else values
-            for name, values in zip(names, map(_values, table.columns), strict=True)
+            map(_raw, column.to_pylist()) if name in self._json_texts else _values(column, name)
+            for name, column in zip(names, table.columns, strict=True)
         ]
         for row in zip(*columns, strict=True):
             self._file.write(_encode(dict(zip(names, row, strict=True))) + b"\n")
@@ -134,17 +135,28 @@ class CsvWriter:
         import pyarrow as pa
 
         columns = [
-            column if column.type == kind else pa.array(map(_cell, _values(column)), kind)
-            for column, kind in zip(table.columns, self._schema.types, strict=True)
+            column
+            if column.type == field.type and _is_valid(column)
+            else pa.array(map(_cell, _values(column, field.name)), field.type)
+            for column, field in zip(table.columns, self._schema, strict=True)
         ]
         self._file.write_table(pa.Table.from_arrays(columns, schema=self._schema))
 
 
-def _cell(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    text = _encode(value).decode()
-    return text[1:-1] if text[0] == '"' else text
+def _is_valid(column: Any) -> bool:
+    """Whether texts are UTF-8, which Arrow does not check when it reads them."""
+    import pyarrow as pa
+
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _cell(value: msgspec.Raw) -> str | None:
+    text = bytes(value).decode()
+    return json.loads(text) if text == "null" or text[0] == '"' else text
 
 
 def _raw(value: Any) -> Any:
@@ -153,13 +165,18 @@ def _raw(value: Any) -> Any:
     return None if value is None else msgspec.Raw(value.encode())
 
 
-def _values(column: Any) -> list[Any]:
-    """Return a column as Python values for which JSON has a form: times in ISO 8601, bytes as base64."""
+def _values(column: Any, name: str) -> list[msgspec.Raw]:
+    """Return the JSON of a column's values, as rows have them. Bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        InputError: A date or a time is out of range.
+    """
     import pyarrow as pa
 
-    if getattr(column.type, "unit", "") == "ns":  # Python's times have no nanoseconds
-        column = column.cast(pa.int64() if pa.types.is_duration(column.type) else pa.string())
-    return list(column.to_pylist())
+    from batchinfer.split.parquet_rows import encoded, plain_frame
+
+    lines = encoded(plain_frame(pa.table([column], [name]), "the rows"), f"column {name!r}: rows")
+    return [msgspec.Raw(line[5:-1]) for line in lines.decode(errors="replace").split("\n")[:-1]]
 
 
 # --------------------------------------------------------------------------- forms that are no tables

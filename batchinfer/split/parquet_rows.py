@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
@@ -57,18 +58,17 @@ def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
     with opened(file.url) as there, pq.ParquetFile(there, pre_buffer=False) as parquet:
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         row_bytes = sum(group.total_byte_size for group in groups) / file.rows
-        fields = map(parquet.schema_arrow.field, needed)
-        forms = [_form(field.type, f"{file.url}: column {field.name!r}") for field in fields]
-        # The names in polars are numbers, because it gives some names, such as * and ^a$, a meaning.
-        schema = pa.schema((str(i), plain) for i, (plain, _) in enumerate(forms))
-        texts = [text(pl.col(str(i))).alias(str(i)) for i, (_, text) in enumerate(forms) if text]
-        # A name with a dot may bring other columns along, which `select` leaves out.
-        for batch in parquet.iter_batches(
-            batch_size=max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1)))),
-            columns=needed,
-        ):
-            table = pa.Table.from_batches([batch.select(needed)]).rename_columns(schema.names)
-            frame = cast("pl.DataFrame", pl.from_arrow(table.cast(schema))).with_columns(texts)
+        at_once = max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1))))
+        # pyarrow cannot make one batch of several row groups where lists or structs hold dictionaries.
+        batches = (
+            batch
+            for group in range(parquet.num_row_groups)
+            for batch in parquet.iter_batches(at_once, [group], columns=needed)
+        )
+        for batch in batches:
+            # A name with a dot may bring other columns along, which `select` leaves out.
+            frame = plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
+            where = f"{file.url}: rows {row} to {row + frame.height - 1}"
             number = pl.int_range(row, row + frame.height, dtype=pl.Int64)
             own, ids = number.cast(pl.String), pl.Series(dtype=pl.Binary)
             if wanted.id_column:
@@ -79,20 +79,49 @@ def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
                         f"{file.url}: column {wanted.id_column!r} {what}",
                         hint="name another --id-column, or --id-column _row for row numbers",
                     )
-                own = pl.coalesce(pl.col(column.name).cast(pl.String), own)
+                if (
+                    column.dtype.is_temporal()
+                ):  # cast to texts, times would be other ones than in rows
+                    texts = map(json.loads, encoded(column.to_frame(), where).splitlines())
+                    column = pl.Series([text[column.name] for text in texts], dtype=pl.String)
+                own = pl.coalesce(pl.lit(column.cast(pl.String)), own)
                 ids = column.cast(pl.String).cast(pl.Binary).drop_nulls()
             kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
-            lines = io.BytesIO()
-            try:
-                frame.select(*kept, number.alias("_row"), own.alias("_id")).write_ndjson(lines)
-            except pl.exceptions.PanicException as error:
-                raise InputError(
-                    f"{file.url}: rows {row} to {row + frame.height - 1} hold dates or times out of range",
-                    hint="leave their column out: --columns A,B,…",
-                ) from error
-            found = lines.getvalue()
+            found = encoded(frame.select(*kept, number.alias("_row"), own.alias("_id")), where)
             yield Block(frame.height, found, ids, _num_broken(found))
             row += frame.height
+
+
+def plain_frame(table: pa.Table, where: str) -> pl.DataFrame:
+    """Return columns with the values that they have in JSON.
+
+    Their names are numbers, because polars gives some names, such as * and ^a$, a meaning.
+
+    Raises:
+        InputError: There is no form of a type in JSON.
+    """
+    forms = [_form(field.type, f"{where}: column {field.name!r}") for field in table.schema]
+    schema = pa.schema((str(i), plain) for i, (plain, _) in enumerate(forms))
+    texts = [text(pl.col(str(i))).alias(str(i)) for i, (_, text) in enumerate(forms) if text]
+    plain = table.rename_columns(schema.names).cast(schema)
+    return cast("pl.DataFrame", pl.from_arrow(plain)).with_columns(texts)
+
+
+def encoded(frame: pl.DataFrame, where: str) -> bytes:
+    """Return rows as JSON Lines.
+
+    Raises:
+        InputError: polars cannot write a date or time.
+    """
+    lines = io.BytesIO()
+    try:
+        frame.write_ndjson(lines)
+    except pl.exceptions.PanicException as error:
+        raise InputError(
+            f"{where} hold dates or times out of range",
+            hint="leave their column out: --columns A,B,…",
+        ) from error
+    return lines.getvalue()
 
 
 def _num_broken(lines: bytes) -> int:

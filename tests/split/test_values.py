@@ -177,6 +177,16 @@ def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
     assert kept[1]["_id"] == "😀"
 
 
+def test_times_name_rows_by_the_texts_that_they_have_in_rows(tmp_path: Path) -> None:
+    now = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    columns = [now, now.replace(tzinfo=None), now.time(), now.date(), dt.timedelta(seconds=1.5)]
+    table = pa.table({str(number): [each, None] for number, each in enumerate(columns)})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for name in table.column_names:
+        first, last = map(json.loads, lines_of(tmp_path, id_column=name))
+        assert (first["_id"], last["_id"]) == (first[name], "1")
+
+
 def test_the_custom_id_names_a_batch_request(tmp_path: Path) -> None:
     request = {"custom_id": "r1", "method": "POST", "url": "/v1/completions", "body": {}, "id": 5}
     (tmp_path / "x.jsonl").write_text(json.dumps(request))
