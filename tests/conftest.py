@@ -10,6 +10,8 @@ import gc
 import importlib.util
 import logging
 import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,16 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one GPU or CPU is the engine core's own
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
     }
 )
+
+# In the background of a script, the shell lets programs ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline would make a test depend on how busy the machine is.
 hypothesis.settings.register_profile("batchinfer", deadline=None)
@@ -40,11 +46,6 @@ pytest_plugins = sorted(
     path.stem
     for path in Path(__file__).parent.glob("fixtures_*.py")
     if importlib.util.find_spec(path.stem) is not None
-)
-
-# `make test-light` runs without torch, which these modules import.
-collect_ignore = (
-    [] if importlib.util.find_spec("torch") else ["convert/test_composer.py", "convert/test_mpt.py"]
 )
 
 # What a developer's shell may hold and a test must not see.
@@ -86,26 +87,38 @@ def own_log() -> Iterator[None]:
 # Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.
 LONGEST = (
     "test_request_matrix_vllm",
-    "test_skypilot",
-    "test_simulation",
-    "test_chaos",
+    "test_vllm",
+    "test_kills",
     "test_python_examples",
+    "test_chaos",
+    "test_simulation",
+    "test_launch",
     "test_api",
-    "test_run",
     "test_worker",
-    "test_servers",
-    "test_report",
+    "test_run_kills",
+    "test_onnx",
+    "test_scale",
+    "test_composer",
+    "test_endpoints",
     "test_faults",
+    "test_servers",
+    "test_azure",
+    "test_deep_json",
     "test_hub_destination",
+    "test_report",
 )
 
-# Modules that go to the process of another one, whose engine they share.
+# Modules, and tests, that go to the process of another module, whose engine or heavy packages they share.
 TOGETHER = {
+    "test_bodies_vllm": "test_request_matrix_vllm",
     "test_commands": "test_request_matrix_vllm",
     "test_demo": "test_request_matrix_vllm",
+    "test_models_vllm": "test_request_matrix_vllm",
+    "test_no_option_of_vllm_is_taken_for_a_misspelling_of_ours": "test_request_matrix_vllm",
     "test_playground_vllm": "test_request_matrix_vllm",
-    "test_vllm": "test_request_matrix_vllm",
-    "test_worker_vllm": "test_request_matrix_vllm",
+    "test_the_notebook_runs": "test_request_matrix_vllm",
+    "test_mpt": "test_composer",
+    "test_worker_vllm": "test_vllm",
 }
 
 
@@ -126,10 +139,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
 
     def place_of(item: pytest.Item) -> int:
-        name = item.path.stem
-        return places.get(TOGETHER.get(name, name), len(LONGEST))
+        return places.get(group_of(item.nodeid), len(LONGEST))
 
     items.sort(key=place_of)
+
+
+def group_of(nodeid: str) -> str:
+    """The name of the module in whose process a test runs."""
+    path, *names = re.split(r"::|\[", nodeid)
+    stem = Path(path).stem
+    return next((TOGETHER[name] for name in (stem, *names) if name in TOGETHER), stem)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -143,9 +162,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = str(super()._split_scope(nodeid))
-            name = Path(module).stem
-            return TOGETHER.get(name, name if name in TOGETHER.values() else module)
+            group = group_of(nodeid)
+            return group if group in TOGETHER.values() else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

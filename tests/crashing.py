@@ -6,6 +6,8 @@ and after each of these requests, too. Between two changes it does not matter wh
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +18,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from batchinfer.cli.main import main
 
 _CHANGES = {f"os.{name}" for name in ("link", "mkdir", "remove", "rename", "rmdir", "truncate")}
 """Python's audit events for changes to files, besides an opening for writing."""
@@ -30,7 +34,6 @@ def crash_everywhere(
     wanted: Sequence[str],
     start: Path,
     *,
-    modules: Sequence[str] = (),
     step: int = 1,
 ) -> list[str]:
     """Kill `batchinfer COMMAND` before every change to files, run it again, and check that the same bytes are there.
@@ -41,14 +44,13 @@ def crash_everywhere(
         command: The words after `batchinfer`. Relative paths are below the folder in which it runs.
         wanted: Patterns of the files whose bytes must be those that an undisturbed command leaves.
         start: The folder in which the command runs, as it is before; it is copied for each kill.
-        modules: Names of modules that the command needs, to import them once.
         step: 1 for every change, 2 for every second one, and so on.
 
     Returns:
         The changes before which the command was killed.
     """
     program = [sys.executable, __file__]
-    words = json.dumps([list(command), list(wanted), str(start), list(modules), step])
+    words = json.dumps([list(command), list(wanted), str(start), step])
     done = subprocess.run(
         [*program, words], capture_output=True, text=True, timeout=280 if step > 1 else 600
     )
@@ -73,13 +75,17 @@ def _run_in_fork(command: list[str], folder: Path, point: int | None) -> tuple[i
         try:
             if point is not None:
                 _die_at(point, str(folder))
-            from batchinfer.cli.main import main
-
             status = main(command)
+            if point is None:
+                _modules_of(folder).write_text("\n".join(sys.modules))
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return status, log.read_text(errors="replace")
+
+
+def _modules_of(folder: Path) -> Path:
+    return folder.with_suffix(".modules")
 
 
 def _die_at(point: int, folder: str) -> None:
@@ -104,9 +110,7 @@ def _die_at(point: int, folder: str) -> None:
     sys.addaudithook(hook)
 
 
-def _main(command: list[str], wanted: list[str], start: str, modules: list[str], step: int) -> None:
-    for module in ("batchinfer.cli.main", *modules):
-        __import__(module)
+def _main(command: list[str], wanted: list[str], start: str, step: int) -> None:
     # Every run is in the same place, since records may hold absolute paths.
     folder = Path(f"{start}-crashes") / "here"
     folder.parent.mkdir()
@@ -126,6 +130,9 @@ def _main(command: list[str], wanted: list[str], start: str, modules: list[str],
     assert status == 0, said
     expected, killed, wrong = found(), list[str](), list[str]()
     assert expected, f"no file matches {wanted}"
+    for module in _modules_of(folder).read_text().split():  # once, and not in each fork
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     point = num_ended = 0
     while num_ended < _ENDS:
         point += step

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
+import signal
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
-import msgspec
 import pytest
 
-from models import DEMO_MODEL, write_adapter
+from models import DEMO_MODEL, torchvision_copy, write_adapter
+from vllm_forks import SERVE, Forks
 
 SMALL = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "16"]
 """Options with which several servers fit beside each other."""
@@ -49,34 +53,68 @@ def demo_config(demo_adapters):
     )
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """Starts programs that need vLLM."""
+    from batchinfer.engines.server import _VARIABLES
+
+    path = f"{torchvision_copy()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with contextlib.closing(Forks({**_VARIABLES, "PYTHONPATH": path})) as made:
+        yield made
+
+
+VLLM_OPTIONS = """
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+print(*(name for action in parser._actions for name in action.option_strings), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="session")
+def vllm_options(forks, tmp_path_factory):
+    """The names of all options of `vllm serve`."""
+    log = tmp_path_factory.mktemp("options") / "log"
+    assert forks.run(VLLM_OPTIONS, [], log) == 0, log.read_text()
+    names = {line for line in log.read_text().splitlines() if line.startswith("-")}
+    assert len(names) > 300
+    return names
+
+
+@pytest.fixture(scope="session")
+def served(forks):
+    """Serves a model with the options of an `EngineConfig`, by its URL as for --base-url, in a `with` statement."""
+    return functools.partial(_served, forks)
+
+
 @contextlib.contextmanager
-def served(config, folder):
-    """A vLLM server with these options, by its URL as for --base-url. The model has the name of its folder there."""
-    from batchinfer.engines.server import OwnServer, plan
+def _served(forks, config, folder):
+    from batchinfer.engines.server import plan
 
     [launch] = plan(config, folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = launch.command.index("--uds")
     listen = ["--host", "127.0.0.1", "--port", str(port)]
-    command = [*launch.command[:place], *listen, *launch.command[place + 2 :]]
-    server = OwnServer(msgspec.structs.replace(launch, command=command), folder / "log")
-    server.start()
+    log = folder / "log"
+    group = forks.start(SERVE, [*launch.command[3:place], *listen], log)
     try:
         while True:
-            assert not (why := server.look_at_process()), why
+            assert Path(f"/proc/{group}").exists(), log.read_text()
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
                     break
             except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
+                time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        server.end(is_kill=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
-def demo_url(demo_config, tmp_path_factory):
+def demo_url(served, demo_config, tmp_path_factory):
     """URL of a vLLM server with the demo's model."""
     with served(demo_config, tmp_path_factory.mktemp("server")) as url:
         yield url

@@ -67,27 +67,26 @@ class _Circle:
                 return block
         return []
 
-    def _begin_round(self) -> None:
-        """Look at every block again."""
+    def begin_round(self, *, at_last: bool) -> None:
+        """Look at every block again; `at_last`: beginning with the one that was looked at last."""
+        self._blocks.rotate(int(at_last))
         self.num_left = len(self._blocks)
         self.is_undecided = False
-
-    def find(self) -> None:
-        """Note that the last block had chunks to take: a new round begins with it."""
-        self.is_over = False
-        self._blocks.rotate(1)
-        self._begin_round()
-
-    def miss(self) -> None:
-        """Note that the last block could not be seen: a new round begins with it."""
-        self._blocks.rotate(1)
-        self._begin_round()
-        self.is_undecided = True
 
     def end_round(self) -> None:
         """Note that a round found nothing to take."""
         self.is_over = not self.is_undecided
-        self._begin_round()
+        self.begin_round(at_last=False)
+
+    def found(self) -> None:
+        """Note that there is something to take, so that the next round is not the last."""
+        self.is_over = False
+        self.begin_round(at_last=True)
+
+    def failed(self) -> None:
+        """Note that a block could not be seen."""
+        self.begin_round(at_last=True)
+        self.is_undecided = True
 
     def meet(self, owner: WorkerLease) -> None:
         """Note the owner of a claim. Until its heart has beaten again, it may be gone."""
@@ -198,7 +197,7 @@ class Ring:
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
                 assert self._circle is not None
-                self._circle.miss()
+                self._circle.failed()
                 self._pause(0, has_to_wait=True)
             else:
                 done = survey.done
@@ -242,7 +241,7 @@ class Ring:
             circle.meet(owner)
         self._pause(len(survey.owners) + len(lapsed), has_to_wait=bool(lapsed and not free))
         if self._found:
-            circle.find()
+            circle.found()
         elif not circle.num_left:
             self._end_round()
 

@@ -45,10 +45,8 @@ def texts(answered: batchinfer.RunHandle) -> list[Any]:
 
 
 def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_nothing_heavy() -> None:
-    assert set(batchinfer.__all__) == {
-        *("RunHandle", "__version__", "errors", "make_job", "open_run", "run"),
-    }
-    assert set(batchinfer.__all__) <= set(dir(batchinfer))
+    names = {"RunHandle", "__version__", "errors", "make_job", "open_run", "run"}
+    assert set(batchinfer.__all__) == names <= set(dir(batchinfer))
     code = (
         "import sys, batchinfer; batchinfer.run, batchinfer.errors;"
         "heavy = {'torch', 'vllm', 'transformers', 'pyarrow', 'pandas', 'botocore', 'fsspec', 'msgspec'};"
@@ -244,13 +242,15 @@ def started(folder: Path, code: str) -> subprocess.Popen[str]:
 
 def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Path) -> None:
     rows = [{"text": f"row {index}"} for index in range(20)]
-    slow = {"engine": "echo", "echo_latency_seconds": 0.5, "max_num_seqs": 2}
-    with started(tmp_path, f"{rows}, output='a.parquet', **{slow}") as program:
-        time.sleep(2.0)  # some of the rows take less
+    slow = {"echo_latency_seconds": 9.0, "checkpoint_seconds": 0.2, "grace_seconds": 1.0}
+    code = f"{rows}, output='a.parquet', engine='echo', max_num_seqs=2, **{slow}"
+    with started(tmp_path, code) as program:
+        while not any(tmp_path.glob("a.parquet.batchinfer/run/checkpoints/*/*")):
+            time.sleep(0.05)
         program.send_signal(signal.SIGINT)
         _, shown = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in shown
-    found = batchinfer.run(rows, output=tmp_path / "a.parquet", **slow)
+    found = batchinfer.run(rows, output=tmp_path / "a.parquet", engine="echo")
     assert found.result["rows"] == 20
     assert 0 < found.result["worker"]["request_count"] < 20
 

@@ -13,12 +13,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MptConfig
 
 from batchinfer.cli.main import main
-from composer_file import composer_content
 from models import DEMO_MODEL
 
 State = dict[str, Any]
@@ -29,6 +25,8 @@ pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `
 
 @pytest.fixture
 def state() -> State:
+    from composer_file import composer_content
+
     return composer_content(DEMO_MODEL)["state"]
 
 
@@ -37,6 +35,8 @@ def convert(*arguments: str | Path) -> int:
 
 
 def saved(tmp_path: Path, state: Any) -> Path:
+    import torch
+
     torch.save({"state": state, "rng": []}, tmp_path / "ep0-ba1-rank0.pt")
     return tmp_path / "ep0-ba1-rank0.pt"
 
@@ -51,6 +51,8 @@ def refused(capsys: Capture, source: str | Path, dest: Path) -> str:
 
 
 def answers(folder: Path) -> list[int]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokens = AutoTokenizer.from_pretrained(folder)("What is this?", return_tensors="pt").input_ids
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     return loaded.generate(tokens, max_new_tokens=20, do_sample=False)[0].tolist()
@@ -66,6 +68,9 @@ NORM = ("model", "model.model.norm.weight")
 
 
 def test_it_answers_as_the_model_before(state: State, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
     assert convert(saved(tmp_path, state), tmp_path / "hf") == 0
     before, after = (
         load_file(each / "model.safetensors") for each in (DEMO_MODEL, tmp_path / "hf")
@@ -94,6 +99,9 @@ def test_tied_weights_and_several_files_load_again(
 
 
 def test_dtype_converts_weights_and_config(state: State, tmp_path: Path, capsys: Capture) -> None:
+    import torch
+    from safetensors.torch import load_file
+
     state["model"] = {name: tensor.float() for name, tensor in state["model"].items()}
     at(state, *NORM)[:2] = 1e6
     assert convert(saved(tmp_path, state), tmp_path / "hf", "--dtype", "fp16") == 0
@@ -113,21 +121,25 @@ class Payload:
         return self.call
 
 
-class Evil(torch.nn.Module):
+def evil_script(mark: str) -> Any:
     """Writes a file when torch.jit.load reads it, to which torch.load hands an archive of TorchScript."""
+    import torch
 
-    def __init__(self, mark: str) -> None:
-        super().__init__()
-        self.mark = mark
+    class Evil(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mark = mark
 
-    @torch.jit.export
-    def __getstate__(self):
-        return (self.mark, self.training)
+        @torch.jit.export
+        def __getstate__(self):
+            return (self.mark, self.training)
 
-    @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]):
-        self.mark, self.training = state[0], state[1]
-        torch.save([torch.ones(1)], self.mark)
+        @torch.jit.export
+        def __setstate__(self, state: tuple[str, bool]):
+            self.mark, self.training = state[0], state[1]
+            torch.save([torch.ones(1)], self.mark)
+
+    return torch.jit.script(Evil())
 
 
 def test_it_is_never_run(state: State, tmp_path: Path) -> None:
@@ -144,9 +156,12 @@ def test_it_is_never_run(state: State, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_torchscript_archive_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    import torch
+    from transformers import MptConfig
+
     MptConfig(d_model=8, n_heads=2, n_layers=1, bos_token_id=0).save_pretrained(tmp_path / "m")
     evil, mark = tmp_path / "m/pytorch_model.bin", tmp_path / "was-run"
-    torch.jit.script(Evil(str(mark))).save(evil)
+    evil_script(str(mark)).save(evil)
     assert "is a TorchScript archive" in refused(capsys, evil, tmp_path / "hf")
     assert main(["convert", "mpt-to-ft", str(evil.parent), str(tmp_path), "--gpus", "1"]) == 2
     assert "is a TorchScript archive" in capsys.readouterr().err
@@ -164,25 +179,29 @@ def test_py_files_are_written_only_when_trusted(state: State, tmp_path: Path, en
     assert (tmp_path / "own/evil.py").read_text() == "raise SystemExit"
 
 
-MALFORMED: list[tuple[tuple[str, ...], Any, str]] = [
-    (("model", "model.extra"), torch.ones(2), "unexpected_keys: extra"),
-    (("model", "model.extra"), torch.ones(1).expand(10**9), "extra is no whole tensor"),
-    (NORM, torch.ones(3), "mismatched_keys: ('model.norm.weight'"),
-    (("model",), {}, "more weights than there are"),
-    ((*CONFIG, "model_type"), "novelty", "novelty"),
-    ((*CONFIG, "model_type"), "t5", "no causal language model"),
-    ((*CONFIG, "num_hidden_layers"), 10**7, '"num_hidden_layers": 10000000'),
-    ((*CONFIG, "num_hidden_layers"), 10**6 - 1, "more weights than there are"),
-    ((*CONFIG, "num_labels"), 10**12, '"num_labels": 1000000000000'),
-    ((*CONFIG, "vocab_size"), 10**10, "more weights than there are"),
-    (("integrations",), None, "no dictionary state/integrations/huggingface"),
-    *(((*TOKENIZER, name), {"content": {}}, "is no name of a tokenizer's file")
-      for name in ("../../evil.json", "config.json", "model.index.json", "a.so", "..")),
-]  # fmt: skip
+def malformed() -> list[tuple[tuple[str, ...], Any, str]]:
+    """Places in a checkpoint, what stands there instead, and what the error says."""
+    import torch
+
+    return [
+        (("model", "model.extra"), torch.ones(2), "unexpected_keys: extra"),
+        (("model", "model.extra"), torch.ones(1).expand(10**9), "extra is no whole tensor"),
+        (NORM, torch.ones(3), "mismatched_keys: ('model.norm.weight'"),
+        (("model",), {}, "more weights than there are"),
+        ((*CONFIG, "model_type"), "novelty", "novelty"),
+        ((*CONFIG, "model_type"), "t5", "no causal language model"),
+        ((*CONFIG, "num_hidden_layers"), 10**7, '"num_hidden_layers": 10000000'),
+        ((*CONFIG, "num_hidden_layers"), 10**6 - 1, "more weights than there are"),
+        ((*CONFIG, "num_labels"), 10**12, '"num_labels": 1000000000000'),
+        ((*CONFIG, "vocab_size"), 10**10, "more weights than there are"),
+        (("integrations",), None, "no dictionary state/integrations/huggingface"),
+        *(((*TOKENIZER, name), {"content": {}}, "is no name of a tokenizer's file")
+          for name in ("../../evil.json", "config.json", "model.index.json", "a.so", "..")),
+    ]  # fmt: skip
 
 
 def test_an_error_says_what_is_wrong(state: State, tmp_path: Path, capsys: Capture) -> None:
-    for path, value, said in MALFORMED:
+    for path, value, said in malformed():
         odd = copy.deepcopy(state)
         at(odd, *path[:-1])[path[-1]] = value
         assert said in refused(capsys, saved(tmp_path, odd), tmp_path / "hf")

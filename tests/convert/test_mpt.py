@@ -5,12 +5,10 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import MptConfig, MptForCausalLM
 
 from batchinfer.cli.main import main
 
@@ -30,6 +28,8 @@ BLOCK = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import MptConfig, MptForCausalLM
+
     folder = tmp_path_factory.mktemp("mpt")
     config = MptConfig(
         d_model=WIDTH, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=48,
@@ -51,8 +51,10 @@ def convert(*arguments: object) -> int:
     return main(["convert", "mpt-to-ft", *map(str, arguments)])
 
 
-def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]) -> torch.Tensor:
+def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]) -> Any:
     """Put together what lies on all GPUs."""
+    import torch
+
     if axis is None:
         return read[f"{name}.bin"]
     split = (-1, *shape[1:]) if axis == 0 else (*shape[:-1], -1)
@@ -63,6 +65,9 @@ def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]) -> t
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("has_biases", [True, False])
 def test_parts_equal_the_source(model: Path, tmp_path: Path, gpus: int, has_biases: bool) -> None:
+    import torch
+    from safetensors.torch import load_file
+
     source, folder = load_file(model / "model.safetensors"), model
     biases = {
         name.replace("weight", "bias"): torch.rand(len(weight)) * has_biases

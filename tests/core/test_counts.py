@@ -47,3 +47,4 @@ def test_an_engine_that_invents_codes_does_not_make_records_grow() -> None:
     assert len(counts.errors) == MAX_CODES + 1
     assert counts.errors[OTHER] == 2 * MAX_CODES
     assert sum(counts.errors.values()) == counts.rows_error == 3 * MAX_CODES
+    assert counts.plus(Counts(errors={"code-0": 1})).errors["code-0"] == 2

@@ -169,8 +169,8 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, engine
 
     endpoint.rule = rule
     drive(engine, ListSource(calls(40), per_take=1))
-    late = [each for each in times if 0.3 < each - times[0] < 0.95]
-    assert late == []
+    before = [each for each in times if each - times[0] < 0.95]
+    assert len(before) <= engine.targets[0].slots < 40, "those that were on their way"
     assert times[-1] - times[0] > 0.95
 
 
@@ -234,10 +234,11 @@ def signals():
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
 def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, number, error):
-    endpoint.delay_seconds = 0.5
+    endpoint.delay_seconds = 3.0
     engine._runner.get_loop().call_later(0.1, signal.raise_signal, number)
     with pytest.raises(error):
         list(engine.stream(call(0, stream=True)))
+    endpoint.delay_seconds = 0.0
     assert len(drive(engine, ListSource(calls(3)))) == 3
 
 

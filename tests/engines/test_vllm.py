@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.server import write_vllm_command
+from batchinfer.engines.server import OwnServer, plan, write_vllm_command
 from engine_contract import (
     EngineContract,
     Flag,
@@ -28,8 +29,10 @@ from engine_contract import (
 )
 from fixtures_vllm import SMALL
 from models import DEMO_MODEL, write_adapter
+from vllm_forks import SERVE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+NUM_ROWS = 400
 CAPITALS = {
     "France": "Paris",
     "Japan": "Tokyo",
@@ -116,36 +119,30 @@ def demo_server(tmp_path):
     )
 
 
-def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
+def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
+    """That of the server itself: tests/worker/test_worker_vllm.py."""
     engine = create_engine(demo_server)
     info = engine.open(Flag())
     assert (info.version, info.device, info.max_num_seqs) != ("", "", None)
-    rows = [ask_capital(index) for index in range(1500)]
-    seen: set[int] = set()
-    victims = ["EngineCore", "vllm_serve"]
+    rows = [ask_capital(index) for index in range(NUM_ROWS)]
+    server = engine.targets[0]
+    seen = set(descendants(server.guard.pid))
 
-    def kill_at_each_third(engine=engine):
-        server = engine.targets[0]
-        while victims:
-            if server.is_ready and server.num_answered > 300:
-                family = descendants(server.guard.pid)
-                seen.update(family)
-                os.kill(named(family, victims.pop()), signal.SIGKILL)
-                while server.is_ready:
-                    time.sleep(0.05)
-            time.sleep(0.05)
+    def kill():
+        while server.num_answered < NUM_ROWS // 4:
+            time.sleep(0.01)
+        os.kill(named(seen, "EngineCore"), signal.SIGKILL)
 
-    killer = threading.Thread(target=kill_at_each_third, daemon=True)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     found, deaths = drive_again(engine, rows)
     killer.join(1)
-    assert victims == []
-    assert len(found) == 1500
+    assert len(found) == NUM_ROWS
     assert all(is_right(key[1], reply) for key, reply in found.items())
     assert deaths
-    assert engine.stats().restarts == 2
-    assert engine.stats().completion_tokens > 1500
-    seen.update(descendants(engine.targets[0].guard.pid))
+    assert engine.stats().restarts == 1
+    assert engine.stats().completion_tokens > NUM_ROWS
+    seen.update(descendants(server.guard.pid))
     engine.close()
     assert are_gone(seen, 1.0)
 
@@ -153,31 +150,39 @@ def test_kills_of_the_server_and_its_core_lose_no_row(demo_server):
 # --------------------------------------------------------------------------- loading
 
 
-def open_and_close(config):
-    engine = create_engine(config)
-    try:
-        engine.open(Flag())
-    finally:
-        engine.close()
+@pytest.fixture
+def load_error(forks, tmp_path):
+    """Starts a server in a fork, and gives the error with which an engine would not open."""
+
+    def error_of(config, server_args=(), **changes):
+        config = msgspec.structs.replace(config, server_args=list(server_args), **changes)
+        [launch] = plan(config, tmp_path)
+        server = OwnServer(launch, tmp_path / "log")
+        status = forks.run(SERVE, launch.command[3:], tmp_path / "log")
+        server.guard, server._start_bytes = SimpleNamespace(poll=lambda: status), 0
+        error = server.load_error(server.look_at_process())
+        assert isinstance(error, ConfigError), error
+        return error.message
+
+    return error_of
 
 
-def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server):
-    config = msgspec.structs.replace(demo_server, server_args=["--max-model-len", "99999"])
-    with pytest.raises(ConfigError, match="max_model_len"):
-        open_and_close(config)
+def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server, load_error):
+    assert "max_model_len" in load_error(demo_server, ["--max-model-len", "99999"])
 
 
-def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server):
+def test_an_option_that_vllm_does_not_know_is_the_users_fault(demo_server, load_error):
+    assert "--no-such-option" in load_error(demo_server, ["--no-such-option", "1"])
+
+
+def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server, load_error):
     tiny = ["--kv-cache-memory-bytes", "65536", "--max-model-len", "512"]
-    with pytest.raises(ConfigError, match="does not fit into memory"):
-        open_and_close(msgspec.structs.replace(demo_server, server_args=tiny))
+    assert "does not fit into memory" in load_error(demo_server, tiny)
 
 
-def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, tmp_path):
+def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, load_error, tmp_path):
     folder = write_adapter(tmp_path / "dora", use_dora=True)
-    config = msgspec.structs.replace(demo_server, loras={"odd": str(folder)})
-    with pytest.raises(ConfigError, match="DoRA"):
-        open_and_close(config)
+    assert "DoRA" in load_error(demo_server, SMALL, loras={"odd": str(folder)})
 
 
 def test_another_server_from_pypi_runs_in_vllms_place():
@@ -196,18 +201,24 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     assert are_gone(family, 1.0)
 
 
-def test_a_link_that_a_body_hides_from_the_worker_is_not_fetched_by_the_server():
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.multimodal.media import MediaConnector
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+FETCH = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.media import MediaConnector
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def domains(*typed):
-        config = EngineConfig(model="m", server_args=list(typed))
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+domains = parser.parse_known_args(sys.argv[1:])[0].allowed_media_domains
+print("domains:", *domains)
+MediaConnector(allowed_media_domains=domains).fetch_image("http://127.0.0.1:9/a.png")
+"""
+
+
+def test_a_link_that_a_body_hides_from_the_worker_is_not_fetched_by_the_server(forks, tmp_path):
+    for typed in ([], ["--allowed-media-domains", "example.com"]):
+        config = EngineConfig(model="m", server_args=typed)
         command = write_vllm_command(config, "m", [], 1, 0)
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        return list(parser.parse_known_args(command[4:])[0].allowed_media_domains)
-
-    assert domains("--allowed-media-domains", "example.com") == ["example.com"]
-    connector = MediaConnector(allowed_media_domains=domains())
-    with pytest.raises(ValueError, match="allowed domains"):
-        connector.fetch_image("http://127.0.0.1:9/a.png")
+        assert forks.run(FETCH, command[4:], tmp_path / "log") == 1
+    said = (tmp_path / "log").read_text()
+    assert said.count("ValueError: The URL must be from one of the allowed domains") == 2
+    assert "domains: example.com\n" in said

@@ -120,8 +120,9 @@ def test_more_ranks_than_manifests_is_a_mistake_that_says_what_to_do(job: str) -
 
 def test_a_damaged_job_and_a_newer_one_are_named(job: str) -> None:
     path = Path(job) / "job.json"
-    newer = path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99')
-    for text, said in ((newer, "format version 99"), ("{", "not a readable job record")):
+    number, unknown = FORMAT_VERSION, FORMAT_VERSION + 1
+    newer = path.read_text().replace(f'version": {number}', f'version": {unknown}')
+    for text, said in ((newer, f"format version {unknown}"), ("{", "not a readable job record")):
         path.write_text(text)
         with pytest.raises(InputError, match=rf"job\.json: {said}"):
             read(f"{job}/manifests/all.txt")

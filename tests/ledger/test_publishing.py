@@ -65,6 +65,34 @@ def test_the_lease_is_asked_for_right_before_every_write(
     assert events == ["lease", "write"] * (len(events) // 2)
 
 
+def test_who_comes_second_discards_its_own_output(store: MemoryStore, tmp_path: Path) -> None:
+    first, second = (
+        publisher(store, nonce).publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+        for nonce in ("n1", "n2")
+    )
+    assert (first.is_ours, second.is_ours) == (True, False)
+    assert second.marker == current_marker(store)
+    assert keys(store) == sorted([layout.output_key(first.marker.output), layout.marker_key(CHUNK)])
+
+
+def test_of_two_that_replace_a_damaged_marker_the_first_wins(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    store.create(layout.marker_key(CHUNK), b"damaged")
+    asked = []
+
+    def lease() -> None:
+        asked.append("lease")
+        if len(asked) == 3:  # it has seen the damage
+            publisher(store, "n1").publish(
+                built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[]
+            )
+
+    late = Publisher(store, nonce="n2", require_lease=lease)
+    published = late.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+    assert (published.is_ours, current_marker(store).nonce) == (False, "n1")
+
+
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
 def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

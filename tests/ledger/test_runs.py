@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from batchinfer.core import codec, layout
@@ -72,12 +73,10 @@ def test_a_damaged_and_a_newer_run_are_told_apart(store: MemoryStore) -> None:
         read_run(store)
     store.delete([layout.RUN_KEY])
     run = join_run(store, CONFIG, {}, nonce="a")
-    newer = codec.encode(run).replace(
-        f'"format_version":{FORMAT_VERSION}'.encode(), b'"format_version":99'
-    )
+    newer = codec.encode(msgspec.structs.replace(run, format_version=FORMAT_VERSION + 1))
     store.delete([layout.RUN_KEY])
     store.create(layout.RUN_KEY, newer)
-    with pytest.raises(InputError, match="format version 99"):
+    with pytest.raises(InputError, match=f"format version {FORMAT_VERSION + 1}"):
         read_run(store)
 
 

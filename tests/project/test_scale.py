@@ -24,7 +24,7 @@ def test_ten_workers_share_the_work_until_its_end() -> None:
 def test_machines_that_are_lost_cost_little() -> None:
     """A machine that is lost with its last chunk alone costs a tenth of the time, so one seed says little."""
     plans = [
-        Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0, seed=seed) for seed in range(8)
+        Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0, seed=seed) for seed in range(4)
     ]
     results = [Campaign(plan).run() for plan in plans]
     assert min(each["of_ideal"] for each in results) >= 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import EngineRules, Sampling
 from pictures import as_hub, picture
 from prompt_rows import prepare
+from vllm_forks import Forks
 
 pytestmark = pytest.mark.vllm
 
@@ -49,24 +51,29 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_the_servers_own_definition_takes_every_body() -> None:
-    pytest.importorskip("vllm")
-    from pydantic import TypeAdapter
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+CHECK = """
+import json, sys
+from pydantic import TypeAdapter
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    kinds: dict[str, Any] = {
-        "/v1/chat/completions": ChatCompletionRequest,
-        "/v1/completions": CompletionRequest,
-    }
+kinds = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
+models = {"messages", "tools", "tool_choice", "response_format", "structured_outputs"}
+for path, text in json.loads(sys.argv[1]):
+    found, body = TypeAdapter(kinds[path]).validate_json(text), json.loads(text)
+    assert body.keys() <= type(found).model_fields.keys(), body
+    for name in body.keys() - models:
+        assert dict(found)[name] == body[name], name
+"""
+
+
+def test_the_servers_own_definition_takes_every_body(forks: Forks, tmp_path: Path) -> None:
+    bodies = []
     for options, row in CASES:
         prepared = prepare(row, RULES, seed=7, **options)
         if prepared.media:
             prepared = finish_call(prepared, [b"\0\0\0\0ftypmp42", b"RIFF\0\0\0\0WAVE"])
         assert prepared.call is not None, prepared.failure
-        found: Any = TypeAdapter(kinds[prepared.path]).validate_json(prepared.call.body)
-        body = json.loads(prepared.call.body)
-        assert body.keys() <= type(found).model_fields.keys()
-        models = {"messages", "tools", "tool_choice", "response_format", "structured_outputs"}
-        for name in body.keys() - models:
-            assert dict(found)[name] == body[name], name
+        bodies.append((prepared.path, prepared.call.body.decode()))
+    log = tmp_path / "log"
+    assert forks.run(CHECK, [json.dumps(bodies)], log) == 0, log.read_text()

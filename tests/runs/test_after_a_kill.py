@@ -50,7 +50,7 @@ def test_status_verify_and_the_next_start_agree_after_a_kill(tmp_path: Path) -> 
     run = str(job / "runs" / "a")
     process = start_process(worker_arguments(job, run, *OPTIONS, *SLOW))
     try:
-        outputs, deadline = Path(run) / "outputs", time.monotonic() + 60
+        outputs, deadline = Path(run) / "outputs", time.monotonic() + 240
         while len(list(outputs.glob("*.succeed"))) < 2 or not rows_in_segments(run):
             assert process.poll() is None
             assert time.monotonic() < deadline

@@ -127,7 +127,9 @@ CORRUPT: dict[str, Callable[[Store], object]] = {
     "half a marker": put(MARKER, b'{"outp'),
     "no output": lambda store: store.delete([output_of(store)]),
     "cut output": with_output(lambda data: data[:-10]),
+    "longer output": with_output(lambda data: data + b"{}\n"),
     "too few rows": with_marker(rows_ok=9),
+    "too many rows": with_marker(rows_ok=11),
     "uncounted errors": with_marker(rows_ok=8, rows_error=2, errors={"x": 1}),
 }
 FOREIGN: dict[str, Callable[[Store], object]] = {

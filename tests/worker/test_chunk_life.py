@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted
+from batchinfer.core.records import Claim
 from batchinfer.worker import chunk, chunk_life
 from batchinfer.worker.worker_config import Limits
+from fakes import marker_record
 from simulation.scenario import simulate
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
@@ -53,6 +55,23 @@ def test_a_worker_that_is_stopped_writes_all_parts() -> None:
         assert len(records(stage)) > 3
         assert sum(len(part) for part in records(stage)) == len(stage.finished) > 5
         assert len({record for part in records(stage) for record in part}) == len(stage.finished)
+
+
+def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim() -> None:
+    name, file = "part-00000", layout.output_file("part-00000", "aaaa")
+    with Stage(PROMPTS) as stage:
+        stage.engine.max_in_flight = 2
+
+        def publish() -> None:
+            assert stage.objects(layout.CHECKPOINTS)
+            stage.put(layout.output_key(file), b"{}\n")
+            stage.put(layout.marker_key(name), codec.encode(marker_record(output=file)))
+            stage.put(layout.claim_key(name), codec.encode(Claim(worker="w9", nonce="n")))
+
+        stage.scheduler.after(6.0, publish)
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=0.5)
+        assert not stage.objects(layout.CHECKPOINTS)
 
 
 class SlowUploads:

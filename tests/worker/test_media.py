@@ -88,7 +88,8 @@ def test_what_is_at_a_place_arrives_as_it_was(server: WebServer, tmp_path: Path)
         str(tmp_path / "a.png"),
         f"file://{tmp_path}/a.png",
     ):
-        assert fetched(place, media_root=str(tmp_path)) == RED, place
+        found = fetched(place, media_root=str(tmp_path), max_media_bytes=len(RED))
+        assert found == RED, place
     assert fetched("a.png", media_root=server.url) == RED
     assert fetched("a.png", media_root="memory://pictures/deep") == RED
 
@@ -176,7 +177,7 @@ def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() 
 
     def fail() -> bytes:
         asked.append("dead")
-        is_over.wait(5)
+        is_over.wait(60)
         raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
 
     def ask() -> bytes:
@@ -190,7 +191,7 @@ def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() 
         begun = time.monotonic()
         for number in range(300):
             assert cache.get(f"good {number}", lambda: RED) == RED
-        assert time.monotonic() - begun < 4
+        assert time.monotonic() - begun < 30
         is_over.set()
     assert all(isinstance(each.exception(), RowProblem) for each in waiting)
     assert asked == ["dead"]

@@ -1,18 +1,16 @@
 """Models of other kinds with real vLLM: numbers as transformers computes them, chats as vLLM's own renderer makes them.
 
-Each test starts a server of its own, with a model of random weights.
+Each test has a server of its own, with a model of random weights.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
+import re
 import struct
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -22,22 +20,23 @@ import pytest
 
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
-from fixtures_vllm import served
 from making import make_job, output_lines, read_marker
 from models import (
     sound,
-    torchvision_copy,
     write_bert,
     write_mistral,
     write_vision_model,
     write_whisper,
 )
 from pictures import as_base64, as_data_url, clip, picture
+from vllm_forks import Forks
 from web_server import HttpServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+Serve = Callable[..., Any]
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
+FLOAT = ("--dtype", "float32")
 TEXTS = [f"row {i} " + "word " * (i % 5) for i in range(70)]
 """More than fit into one list, so two requests are sent."""
 PAIRS = [(f"what is {i}?", f"it is {i * 7 % 5} " + "of it " * (i % 3)) for i in range(8)]
@@ -52,20 +51,27 @@ CHATS = [
 ]
 
 
+@pytest.fixture
+def serve(served: Any, tmp_path: Path) -> Serve:
+    """Serves a model for a task, with these options of vLLM, in a `with` statement."""
+
+    def start(model: Path, *arguments: str, task: str = "generate") -> Any:
+        config = EngineConfig(model=str(model), task=task, server_args=[*SMALL, *arguments])
+        return served(config, tmp_path)
+
+    return start
+
+
 def run(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    model: Path,
-    *options: str,
-    arguments: Sequence[str] = SMALL,
+    folder: Path, rows: list[dict[str, Any]], model: Path, url: str, *options: str
 ) -> list[Any]:
-    """Run a worker with a server of its own over a job of these rows; its output lines."""
+    """Run a worker over a job of these rows, with the server at this URL; its output lines."""
     from batchinfer.worker.command import command
 
     make_job(folder / "job", rows=len(rows), per_chunk=len(rows), make_row=rows.__getitem__)
     run_url = str(folder / "run")
     words = ["--job", str(folder / "job"), "--output", run_url, "--model", str(model), *options]
-    command.main([*words, *arguments], standalone_mode=False)
+    command.main([*words, "--engine", "openai", "--base-url", url], standalone_mode=False)
     return output_lines(run_url)
 
 
@@ -95,11 +101,11 @@ def logits(model: Path, *texts: str) -> Any:
         return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0]
 
 
-def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
+def test_embeddings_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in [*TEXTS, "x y " * 100, ""]]
-    options = ("--task", "embed", "--prompt-column", "text", "--dtype", "float32")
-    found = run(tmp_path, rows, model, *options, "--max-model-len", "96")
+    with serve(model, *FLOAT, "--max-model-len", "96", task="embed") as url:
+        found = run(tmp_path, rows, model, url, "--task", "embed", "--prompt-column", "text")
     for text, line in zip(TEXTS, found, strict=False):
         wanted = states(model, text)[0]
         assert vector_of(line) == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-4)
@@ -109,28 +115,26 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     assert marker.prompt_tokens > len(TEXTS)
 
 
-def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
     """A server of a model that can do both makes one vector a text, unless it is told otherwise."""
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in TEXTS[:5]]
-    options = ("--task", "token-embed", "--prompt-column", "text", "--dtype", "float32")
-    for row, line in zip(rows, run(tmp_path, rows, model, *options), strict=True):
+    options = ("--task", "token-embed", "--prompt-column", "text")
+    with serve(model, *FLOAT, task="token-embed") as url:
+        found = run(tmp_path, rows, model, url, *options)
+    for row, line in zip(rows, found, strict=True):
         wanted = states(model, row["text"])
         vectors = wanted / wanted.norm(dim=-1, keepdim=True)
         assert vector_of(line, "data") == pytest.approx(vectors.flatten().tolist(), abs=1e-4)
 
 
-def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path) -> None:
+def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
     model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
     rows = [{"text": text} for text in TEXTS[:12]]
-    options = ("--prompt-column", "text", "--engine", "openai", "--base-url")
-    config = EngineConfig(
-        model=str(model), task="classify", server_args=[*SMALL, "--dtype", "float32"]
-    )
-    with served(config, tmp_path) as url:
-        given = (*options, url, "--task")
-        classes = run(tmp_path / "a", rows, model, *given, "classify", arguments=())
-        rewards = run(tmp_path / "b", rows, model, *given, "reward", arguments=())
+    options = ("--prompt-column", "text", "--task")
+    with serve(model, *FLOAT, task="classify") as url:
+        classes = run(tmp_path / "a", rows, model, url, *options, "classify")
+        rewards = run(tmp_path / "b", rows, model, url, *options, "reward")
     for row, one, other in zip(rows, classes, rewards, strict=True):
         wanted = logits(model, row["text"])
         [answer] = one["body"]["data"]
@@ -139,19 +143,15 @@ def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path) -> None:
         assert other["body"]["data"][0]["data"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path) -> None:
+def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
     model = write_bert(tmp_path / "model", labels=["relevant"])
     rows = [{"query": query, "document": document} for query, document in PAIRS]
     query, documents = PAIRS[0][0], [document for _, document in PAIRS]
-    options = ("--pair-columns", "query,document", "--engine", "openai", "--base-url")
-    config = EngineConfig(
-        model=str(model), task="score", server_args=[*SMALL, "--dtype", "float32"]
-    )
-    with served(config, tmp_path) as url:
-        given = (*options, url, "--task")
-        found = run(tmp_path / "a", rows, model, *given, "score", arguments=())
+    options = ("--pair-columns", "query,document", "--task")
+    with serve(model, *FLOAT, task="score") as url:
+        found = run(tmp_path / "a", rows, model, url, *options, "score")
         ranked = [{"query": query, "document": documents}]
-        [ranks] = run(tmp_path / "b", ranked, model, *given, "rerank", arguments=())
+        [ranks] = run(tmp_path / "b", ranked, model, url, *options, "rerank")
 
     def wanted(*pair: str) -> float:
         return float(logits(model, *pair).sigmoid())
@@ -168,36 +168,32 @@ def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path) -> 
 REFERENCE = """
 import json, sys
 from vllm import LLM, SamplingParams
-model, chats = json.loads(sys.stdin.read())
+model, chats = json.loads(sys.argv[1])
 llm = LLM(model, tokenizer_mode="mistral", enforce_eager=True, kv_cache_memory_bytes=64 << 20,
           enable_chunked_prefill=False, max_num_batched_tokens=2048, max_model_len=256)
 found = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
-print(json.dumps([[one.outputs[0].text, len(one.prompt_token_ids)] for one in found]))
+print("found", json.dumps([[one.outputs[0].text, len(one.prompt_token_ids)] for one in found]))
 """
 
 
-def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(
+    tmp_path: Path, serve: Serve, forks: Forks
+) -> None:
     """Mistral's tokenizers have no Jinja template; only vLLM's own renderer makes their prompts."""
     model = write_mistral(tmp_path / "model")
     options = ("--messages-column", "messages", "--turns", "all", "--temperature", "0")
-    options += ("--max-tokens", "8", "--tokenizer-mode", "mistral", "--max-model-len", "256")
-    found = run(tmp_path, [{"messages": chat} for chat in CHATS], model, *options)
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", REFERENCE],
-        input=json.dumps([str(model), CHATS]),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    wanted = json.loads(done.stdout.strip().splitlines()[-1])
+    arguments = ("--tokenizer-mode", "mistral", "--max-model-len", "256")
+    with serve(model, *arguments) as url:
+        rows = [{"messages": chat} for chat in CHATS]
+        found = run(tmp_path, rows, model, url, *options, "--max-tokens", "8")
+    log = tmp_path / "reference"
+    assert forks.run(REFERENCE, [json.dumps([str(model), CHATS])], log) == 0, log.read_text()
+    [wanted] = re.findall(r"^found (.*)$", log.read_text(), re.MULTILINE)
     bodies = [line["body"] for line in found]
     assert [
         [body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]]
         for body in bodies
-    ] == wanted
+    ] == json.loads(wanted)
 
 
 def transcribe(url: str, model: Path, wave: bytes) -> Any:
@@ -214,7 +210,7 @@ def transcribe(url: str, model: Path, wave: bytes) -> Any:
         return json.loads(found.read())
 
 
-def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
+def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path, serve: Serve) -> None:
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
     model = write_whisper(tmp_path / "model")
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
@@ -224,11 +220,9 @@ def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path) -> None:
     rows.append({"audio": "calls/a.wav"})
     options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
     options += ("--media-root", str(tmp_path))
-    options += ("--sampling", "language=en", "--engine", "openai")
-    arguments = [*SMALL, "--dtype", "float32", "--max-num-batched-tokens", "2048"]
-    config = EngineConfig(model=str(model), task="transcribe", server_args=arguments)
-    with served(config, tmp_path) as url:
-        found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
+    options += ("--sampling", "language=en")
+    with serve(model, *FLOAT, "--max-num-batched-tokens", "2048", task="transcribe") as url:
+        found = run(tmp_path, rows, model, url, *options)
         alone = [transcribe(url, model, each) for each in sounds]
     assert [line["status"] for line in found] == [200, 200, 200, 400, 200]
     texts = [line["body"]["text"] for line in found if line["status"] == 200]
@@ -255,10 +249,9 @@ def describe(url: str, model: Path, kind: str, medium: str) -> Any:
 
 
 def test_images_and_videos_are_described_as_the_server_does_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_url: Any
+    tmp_path: Path, serve: Serve, s3_url: Any
 ) -> None:
     """Wherever they lie: in a column, behind a link, in a bucket, in a folder."""
-    monkeypatch.setenv("PYTHONPATH", f"{torchvision_copy()}{os.pathsep}{Path.cwd()}")
     model, bucket = write_vision_model(tmp_path / "model"), s3_url()
     images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]
     videos = [clip("red", "blue"), clip("green", "green")]
@@ -271,11 +264,10 @@ def test_images_and_videos_are_described_as_the_server_does_alone(
     rows = [{"question": "Which colour?", "image": None, "video": None, **row} for row in rows]
     options = ("--prompt-column", "question", "--as-chat", "--column", "image=image")
     options += ("--column", "video=video", "--media-root", str(tmp_path))
-    options += ("--temperature", "0", "--max-tokens", "12", "--engine", "openai")
-    arguments = [*SMALL, "--max-model-len", "512", "--allowed-media-domains", "127.0.0.1"]
-    config = EngineConfig(model=str(model), server_args=arguments)
-    with served(config, tmp_path) as url:
-        found = run(tmp_path, rows, model, *options, "--base-url", url, arguments=())
+    options += ("--temperature", "0", "--max-tokens", "12")
+    domains = ("--allowed-media-domains", "127.0.0.1")
+    with serve(model, "--max-model-len", "512", *domains) as url:
+        found = run(tmp_path, rows, model, url, *options)
         alone = [describe(url, model, "image", as_data_url(each)) for each in images]
         alone += [describe(url, model, "video", as_data_url(each, "video/mp4")) for each in videos]
     web.close()

@@ -193,7 +193,8 @@ def take_all(stream: RowStream, rounds: int = 50) -> list[Call]:
 
 def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
     """Rows of a megabyte took 420 MB with 512 sequences."""
-    chunks.put("first", 40, texts=["x" * MIB])
+    for name in ("first", "second"):
+        chunks.put(name, 20, texts=["x" * MIB])
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
     held = take_all(stream)
     assert len(held) == 8

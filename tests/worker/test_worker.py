@@ -110,7 +110,17 @@ class TestTheMainJob:
 
 
 class TestStoppedAndStartedAgain:
-    SLOW = (*FAST, "--echo-latency-seconds", "0.5", "--max-num-seqs", "8", "--worker-id", "w0")
+    SLOW = (
+        *FAST,
+        "--echo-latency-seconds",
+        "9",
+        "--grace-seconds",
+        "1",
+        "--max-num-seqs",
+        "8",
+        "--worker-id",
+        "w0",
+    )
 
     def wait_for(self, store: Store, prefix: str) -> None:
         deadline = time.monotonic() + 120
@@ -272,6 +282,8 @@ class TestBadRows:
 
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
+        few = self.rows(tmp_path / "few", lines[9:29], "--max-error-rate", "0.5")
+        assert sum("error" in line for line in few) == 19, "too few to judge by"
         with pytest.raises(ErrorRateExceeded) as caught:
             self.rows(tmp_path, lines, "--max-error-rate", "0.5")
         assert caught.value.exit_status == 3

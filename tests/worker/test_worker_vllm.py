@@ -20,7 +20,6 @@ from batchinfer.core.records import Marker
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from making import (
-    Finished,
     finish_process,
     finished_chunks,
     output_lines,
@@ -293,22 +292,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--model", "/no/such/model"), "/no/such/model"),
-        (("--no-such-option", "1"), "--no-such-option"),
-    ],
-)
-def test_a_users_mistake_is_named(
-    tmp_path: Path, source: Path, options: tuple[str, ...], message: str
-) -> None:
-    """Exit 2, and never a traceback."""
-    job, run = str(tmp_path / "job"), str(tmp_path / "run")
-    split(source, job)
-    done: Finished = run_process(worker(job, run, *GREEDY, *options, "--max-error-rate", "0.5"))
-    assert done.status == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
