@@ -1,5 +1,5 @@
-# One verb each. `make setup` makes .venv/ in this checkout; the others call it (or setup-light, of
-# which it is a part) first, and it does nothing when pyproject.toml and scripts/setup.sh are
+# One verb each. `make setup` makes .venv/ in this checkout; the others call it (or setup-light, which
+# is a part of it) first, and it does nothing when pyproject.toml and scripts/setup.sh are
 # unchanged since the last time.
 
 SHELL := bash
@@ -28,7 +28,7 @@ help: ## this list
 setup-light: ## make .venv/ with what `check`, `simulate` and `test-light` need: under 1 GB, no vLLM, no torch
 	@bash scripts/setup.sh --extras dev
 
-setup: ## add vLLM for the CPU and what else `test` and `bench` need: 4 GB
+setup: ## add vLLM for the CPU and what else `test` and `bench` need: 5 GB
 	@bash scripts/setup.sh --extras cpu,dev,full
 
 demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer checked

@@ -257,7 +257,7 @@ def _named(options: Mapping[str, click.Option], key: str, shown: str, path: Path
     if name not in options:
         raise ConfigError(
             f"--config {path}: unknown key {shown!r}{near(name, options)}",
-            hint="every key is the name of an option; see --help-all",
+            hint="every key is the name of an option; see --help",
         )
     return options[name]
 

@@ -60,7 +60,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """GPUs to use, as numbers or UUIDs, e.g. 2,5. Default: all that are visible."""
     server_command: Annotated[str, Opt(metavar="COMMAND", is_recorded=True)] = ""
     """Start another server in vLLM's place, with {model} and {socket} or {port} where it takes them; see
-    docs/features.md."""
+    docs/engine.md."""
     stall_seconds: Positive = 300.0
     """Without a token and an answer for so long, while rows are in flight, the engine counts as hung, or an endpoint as
     down."""

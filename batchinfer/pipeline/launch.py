@@ -184,7 +184,7 @@ class Launch:
             if seen.rows_finished > best:
                 pause, best = WATCH_SECONDS, seen.rows_finished
             if lost and self._clock.monotonic() >= due:
-                if pause > LONGEST_PAUSE * WATCH_SECONDS:
+                if pause >= LONGEST_PAUSE * WATCH_SECONDS:
                     raise NoProgress(
                         f"{seen.run}: workers were started again and again, and no row was finished since",
                         hint=f"see why: batchinfer status {quote(seen.run)}",

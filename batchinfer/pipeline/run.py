@@ -19,7 +19,7 @@ from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
-from batchinfer.core.errors import RESTART_STATUSES, BatchinferError, ConfigError
+from batchinfer.core.errors import RESTART_STATUSES, BatchinferError, ConfigError, LimitReached
 from batchinfer.core.option_help import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.core.shell import quote
@@ -165,6 +165,10 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
     try:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
+    except LimitReached as error:
+        if options["retry_errors"] or not work.is_answered():
+            raise
+        answered = error.result or {}
     except BatchinferError as error:
         if error.exit_status in RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"

@@ -6,6 +6,7 @@ which says that DEST is this command's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -27,10 +28,10 @@ from batchinfer.core.errors import (
     InputError,
     ObjectNotFound,
 )
-from batchinfer.core.records import FORMAT_VERSION, Job, Record
+from batchinfer.core.records import FORMAT_VERSION, Job, Marker, Record
 from batchinfer.core.tasks import GENERATE
 from batchinfer.engines import is_remote
-from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
+from batchinfer.ledger.jobs import ChunkRef, OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.pipes import recognise
 from batchinfer.pipeline.run import PipelineConfig
 from batchinfer.split.sources import Sources, count_sources
@@ -209,14 +210,28 @@ class WorkFolder:
         Raises:
             ErrorRateExceeded: a larger share failed, and `at_least` so many.
         """
-        found = select(self.run_url, self._open_store, self._clock, job_url=self.job_url)
-        failed = sum(marker.rows_error for _, marker in found.sound)
-        done = failed + sum(marker.rows_ok for _, marker in found.sound)
+        markers = [marker for _, marker in self._sound()]
+        failed = sum(marker.rows_error for marker in markers)
+        done = failed + sum(marker.rows_ok for marker in markers)
         if failed >= at_least and failed > rate * done:
             raise ErrorRateExceeded(
                 f"{failed / done:.1%} of {done} rows failed, --max-error-rate allows {rate:.1%}; DEST was not written",
                 hint="raise --max-error-rate to take these answers, or answer the failed rows again: --retry-errors",
             )
+
+    def is_answered(self) -> bool:
+        """Whether every chunk that this command is to answer is done, and one of them has an answer."""
+        job, limit = self._job(), self.config.limit
+        assert job is not None
+        wanted = {chunk.name for chunk in job.chunks if limit is None or chunk.first_row < limit}
+        done: dict[str, Marker] = {}
+        with contextlib.suppress(BatchinferError):  # no run.json, for example
+            done = {ref.name: marker for ref, marker in self._sound()}
+        return wanted <= done.keys() and any(marker.rows_ok for marker in done.values())
+
+    def _sound(self) -> list[tuple[ChunkRef, Marker]]:
+        """Return the chunks that are done, with their markers."""
+        return select(self.run_url, self._open_store, self._clock, job_url=self.job_url).sound
 
     # -- collect
 
@@ -315,7 +330,9 @@ class WorkFolder:
             data = self._store.get(COLLECTING).data
         except ObjectNotFound:
             return None
-        return codec.decode(data, CollectingRecord, name=COLLECTING)
+        name = join_url(self.config.work, COLLECTING)
+        hint = f"remove it, and {self.config.dest} if that is there"
+        return codec.decode(data, CollectingRecord, name=name, hint=hint)
 
     def _put_record(self, rows: int) -> None:
         record = CollectingRecord(

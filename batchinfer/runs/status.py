@@ -66,7 +66,7 @@ class StatusConfig(Record, frozen=True, kw_only=True):
 
     look: RunConfig
     watch: bool = False
-    """Keep showing it until it is done or Ctrl-C."""
+    """Keep showing it until it is done or stopped, or Ctrl-C."""
     refresh_seconds: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
     """Seconds between two looks of --watch."""
     as_json: Annotated[bool, Opt(flag="--json")] = False

@@ -67,7 +67,7 @@ class Store(Protocol):
         """Put an object from a local file, in bounded memory, over any that is there.
 
         Callers that must not overwrite each other's objects give them different names. The caller may remove the file
-        afterwards, but not write to it: a local store may make a hard link to it instead of a copy.
+        afterwards.
         """
         ...
 

@@ -22,7 +22,7 @@ from batchinfer.core.errors import ConfigError, ScratchFull, StorageError
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_ELSEWHERE = "name another folder with --scratch-dir (convert: TMPDIR)"
+_ELSEWHERE = "name another folder with --scratch-dir, or with TMPDIR where there is no such option"
 
 
 @contextlib.contextmanager

@@ -90,7 +90,8 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
             variables=("BATCHINFER_WORKER_MANIFEST", "DATA_METADATA"),
         ),
     ]
-    """Manifest to work through: path or URL; may be repeated. Default: by rank, see --job."""
+    """Manifest to work through: path or URL; may be repeated. Default: of --job those of this worker's rank
+    (BATCHINFER_RANK and BATCHINFER_NUM_WORKERS, or SkyPilot's), without one all.txt."""
     limit: Annotated[Count | None, Opt(section="input", is_recorded=True)] = None
     """Only the first N rows of the job."""
     engine: EngineConfig

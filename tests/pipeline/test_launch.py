@@ -225,6 +225,8 @@ def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_jo
     assert done.status == 3
     assert "were started again and again, and no row was finished since" in done.err
     assert {task["index"] for task in fake_slurm.tasks()} == {0, 1}
+    # Pauses of 1, 2, 4, 8 and 16 minutes: half an hour in all.
+    assert len({task["name"] for task in fake_slurm.tasks()}) == 1 + 5
 
 
 LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")

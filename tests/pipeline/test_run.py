@@ -273,6 +273,20 @@ def fail_to_load(*_: object, **__: object) -> None:
     raise EngineLoadError("no engine today")
 
 
+def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(
+    run: Runner, rows: Path, dest: Path
+) -> None:
+    reached = (rows, "-o", dest, "--max-hours", "1e-9")
+    assert run(*reached, "--limit", "20") == 3, "nothing is answered yet"
+    assert run(rows, "-o", dest, "--limit", "20") == 0
+    dest.unlink()  # as after a kill before it was written
+    assert run(*reached) == 3, "rows are left"
+    assert run(*reached, "--limit", "20") == 0, run.err
+    assert answers(dest) == TEXTS[:20]
+    dest.unlink()
+    assert run(*reached, "--limit", "20", "--retry-errors") == 3
+
+
 def test_starts_that_finish_no_row_do_not_use_it_up(
     run: Runner, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
