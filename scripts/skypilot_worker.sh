@@ -2,7 +2,8 @@
 # Run one worker from the environment that worker.yaml or pool-job.yaml describes. Becomes the
 # worker (exec), so that signals reach it and its exit status is the job's.
 #
-#   MODEL_NAME, OUTPUT_BUCKET    required
+#   OUTPUT_BUCKET                required
+#   MODEL_NAME                   required, unless `batchinfer launch` was given none, as for an endpoint
 #   DATA_BUCKET                  the job; needed unless MANIFEST_URL lies in one
 #   MANIFEST_URL                 a URL or a path here; empty: this worker's share by its rank
 #   WORKER_ARGS                  further options, quoted as on a command line
@@ -13,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 die() { echo "skypilot_worker: $*" >&2; exit 2; }
-[ -n "${MODEL_NAME:-}" ] || die "MODEL_NAME: is empty, expected a model's name or path. Add --env MODEL_NAME=…"
+[ -n "${MODEL_NAME:-}${WORKER_WORDS:-}" ] || die "MODEL_NAME: is empty, expected a model's name or path. Add --env MODEL_NAME=…"
 [ -n "${OUTPUT_BUCKET:-}" ] || die "OUTPUT_BUCKET: is empty, expected where the run lies. Add --env OUTPUT_BUCKET=s3://…"
 [ -n "${DATA_BUCKET:-}${MANIFEST_URL:-}" ] || die "DATA_BUCKET: is empty, expected the job's URL. Add --env DATA_BUCKET=s3://…"
 
@@ -47,7 +48,9 @@ case "$OUTPUT_BUCKET ${DATA_BUCKET:-} ${MANIFEST_URL:-}" in
     ;;
 esac
 
-arguments=(--model "$MODEL_NAME" --output "$(as_url "$OUTPUT_BUCKET")")
+arguments=()
+if [ -n "${MODEL_NAME:-}" ]; then arguments+=(--model "$MODEL_NAME"); fi
+arguments+=(--output "$(as_url "$OUTPUT_BUCKET")")
 if [ -n "${DATA_BUCKET:-}" ]; then arguments+=(--job "$(as_url "$DATA_BUCKET")"); fi
 if [ -n "${MANIFEST_URL:-}" ]; then arguments+=(--manifest "$(as_url "$MANIFEST_URL")"); fi
 if [ "${SKYPILOT_NUM_NODES:-1}" -gt 1 ]; then

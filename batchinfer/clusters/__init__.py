@@ -10,7 +10,6 @@ follows from the id and the run's place. So no record makes `stop --cancel` end 
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import secrets
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from msgspec import Meta
+from msgspec import Meta, convert
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
@@ -128,14 +127,13 @@ def new_id(now: float) -> str:
 
 def name_of(launch: str, run: str) -> str:
     """Return the name of the jobs of a launch of a run, which is a valid one in every cluster."""
-    place = run if "://" in run else os.path.realpath(run)
+    place = run if "://" in run else str(Path(run).resolve())
     return f"batchinfer-{launch}-{codec.sha256(place.encode())[:12]}"
 
 
 def record_launch(store: Store, plan: Plan) -> None:
     """Create the record of a launch, before anything is submitted."""
-    names = [name for name in LaunchRecord.__struct_fields__ if name != "format_version"]
-    record = LaunchRecord(**{name: getattr(plan, name) for name in names})
+    record = convert(plan, LaunchRecord, from_attributes=True)
     store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
 
 
@@ -195,9 +193,8 @@ def fill(template: str | Path, fields: dict[str, object]) -> str:
     text = Path(template).read_text("utf-8", errors="replace")
     if not {"command"} <= set(place.findall(text)) <= fields.keys():
         known = ", ".join(f"{{{{ {name} }}}}" for name in fields)
-        raise ConfigError(
-            f"--template {template}: expected {{{{ command }}}}, others only of {known}"
-        )
+        expected = f"expected {{{{ command }}}}, others only of {known}"
+        raise ConfigError(f"--template {template}: {expected}")
     return place.sub(lambda found: str(fields[found[1]]), text)
 
 

@@ -21,6 +21,7 @@ def page(plan: Plan) -> str:
     command = command.replace("$", "$$")  # $(NAME) is Kubernetes's own
     fields = {
         "name": plan.name,
+        "namespace": plan.namespace,
         "workers": plan.workers,
         "gpus": 0 if plan.gpu == "none" else plan.gpu.partition(":")[2] or 1,
         "image": plan.image,
@@ -42,15 +43,13 @@ def look(name: str, namespace: str) -> dict[int, Fate]:
     items = json.loads(run_client(*ask, f"--namespace={namespace}"))["items"]
     found: dict[int, Fate] = {}
     for item in sorted(items, key=lambda one: str(one["metadata"]["creationTimestamp"])):
-        index = item["metadata"].get("annotations", {}).get(_INDEX, "")
-        if item["kind"] == "Pod" and index.isdecimal():
+        if index := item["metadata"].get("annotations", {}).get(_INDEX):
             found[int(index)] = Fate("coming", _said(item["status"]))
     for status in (item["status"] for item in items if item["kind"] == "Job"):
         ended = indexes(status.get("completedIndexes", ""))
         lost = indexes(status.get("failedIndexes", ""))
-        conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
-        has_failed = conditions.get("Failed") == "True"
-        for rank in ended | lost | (found.keys() if has_failed else set()):
+        conditions = {(one["type"], one["status"]) for one in status.get("conditions", [])}
+        for rank in ended | lost | (found.keys() if ("Failed", "True") in conditions else set()):
             text = found[rank].text if rank in found else ""
             found[rank] = Fate("ended" if rank in ended else "lost", text)
     return found

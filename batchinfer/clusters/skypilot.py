@@ -34,13 +34,12 @@ def submit(plan: Plan) -> None:
 
 def look(name: str, _namespace: str) -> dict[int, Fate]:
     """See `Cluster`. Ranks follow the order of the jobs' ids."""
-    found = {}
-    for rank, job in enumerate(_jobs(name)):
-        status = str(job["status"])
-        kind = "ended" if status in ("SUCCEEDED", "CANCELLED") else "coming"
-        text = f"{status} {job.get('failure_reason') or ''}".strip()
-        found[rank] = Fate("lost" if status.startswith("FAILED") else kind, text)
-    return found
+    found = [(str(job["status"]), job.get("failure_reason") or "") for job in _jobs(name)]
+    kinds = {"SUCCEEDED": "ended", "CANCELLED": "ended", "FAILED": "lost"}  # also FAILED_SETUP
+    return {
+        rank: Fate(kinds.get(status.partition("_")[0], "coming"), f"{status} {reason}".strip())
+        for rank, (status, reason) in enumerate(found)
+    }
 
 
 def cancel(name: str, _namespace: str) -> None:
@@ -49,8 +48,8 @@ def cancel(name: str, _namespace: str) -> None:
         run_client("sky", "jobs", "cancel", "-y", "--", *alive, seconds=_CLIENT_SECONDS)
 
 
-def accelerators(template: str) -> list[str]:
-    """Return the GPUs of which SkyPilot takes one for a worker, as in "L4:1"; empty if the task asks for none."""
+def accelerators(template: str, known: list[str]) -> str:
+    """Return the known ones of the GPUs of which SkyPilot takes one for a worker, as in "L4:1,A100:2"."""
     path = Path(template or _CHECKOUT / "worker.yaml")
     if not path.is_file():
         raise ConfigError(f"{path}: is not there", hint="--template FILE names a task of SkyPilot")
@@ -59,14 +58,13 @@ def accelerators(template: str) -> list[str]:
     if not isinstance(resources, dict):
         raise ConfigError(f"--template {path}: is no task with resources")
     # They come as L4, L4:1, a list of these, {L4: 1}, or {L4:1}, which YAML reads as a key without a value.
-    wanted = str(resources.get("accelerators"))
-    found = re.findall(r"([A-Za-z][\w-]*)(?:'?: ?(\d+))?", wanted)
-    return [f"{name}:{number or 1}" for name, number in found]
+    found = re.findall(r"([A-Za-z][\w-]*)(?:'?: ?(\d+))?", str(resources.get("accelerators")))
+    return ",".join(f"{name}:{number or 1}" for name, number in found if name in known)
 
 
 def _launching(plan: Plan) -> tuple[list[str], str]:
     """Return the command line that submits the jobs, and the folder from which paths in the template count."""
-    accelerators(plan.template)  # refuses what is no task
+    accelerators(plan.template, [])  # refuses what is no task
     template = plan.template or str(_CHECKOUT / "worker.yaml")
     variables = [f"MODEL_NAME={plan.model}", f"OUTPUT_BUCKET={plan.run}", f"DATA_BUCKET={plan.job}"]
     variables += [f"WORKER_WORDS={plan.words}", *plan.env]

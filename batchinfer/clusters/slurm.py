@@ -16,9 +16,9 @@ from batchinfer.clusters import Fate, Plan, fill, indexes, run_client
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.shell import quote
 
-_ENDED = "COMPLETED CANCELLED"
 _COMING = "PENDING REQUEUED SUSPENDED STOPPED CONFIGURING RUNNING RESIZING COMPLETING STAGE_OUT"
-_LINE = re.compile(r"\d+_\[?([0-9,-]+)[^|]*\|(\w+)(.*)")
+_KINDS = dict.fromkeys(_COMING.split(), "coming") | {"COMPLETED": "ended", "CANCELLED": "ended"}
+_LINE = re.compile(r"^\d+_\[?([0-9,-]+)[^|\n]*\|(\w+)(.*)", re.MULTILINE)
 
 
 def page(plan: Plan) -> str:
@@ -46,17 +46,14 @@ def look(name: str, _namespace: str) -> dict[int, Fate]:
     """See `Cluster`. squeue forgets ended jobs after some minutes; sacct, if it is set up, knows them longer."""
     option, printed = f"--name={name}", ""
     with contextlib.suppress(ConfigError):
-        ask = ("sacct", "-X", "-n", "-P", "--starttime=now-90days", option)
+        ask = ["sacct", "-X", "-n", "-P", "--starttime=now-90days", option]
         printed = run_client(*ask, "--format=JobID,State,ExitCode")
-    printed += run_client(
-        "squeue", "--me", "--noheader", "--states=all", option, "--format=%i|%T|%r"
-    )
+    ask = ["squeue", "--me", "--noheader", "--states=all", option]
+    printed += run_client(*ask, "--format=%i|%T|%r")
     found: dict[int, Fate] = {}
-    for line in filter(None, map(_LINE.match, printed.splitlines())):
-        is_over = "ended" if line[2] in _ENDED.split() else "lost"
-        text = f"{line[2]}{line[3].replace('|', ' ')}"
-        fate = Fate("coming" if line[2] in _COMING.split() else is_over, text)
-        found |= dict.fromkeys(indexes(line[1]), fate)
+    for ranks, state, more in _LINE.findall(printed):
+        fate = Fate(_KINDS.get(state, "lost"), state + more.replace("|", " "))
+        found |= dict.fromkeys(indexes(ranks), fate)
     return found
 
 

@@ -73,7 +73,8 @@ class Endpoint(Target):
             raise self.denied(found)
         if found.status == 0 or found.status >= 500 or found.status == 429:
             said = problem_of(found.body).message[:200]
-            return "" if left > 0 else f"is not reached ({found.status or 'no answer'}: {said})"
+            said = f"{found.status}: {said}" if found.status else said
+            return "" if left > 0 else f"is not reached ({said})"
         listed = found.field("data")
         if found.status < 400 and not isinstance(listed, list):
             hint = "is --base-url right? It usually ends with /v1"

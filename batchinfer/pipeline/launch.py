@@ -114,10 +114,9 @@ class Launch:
 
     def page(self) -> str:
         """Return what would be submitted, ready to be run by hand. Reads no storage, and asks no cluster."""
-        workers = self._asked.workers
-        if not workers:
+        if not self._asked.workers:
             raise ConfigError("--workers: is missing", hint="--dry-run looks at no job")
-        return self._cluster.page(self._plan_of(workers, self._options["max_cost"], []))
+        return self._cluster.page(self._plan_of(self._asked.workers, self._options["max_cost"], []))
 
     def start(self) -> dict[str, Any]:
         """Check everything, and submit new workers and those that were lost. Return the command's result.
@@ -141,14 +140,11 @@ class Launch:
         lost = self._restartable(seen) if seen else []
         workers = asked.workers + len(lost)
         if asked.check:
-            gpu = asked.gpu
-            if asked.on == "skypilot" and not gpu:
-                found = accelerators(asked.template)
-                gpu = ",".join(one for one in found if one.partition(":")[0] in GPU_GIB)
-            changed = {"output": asked.run, "manifests": (), "gpu": gpu, "workers": workers}
+            gpus = accelerators(asked.template, [*GPU_GIB]) if asked.on == "skypilot" else ""
+            given = self._options | {"output": asked.run, "manifests": (), "workers": workers}
+            given |= {"gpu": asked.gpu or gpus}
             elsewhere = "" if asked.on == "slurm" else asked.on
-            options = self._options | changed
-            examine(CheckConfig(options=options, elsewhere=elsewhere, sample_rows=50, show=0))
+            examine(CheckConfig(options=given, elsewhere=elsewhere, sample_rows=50, show=0))
         if not (workers or (seen and asked.watch)):
             raise ConfigError("--workers: is missing, and no worker was lost")
         result = {"status": "SUCCESS", "run": asked.run, "workers": workers, "replaces": lost}
@@ -161,8 +157,7 @@ class Launch:
             PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
                 again and again.
         """
-        pause, due, best = WATCH_SECONDS, 0.0, -1
-        said: list[str] = []
+        pause, due, best, said = WATCH_SECONDS, 0.0, -1, ""
         while True:
             seen = self._look()
             lost = self._restartable(seen)
@@ -173,10 +168,10 @@ class Launch:
                 f"{units.many(alive, 'worker')} at work, {coming} to come, {len(lost)} lost, "
                 f"{units.money(seen.cost.so_far)}"
             )
-            lines = [text, *(launch_text(each) for each in seen.launches if each.lost)]
-            if lines != said:
-                said = lines
-                say("\n".join(lines))
+            text = "\n".join([text, *(launch_text(each) for each in seen.launches if each.lost)])
+            if text != said:
+                said = text
+                say(text)
             if seen.state == "done":
                 # Machines that would only come to find nothing to do.
                 namespace = self._asked.namespace

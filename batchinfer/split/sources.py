@@ -128,7 +128,7 @@ class Sources(Record, frozen=True, kw_only=True):
         if lacking and (in_each or len(lacking) == len(self.files)):
             known = lacking[0].columns
             shown = f"{', '.join(known[:30])}{near(name, known)}"
-            is_elsewhere = len(lacking) < len(self.files)
+            is_elsewhere = len(lacking) < len(self.files) or option == "the job"
             hint = "other files have it: rename the column, or leave this file out"
             raise InputError(
                 f"{lacking[0].url}: has no column {name!r} (from {option}), expected one of: {shown}",
@@ -288,6 +288,8 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
             with local.path.open("rb") as file:
                 head = list(itertools.islice(file, text_lines.SAMPLE_LINES))
+            if not head:
+                raise InputError(f"{full}: holds no rows", hint="leave it out of the list")
             columns.update(dict.fromkeys(text_lines.sample_columns(head, full)))
             local.path.unlink()
             sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}

@@ -45,10 +45,8 @@ def texts(answered: batchinfer.RunHandle) -> list[Any]:
 
 
 def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_nothing_heavy() -> None:
-    assert set(batchinfer.__all__) == {
-        *("RunHandle", "__version__", "errors", "make_job", "open_run", "run"),
-    }
-    assert set(batchinfer.__all__) <= set(dir(batchinfer))
+    names = {"RunHandle", "__version__", "errors", "make_job", "open_run", "run"}
+    assert set(batchinfer.__all__) == names <= set(dir(batchinfer))
     code = (
         "import sys, batchinfer; batchinfer.run, batchinfer.errors;"
         "heavy = {'torch', 'vllm', 'transformers', 'pyarrow', 'pandas', 'botocore', 'fsspec', 'msgspec'};"

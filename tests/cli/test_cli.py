@@ -13,10 +13,7 @@ from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
-ENTRIES = [
-    "batchinfer",
-    *(f"batchinfer.{name}" for name in ("split", "worker")),
-]
+ENTRIES = ["batchinfer", "batchinfer.split", "batchinfer.worker"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["split", "--help"], ["worker", "--help"]])
@@ -37,10 +34,8 @@ def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); import batchinfer.cli.entry;"
         "print({'typing', 're', 'click', 'contextlib'} & sys.modules.keys())"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
@@ -76,46 +71,40 @@ def test_closed_streams_leave_the_exit_status_alone(tmp_path: Path, closed: str)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(("limit", "status"), [("4", 1), ("1", 2)])
+@pytest.mark.parametrize(
+    ("last", "status", "what"), [("4", 1, "result"), ("1", 2, "result"), ("-", 1, "answers")]
+)
 def test_a_full_disk_below_stdout_is_said_in_a_line(
-    tmp_path: Path, limit: str, status: int
+    tmp_path: Path, last: str, status: int, what: str
 ) -> None:
-    """After a success, and after a failure that has a result too."""
+    """After a success, after a failure that has a result too, and by `run`."""
     make_job(tmp_path / "job", rows=4, per_chunk=2)
     words = worker_arguments(tmp_path / "job", tmp_path / "run", "--limit")
     assert run_process([*words, "4"]).status == 0
+    if last == "-":
+        words = ["run", f"{tmp_path}/job/manifests/all.txt", "--engine", "echo", "--output"]
+    command = [sys.executable, "-m", "batchinfer", *words, last]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchinfer", *words, limit],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == status
-    assert "error: stdout: cannot take the result (No space left on device)" in done.stderr
+    assert f"error: stdout: cannot take the {what} (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-CONSOLE_SCRIPT = "from batchinfer.cli.entry import start; start()"
+CONSOLE = "from batchinfer.cli.entry import start; start()"
+KEYBOARD = "raise KeyboardInterrupt"
+SIGTERM = "os.kill(os.getpid(), 15)"
+"""As of a machine that is taken away: the status was -15, after which no cluster brings the worker back."""
 
 
 @pytest.mark.parametrize(
     ("start", "arguments", "what_happens"),
     [
-        *(
-            (f"runpy.run_module({name!r}, run_name='__main__')", [], "raise KeyboardInterrupt")
-            for name in ENTRIES
-        ),
-        (CONSOLE_SCRIPT, [], "raise KeyboardInterrupt"),
-        # SIGTERM of a machine that is taken away: the status was -15, after which no cluster brings the worker back.
-        (
-            "runpy.run_module('batchinfer.worker', run_name='__main__')",
-            [],
-            "os.kill(os.getpid(), 15)",
-        ),
-        (CONSOLE_SCRIPT, ["worker"], "os.kill(os.getpid(), 15)"),
-        (CONSOLE_SCRIPT, ["run"], "os.kill(os.getpid(), 15)"),
+        *((f"runpy.run_module({name!r}, run_name='__main__')", [], KEYBOARD) for name in ENTRIES),
+        (CONSOLE, [], KEYBOARD),
+        ("runpy.run_module('batchinfer.worker', run_name='__main__')", [], SIGTERM),
+        (CONSOLE, ["worker"], SIGTERM),
+        (CONSOLE, ["run"], SIGTERM),
     ],
 )
 def test_an_interruption_while_python_imports_is_a_line(
@@ -131,7 +120,5 @@ sys.meta_path.insert(0, Interrupt())
 sys.argv = ["batchinfer", *{arguments!r}]
 {start}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "error: interrupted\n")

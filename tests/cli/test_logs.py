@@ -56,11 +56,8 @@ def test_a_start_and_the_one_after_its_kill_are_told_in_events(tmp_path: Path) -
 
 
 def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
-    used: set[str] = set()
-    for path in (ROOT / "batchinfer").rglob("*.py"):
-        if path.name != "events.py":
-            used |= set(
-                re.findall(r'\b(?:event\(|tell\(\s*logger,)\s*"([a-z_]+)"', path.read_text())
-            )
+    paths = [path for path in (ROOT / "batchinfer").rglob("*.py") if path.name != "events.py"]
+    pattern = r'\b(?:event\(|tell\(\s*logger,)\s*"([a-z_]+)"'
+    used = {name for path in paths for name in re.findall(pattern, path.read_text())}
     outcomes = {f"chunk_{outcome}" for outcome in ("done", "lost", "released")}  # by f-string
     assert used | outcomes == set(EVENTS)

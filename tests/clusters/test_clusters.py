@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,36 +73,22 @@ def calls(folder: Path, name: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def output_of(script: str, tmp_path: Path) -> tuple[list[str], str]:
-    """Run a bash script whose worker is a program that prints its arguments. Returns these, and $GREETING."""
-    program = tmp_path / "printer"
-    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@" "$GREETING"\n')
-    program.chmod(0o755)
+@pytest.mark.parametrize("name", ["slurm", "kubernetes"])
+def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: Path) -> None:
+    printer = tmp_path / "printer"
+    printer.write_text('#!/bin/bash\nprintf "%s\\0" "$@" "$GREETING"\n')
+    printer.chmod(0o755)
+    script = find_cluster(name).page(plan(on=name))
+    if name == "kubernetes":  # which replaces $$, and $(NAME) of a variable
+        container = yaml.safe_load(script)["spec"]["template"]["spec"]["containers"][0]
+        read = {"$$": "$", "$(HOME)": "/root"}
+        script = re.sub(r"\$\$|\$\(HOME\)", lambda found: read[found[0]], container["command"][2])
+    program = "batchinfer" if name == "kubernetes" else f"{sys.executable} -m batchinfer"
+    script = f"SLURM_ARRAY_TASK_ID=1\n{script.replace(f'{program} worker', str(printer))}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, check=True, env={"PATH": "/usr/bin:/bin"}
     )
-    *words, greeting, _ = done.stdout.decode().split("\0")
-    return words, greeting
-
-
-def as_kubernetes_reads(text: str, variables: Mapping[str, str | None]) -> str:
-    """Replace $(NAME) and $$ as Kubernetes does in commands and in values of variables."""
-
-    def replace(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else variables.get(found[1]) or found[0]
-
-    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
-
-
-@pytest.mark.parametrize("name", ["slurm", "kubernetes"])
-def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: Path) -> None:
-    script = find_cluster(name).page(plan(on=name))
-    if name == "kubernetes":
-        container = yaml.safe_load(script)["spec"]["template"]["spec"]["containers"][0]
-        script = as_kubernetes_reads(container["command"][2], {"HOME": "/root"})
-    program = "batchinfer" if name == "kubernetes" else f"{sys.executable} -m batchinfer"
-    script = script.replace(f"{program} worker", str(tmp_path / "printer"))
-    assert output_of(f"SLURM_ARRAY_TASK_ID=1\n{script}", tmp_path) == (WORDS, HARD)
+    assert done.stdout.decode().split("\0")[:-1] == [*WORDS, HARD]
 
 
 # --------------------------------------------------------------------------- records from a bucket
@@ -241,13 +226,8 @@ def test_slurm_queues_a_worker_again_if_that_may_help(
 
 def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_name() -> None:
     """With another name, `stop --cancel` left the workers, and `--watch` started them a second time."""
-    options = [
-        "--mem=64G",
-        '--comment=it\'s "one"\ntouch x',
-        "--job-name=mine",
-        "-J other",
-        "--array=0-99",
-    ]
+    others = ["--job-name=mine", "-J other", "--array=0-99"]
+    options = ["--mem=64G", '--comment=it\'s "one"\ntouch x', *others]
     script = find_cluster("slurm").page(plan(gpu="L4:2", sbatch_arg=options))
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --cpus-per-task=4", "#SBATCH --gres=gpu:l4:2"} <= set(lines)
@@ -285,7 +265,7 @@ def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
 # --------------------------------------------------------------------------- Kubernetes
 
 JOBS = [
-    plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"]),
+    plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"], namespace="batch"),
     plan(on="kubernetes", gpu="none", words=""),
     plan(on="kubernetes"),
 ]
@@ -328,7 +308,7 @@ def test_the_job_of_kubernetes_says_which_ends_count() -> None:
     }
     assert rules == {RESTART_STATUSES: "Ignore", FINAL_STATUSES: "FailIndex"}
     assert (spec["completions"], spec["parallelism"], spec["maxFailedIndexes"]) == (3, 3, 3)
-    assert page["metadata"]["name"] == NAME
+    assert (page["metadata"]["name"], page["metadata"]["namespace"]) == (NAME, "batch")
     for labels in (page["metadata"]["labels"], spec["template"]["metadata"]["labels"]):
         assert labels == {"batchinfer/launch": NAME}
     container = spec["template"]["spec"]["containers"][0]
@@ -413,17 +393,14 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
 
 
 def test_jobs_of_skypilot_are_found_by_their_whole_name(clients: Path) -> None:
-    def job(
-        number: int, status: str, name: str = NAME, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"job_id": number, "job_name": name, "status": status, "failure_reason": reason}
-
-    jobs = [
-        job(9, "FAILED_SETUP", reason="no disk"),
-        job(5, "RUNNING", f"{NAME}0"),
-        job(8, "RECOVERING"),
-        job(7, "CANCELLED"),
+    names = ("job_id", "status", "job_name", "failure_reason")
+    records = [
+        (9, "FAILED_SETUP", NAME, "no disk"),
+        (5, "RUNNING", f"{NAME}0", None),
+        (8, "RECOVERING", NAME, None),
+        (7, "CANCELLED", NAME, None),
     ]
+    jobs = [dict(zip(names, record, strict=True)) for record in records]
     fake_client(clients, "sky", f"echo '[hint]'; echo {shlex.quote(json.dumps(jobs, indent=2))}")
     assert find_cluster("skypilot").look(NAME, "") == {
         0: Fate("ended", "CANCELLED"),

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +130,6 @@ def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_behind_standard_output_is_an_error(rows: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchinfer", "run", rows, "-o", "-", "--engine", "echo"],
-            stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert "error: stdout: cannot take the answers (No space left on device)" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("data", "error"),
     [
@@ -246,11 +235,10 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
     words = ["run", str(rows), "-o", str(dest), *slow]
     first = start_process(words)
     try:
-        deadline = time.monotonic() + 60
-        while not Path(f"{dest}.batchinfer/run/run.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        next(line for line in first.stderr if ": open, " in line)
+        first.send_signal(signal.SIGSTOP)  # on a busy machine it ended before the second began
         second = finish_process(start_process(words))
+        first.send_signal(signal.SIGCONT)
         assert second.status == 2
         assert f"process {first.pid}" in second.stderr
         done = finish_process(first)

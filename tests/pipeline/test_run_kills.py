@@ -12,9 +12,7 @@ from making import run_process
 
 WORK = "a.parquet.batchinfer"
 WANTED = ("a.parquet", f"{WORK}/job/job.json", f"{WORK}/job/manifests/all.txt")
-STEPS = [
-    "job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parquet"
-]  # fmt: skip
+STEPS = ["job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parquet"]
 
 
 @pytest.mark.chaos

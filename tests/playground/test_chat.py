@@ -1,17 +1,12 @@
-"""`chat`: in a real terminal, with an endpoint, and with a context that is too small."""
+"""`chat` in a real terminal; test_playground_vllm.py has answers that are stopped, and contexts that are too small."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from batchinfer.core.records import Call
-from batchinfer.playground.chat import Chat
-from batchinfer.prompts.types import PromptConfig
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]
@@ -83,54 +78,3 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
         second.type(CTRL_D)
         assert second.end() == 0
     assert (tmp_path / "out").read_text() == "remember this\n"
-
-
-# --------------------------------------------------------------------------- context and interruptions
-
-
-class SmallEngine:
-    """Answers `answer N`, and refuses more than `most` messages as a server refuses a prompt that is too long."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.asked = most, []
-
-    def stream(self, call: Call) -> Iterator[bytes]:
-        messages = json.loads(call.body)
-        if len(messages) > self.most:
-            yield b'{"error":{"message":"too long","param":"input_tokens","code":400}}'
-            return
-        self.asked.append(messages)
-        for word in ("answer ", f"{len(self.asked)}"):
-            yield json.dumps({"choices": [{"delta": {"content": word}}]}).encode()
-            if messages[-1] == "stop":
-                raise KeyboardInterrupt
-
-
-def chat_with(engine: SmallEngine, lines: list[str]) -> Chat:
-    def prepare(number: int, rows: list, **_changes: object) -> list:
-        texts = [message["content"] for message in rows[0]["messages"]]
-        call = Call(key=("", number), path="", body=json.dumps(texts).encode())
-        return [SimpleNamespace(call=call)]
-
-    prompt = PromptConfig(messages_column="messages")
-    session = SimpleNamespace(engine=engine, info="there", prompt=prompt, prepare=prepare)
-    left = iter(lines)
-
-    def read() -> str:
-        return next(left, None) or (_ for _ in ()).throw(EOFError)
-
-    return Chat(session, read)
-
-
-def test_whole_turns_are_left_out_from_the_first_on(capfd) -> None:
-    engine = SmallEngine(most=3)
-    chat_with(engine, ["one", "two", "three", "four"]).run()
-    assert engine.asked[2:] == [["two", "answer 2", "three"], ["three", "answer 3", "four"]]
-    assert "the context is full: the first 1 turns are left out" in capfd.readouterr().err
-
-
-def test_ctrl_c_ends_an_answer_and_what_was_shown_stays(capfd) -> None:
-    engine = SmallEngine(most=9)
-    chat_with(engine, ["stop", "two"]).run()
-    assert engine.asked[1] == ["stop", "answer ", "two"]
-    assert "stopped: the model sees what it has said" in capfd.readouterr().err

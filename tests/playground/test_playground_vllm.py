@@ -37,11 +37,11 @@ def test_chat_in_a_terminal(options: list[str], tmp_path) -> None:
         chat.expect("assistant: 85")
         chat.type("/set ignore_eos=false,max_tokens=24\r")
         chat.type("/reset\r")
-        for _ in range(4):
-            chat.type("blah " * 30 + "\r")
+        for number in range(3):
+            chat.type(f"{number} " + "blah " * 30 + "\r")
         chat.expect("the context is full: the first 1 turns are left out")
         chat.type("/prompt\r")
-        chat.expect("<|im_start|>user\nblah")
+        assert "0 blah" not in chat.expect("<|im_start|>user\n1 blah")
         chat.type("too many words " * 200 + "\r")
         chat.expect("the message alone is too long")
         chat.expect(">>>")  # before it the terminal itself, not the line editor, would take Ctrl-D

@@ -266,6 +266,16 @@ def test_machines_of_a_job_run_one_model_and_words_of_launch_arrive_as_they_are(
     assert given[-len(own) :] == own, "the job's own places win over those of the words"
 
 
+def test_a_launch_may_name_no_model(worker):
+    """An endpoint or a rehearsal needs none: each machine was set up and ended with 2."""
+    launched = {"MODEL_NAME": "", "WORKER_WORDS": "--engine echo", "DATA_BUCKET": "s3://b/job"}
+    given, _, said = worker("worker.yaml", **launched)
+    assert given[:3] == ["worker", "--engine", "echo"], said
+    assert "--model" not in given
+    _, _, said = worker("worker.yaml", MODEL_NAME="", DATA_BUCKET="s3://b/job")
+    assert "MODEL_NAME: is empty" in said
+
+
 def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, worker):
     (tmp_path / ".cloudflare").mkdir()
     (tmp_path / ".cloudflare" / "accountid").write_text("abc123\n")

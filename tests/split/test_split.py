@@ -276,6 +276,10 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
     with pytest.raises(InputError, match="has changed") as caught:
         split(table, grown, append=True)
     assert "--delimiter" in caught.value.hint
+    (tmp_path / "f.csv").write_text("prompt\nx\n")
+    with pytest.raises(InputError, match=r"has no column 'n' \(from the job\)") as caught:
+        split(tmp_path / "f.csv", grown, append=True)
+    assert "leave this file out" in caught.value.hint
     split(tmp_path / "a.parquet", tmp_path / "limited", limit=5)
     with pytest.raises(InputError, match="was made with --limit 5"):
         split(tmp_path / "b.parquet", tmp_path / "limited", append=True)
@@ -342,10 +346,12 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
 
 def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
     place = make_list(tmp_path / "data")
+    (tmp_path / "data/none.jsonl").touch()
     for text, what in (
         ("b.jsonl\nx/b.jsonl\n", "cannot be the chunk 'b'"),
         ("gone.jsonl\n", "the chunk is gone"),
         ("list.txt\n", "holds no JSON object"),
+        ("none.jsonl\n", "holds no rows"),
     ):
         place.write_text(text)
         with pytest.raises(InputError, match=what):
