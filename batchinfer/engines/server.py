@@ -359,7 +359,10 @@ class OwnServer(Target):
         """
         message = f"{self.name}: {reason}"
         if self._exit_status() in (2, 127):
-            hint = "see the options after --model"
+            missing = re.search(r"No module named '(\w+)", self._last())
+            hint = (
+                f"install the package {missing[1]}" if missing else "see the options after --model"
+            )
             return ConfigError(f"the server does not start: {message}", hint=hint)
         if self._exit_status() is not None and _NO_MEMORY.search(self._last()):
             message = f"the model does not fit into memory: {message}"

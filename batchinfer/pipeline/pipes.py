@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.core.tasks import OF_SOUNDS
 from batchinfer.storage.scratch import scratch_errors
 
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
-_OF_SOUNDS = ("transcribe", "translate")
 _COLUMNS = {
     **dict.fromkeys(("messages", "conversation", "conversations"), "messages_column"),
     **dict.fromkeys(("prompt", "text"), "prompt_column"),
@@ -39,7 +39,7 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
         ConfigError: No column has one of the names that prompts usually have.
     """
     says = {*_COLUMNS.values(), "prompt_template", "pair_columns"}
-    is_said = options["request_format"] != "rows" or options["task"] in _OF_SOUNDS
+    is_said = options["request_format"] != "rows" or options["task"] in OF_SOUNDS
     if is_said or any(options.get(name) for name in says):
         return {}
     found = [(option, name) for name, option in _COLUMNS.items() if name in columns]

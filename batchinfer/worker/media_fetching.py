@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -33,9 +33,10 @@ from batchinfer.worker.worker_config import Limits
 
 NUM_THREADS = 16
 """Rows whose media are fetched at the same time."""
-_CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
 """Bytes of memory that an entry of the cache takes beside its content and its place."""
+_RECENT = 64
+"""Rows by whose sizes the memory is estimated that the next ones will take."""
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
 _BUCKETS = (*BUCKET_SCHEMES, "hf")
@@ -53,8 +54,10 @@ class MediaFetcher:
     def __init__(self, limits: Limits, open_store: OpenStore, background: Background) -> None:
         self._limits = limits
         self._background = background.beside(NUM_THREADS)
-        self._cache = MediaCache(_CACHE_BYTES)
+        self._cache = MediaCache(limits.max_row_memory << 19)
         self._store_at = functools.lru_cache(_MOST_STORES)(open_store)
+        self.body_sizes = deque[int](maxlen=_RECENT)
+        """Bytes of the bodies of the rows that got their media last."""
 
     def fetch(self, refs: list[MediaRef]) -> Future[list[bytes] | Failure]:
         """Begin to fetch the media of one row. The result is a failure if one of them cannot be used."""

@@ -143,7 +143,10 @@ class RowStream:
         for flight, pending in fetching:
             if pending.done():
                 self._num_bytes -= flight.num_bytes
-                self._take(flight.chunk, _with_media(flight.prepared, pending.result()), finished)
+                prepared = _with_media(flight.prepared, pending.result())
+                if prepared.call is not None:
+                    self._media.body_sizes.append(len(prepared.call.body))
+                self._take(flight.chunk, prepared, finished)
             else:
                 self._fetching.append((flight, pending))
         self._finish(finished)
@@ -321,12 +324,15 @@ class RowStream:
     def _fetch_more(self) -> None:
         """Begin to fetch media of the next rows.
 
-        What is not in its row takes memory that is not counted before. So none is fetched while rows take all
-        the memory that they may, unless the engine would have nothing to do.
+        How much memory they will take is not known before. Each row counts as much as the largest of the last ones,
+        and before the first as much as a file may, as base64. If rows take all the memory that they may, none is
+        fetched, unless the engine would have nothing to do.
         """
+        each = max(self._media.body_sizes, default=self._limits.max_media_bytes * 4 // 3)
         while self._to_fetch and len(self._fetching) < NUM_THREADS:
             is_idle = not (self._fetching or self._in_flight or self._ready)
-            if self._num_bytes >= self._max_bytes and not is_idle:
+            expected = each * (len(self._fetching) + 1)
+            if self._num_bytes + expected > self._max_bytes and not is_idle:
                 break
             flight = self._to_fetch.popleft()
             self._fetching.append((flight, self._media.fetch(flight.prepared.media)))

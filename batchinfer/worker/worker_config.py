@@ -41,9 +41,9 @@ class Limits(Record, frozen=True, kw_only=True):
     """Fetch links of rows from addresses of a private network, too."""
     media_timeout_seconds: Annotated[float, NO_OPTION] = 30.0
     """Seconds that one attempt to fetch from a web server may take."""
-    max_row_memory: Annotated[int, NO_OPTION] = 256
-    """MiB of memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it; one row
-    is always taken."""
+    max_row_memory: Annotated[Count, Opt(metavar="MIB")] = 256
+    """MiB of memory for rows on their way, with their media, for each replica. One row is always taken. Media that rows
+    share are kept in half as much more."""
     max_open_chunks: Annotated[int, NO_OPTION] = 256
     """Chunks that may be at work at the same time, each on a thread."""
     max_openings: Annotated[int, NO_OPTION] = 4

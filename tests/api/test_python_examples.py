@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import batchinfer
 
 ROOT = Path(__file__).resolve().parents[2]
 README = re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
@@ -83,30 +86,20 @@ def test_the_notebook_runs(folder: Path, demo_url: str) -> None:
     assert all(answer in last for answer in ("Lima", "Tokyo", "85"))
 
 
-STEPS = """
-import batchinfer
-
-def step(name, data, column, **options):
-    given = {"engine": "echo", "quiet": True, "prompt_column": column, **options}
-    return batchinfer.run(data, output=f"steps/{name}.parquet", **given)
-
-rows = ({"title": str(number), "body": " ".join(["word"] * (number % 7))} for number in range(1000))
-short = step("short", rows, "body", max_tokens=4)
-table = short.to_arrow(with_source=True, columns={"title": "title", "summary": "text"})
-judged = step("judged", table, "summary")
-table = judged.to_arrow(with_source=True, where="text LIKE 'word%'", columns={"title": "title", "good": "summary"})
-print(step("kept", table, "good").to_arrow(with_source=True, columns={"title": "title", "text": "text"}).to_pylist())
-"""
+COOKBOOK = (ROOT / "docs/cookbook.md").read_text().partition("\n## Several steps\n")[2]
+STEPS = COOKBOOK.partition("> steps.py <<'END'\n")[2].partition("> END")[0]
 
 
 def test_steps_that_are_killed_go_on_where_they_were(folder: Path) -> None:
-    wanted = [
-        {"title": str(number), "text": " ".join(["word"] * min(4, number % 7))}
-        for number in range(1000)
-        if number % 7
+    """The program of the cookbook, over more rows."""
+    steps = re.sub("^> ?", "", STEPS, flags=re.MULTILINE)
+    bodies = [
+        f"{number} o'clock in the {'morning' if number % 3 else 'dark'}." for number in range(1000)
     ]
-    for name in ("short", "judged", "kept"):
-        command = [sys.executable, "-c", STEPS]
+    lines = (json.dumps({"title": title, "body": body}) for title, body in enumerate(bodies))
+    (folder / "articles.jsonl").write_text("\n".join(lines))
+    for name in ("short", "judged", "german"):
+        command = [sys.executable, "-c", steps]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as program:
             under_way = folder / f"steps/{name}.parquet.batchinfer/run/outputs"
             while program.poll() is None and not under_way.exists():
@@ -114,4 +107,10 @@ def test_steps_that_are_killed_go_on_where_they_were(folder: Path) -> None:
             program.kill()
         assert program.returncode == -signal.SIGKILL
         assert not (folder / f"steps/{name}.parquet").exists()
-    assert shown(STEPS, folder) == f"{wanted}\n"
+    shown(steps, folder)
+    found = batchinfer.open_run(str(folder / "steps/german.parquet.batchinfer/run"))
+    rows = found.to_arrow(
+        with_source=True, columns={"title": "title", "german": "text"}
+    ).to_pylist()
+    wanted = [(title, body) for title, body in enumerate(bodies) if "morning" in body]
+    assert [(row["title"], row["german"]) for row in rows] == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from batchinfer.check.estimate import estimate
 from batchinfer.check.machine import Machine, problems_of
 from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
@@ -20,7 +22,7 @@ from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from echo_server import fake_endpoint
 from making import Call, make_job, run_worker_here
-from models import DEMO_MODEL
+from models import DEMO_MODEL, ROOT
 
 MODEL = str(DEMO_MODEL)
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
@@ -209,3 +211,17 @@ def test_this_machine_is_looked_at_without_other_options(check: Call) -> None:
     done = check("--machine")
     assert done.result["machine"]["memory"] > 1 << 30
     assert done.err.startswith("machine: vllm ")
+
+
+def test_the_costs_of_a_million_rows_on_the_page_are_the_estimates() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    rates = [float(rate) for rate in re.findall(r"(\d+) rows/s \|", page)]
+    rows = re.findall(
+        r"^\| ([\w-]+) \| \$([\d.]+) \| \$([\d.]+) \| \$([\d.]+) \|$", page, re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == ["L4", "A100-80GB", "H100"]
+    for gpu, *costs in rows:
+        found = [
+            estimate(1_000_000, {"rate": rate, "gpu": gpu})["estimate"]["cost"] for rate in rates
+        ]
+        assert [float(cost) for cost in costs] == pytest.approx(found, rel=0.03)

@@ -74,8 +74,8 @@ def test_a_body_that_is_no_request_is_refused():
         assert code_of(reply) in ("invalid_request", "invalid_parameter")
 
 
-def test_a_stop_ends_the_loading():
+def test_a_stop_ends_the_loading(echo_never_loads):
     stop = Flag()
     stop.set()
     with pytest.raises(Interrupted):
-        create_engine(config(echo_load_seconds=60)).open(stop)
+        create_engine(config()).open(stop)

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import server
+from batchinfer.engines import create_engine, server
 from batchinfer.engines.engine_config import EngineConfig, check_engine, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
@@ -30,6 +30,15 @@ def test_what_cannot_work_is_refused_before_anything_is_started(said):
     with pytest.raises(ConfigError) as caught:
         check_engine(EngineConfig(**WRONG[said]))
     assert said in caught.value.message + caught.value.hint
+
+
+@pytest.mark.parametrize("missing", ["vllm", "soundfile"])
+def test_a_package_that_is_missing_is_said_before_anything_is_started(missing, monkeypatch):
+    """Without soundfile the server loads, and then calls every sound an invalid file."""
+    find = lambda name: None if name == missing else name  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    with pytest.raises(ConfigError, match=f"the package {missing}"):
+        create_engine(EngineConfig(model="m", task="transcribe"))
 
 
 def test_typed_options_are_read_as_a_server_reads_them():

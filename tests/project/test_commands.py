@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import click
@@ -40,6 +40,7 @@ from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
 from fixtures_vllm import SharedEngine
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
+from pages import Step, steps_of
 from pictures import picture
 from terminal import CTRL_D, Terminal
 
@@ -64,54 +65,7 @@ LEFT_OUT = {
     "worker": "--job JOB --output ANOTHER --model NAME --prompt-column text",
 }
 """What `…` stands for where a page leaves out options, by command."""
-_BLOCK = re.compile(
-    r"^```console\n(.*?)^```|^```.*?^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL
-)
-_COMMAND = re.compile(
-    r"^ *(?:(?:\$ |until |node\d\$ )?batchinfer [a-z]|(?:aws|bash|export|grep|python|sed|sky) )",
-    re.MULTILINE,
-)
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ ")
-
-
-class Step(NamedTuple):
-    """A command, and what the page says that it prints; None if the page shows no session."""
-
-    command: str
-    shown: str | None
-
-
-def steps_of(text: str) -> list[Step]:
-    """The commands in the blocks of a page. In a session they follow `$ `, their further lines `> `."""
-    found: list[Step] = []
-    for fenced, indented in _BLOCK.findall(text):
-        block = fenced or textwrap.dedent(indented)
-        if not _COMMAND.search(block):
-            continue
-        if not block.startswith("$ "):
-            for command in whole(block):
-                said = re.search(r"# (… .* …)$", command)
-                found.append(Step(command, said and re.sub(" *… *", "…", said[1])))
-            continue
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            first, *lines = part.splitlines()
-            count = next((at for at, line in enumerate(lines) if line[:1] != ">"), len(lines))
-            command = "\n".join([first, *(line[2:] for line in lines[:count])])
-            found.append(Step(command, "\n".join(lines[count:])))
-    return found
-
-
-def whole(block: str) -> Iterator[str]:
-    """Join lines until bash takes them for a whole command."""
-    command = ""
-    for line in block.splitlines():
-        command += f"{line}\n"
-        is_whole = not subprocess.run(
-            ["bash", "-n"], input=command.encode(), capture_output=True
-        ).returncode
-        if is_whole and not line.endswith("\\"):
-            yield from [command.rstrip()] if command.partition("#")[0].strip() else []
-            command = ""
 
 
 def is_ours(command: str) -> bool:

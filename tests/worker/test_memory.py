@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,24 @@ def test_large_rows_take_the_memory_that_is_allowed(tmp_path: Path) -> None:
     )
     # The worker alone takes some 45 MB, and what is built or written at a moment some 50.
     assert int(done.stdout.split()[-1]) < 45_000_000 + (256 << 20) + 80_000_000
+
+
+def test_media_count_as_memory_of_rows(tmp_path: Path) -> None:
+    """Rows that name files of 4 MB: what is fetched, kept and sent stays within --max-row-memory and half as much."""
+    (tmp_path / "photos").mkdir()
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for row in range(60):
+            (tmp_path / f"photos/{row}.png").write_bytes(b"\x89PNG" + os.urandom(4 << 20))
+            file.write(json.dumps({"prompt": f"row {row}", "image": f"photos/{row}.png"}) + "\n")
+    job, run = str(tmp_path / "job"), str(tmp_path / "run")
+    assert main(["split", str(tmp_path / "a.jsonl"), "--output", job, "--num-chunks", "2"]) == 0
+    options = ["--engine", "echo", "--echo-latency-seconds", "0.5", "--prompt-column", "prompt"]
+    options += ["--as-chat", "--column", "image=image", "--media-root", str(tmp_path)]
+    options += ["--max-row-memory", "32"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, "worker", "--job", job, "--output", run, *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout.split()[-1]) < 45_000_000 + (48 << 20) + 80_000_000

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from functools import partial
@@ -18,16 +21,19 @@ from typing import Any
 
 import pytest
 
+import batchinfer
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from making import make_job, output_lines, read_marker
 from models import (
+    ROOT,
     sound,
     write_bert,
     write_mistral,
     write_vision_model,
     write_whisper,
 )
+from pages import steps_of
 from pictures import as_base64, as_data_url, clip, picture
 from vllm_forks import Forks
 from web_server import HttpServer
@@ -210,23 +216,53 @@ def transcribe(url: str, model: Path, wave: bytes) -> Any:
         return json.loads(found.read())
 
 
-def test_a_whisper_transcribes_as_the_server_does_alone(tmp_path: Path, serve: Serve) -> None:
+def follow(title: str, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Do what a recipe of the cookbook says, with a model in place of the rehearsal; its tables."""
+    (folder / title).mkdir()
+    monkeypatch.chdir(folder / title)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    recipe = (ROOT / "docs/cookbook.md").read_text().partition(f"## {title}\n")[2]
+    commands = [step.command for step in steps_of(recipe.partition("\n## ")[0])]
+    assert any("--engine echo" in command for command in commands)
+    for command in commands:
+        words = command.replace("--engine echo", f"--engine openai {model}")
+        subprocess.run(["bash", "-euc", words], env=variables, check=True, timeout=120)
+    tables = map(re.compile(r"-o (\S+)").search, commands)
+    return {
+        each[1]: batchinfer.open_run(f"{each[1]}.batchinfer/run").to_arrow().to_pylist()
+        for each in tables
+        if each
+    }
+
+
+def test_a_whisper_transcribes_as_the_server_does_alone(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any
+) -> None:
+    """Wherever the sounds lie: in a column, in a folder, behind a link, in a bucket; and by the cookbook's recipe."""
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
-    model = write_whisper(tmp_path / "model")
+    model, bucket = write_whisper(tmp_path / "model"), s3_url()
     sounds = [sound(hertz) for hertz in (220, 440, 880)]
     (tmp_path / "calls").mkdir()
     (tmp_path / "calls" / "a.wav").write_bytes(sounds[0])
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
-    rows.append({"audio": "calls/a.wav"})
+    open_store(bucket).create("b.wav", sounds[1])
+    web = HttpServer(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    places = ("calls/a.wav", f"{web.url}/calls/a.wav", f"{bucket}/b.wav")
+    rows += [{"audio": each} for each in places]
     options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
-    options += ("--media-root", str(tmp_path))
+    options += ("--media-root", str(tmp_path), "--allow-private-urls")
     options += ("--sampling", "language=en")
     with serve(model, *FLOAT, "--max-num-batched-tokens", "2048", task="transcribe") as url:
         found = run(tmp_path, rows, model, url, *options)
         alone = [transcribe(url, model, each) for each in sounds]
-    assert [line["status"] for line in found] == [200, 200, 200, 400, 200]
+        asked = f"--base-url {url} --model {model} --sampling language=en"
+        recipe = follow("A folder of sounds to text", tmp_path, asked, monkeypatch)
+    web.close()
+    assert [line["status"] for line in found] == [200, 200, 200, 400, 200, 200, 200]
     texts = [line["body"]["text"] for line in found if line["status"] == 200]
-    assert texts == [each["text"] for each in [*alone, alone[0]]]
+    assert texts == [each["text"] for each in [*alone, alone[0], alone[0], alone[1]]]
+    assert [row["status"] for row in recipe["texts.parquet"]] == [200, 200]
     assert len({each["text"] for each in alone}) > 1
 
 
@@ -249,18 +285,21 @@ def describe(url: str, model: Path, kind: str, medium: str) -> Any:
 
 
 def test_images_and_videos_are_described_as_the_server_does_alone(
-    tmp_path: Path, serve: Serve, s3_url: Any
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any
 ) -> None:
-    """Wherever they lie: in a column, behind a link, in a bucket, in a folder."""
+    """Wherever they lie: in a column, behind a link, in a bucket, in a folder; and by the cookbook's recipe."""
     model, bucket = write_vision_model(tmp_path / "model"), s3_url()
     images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]
     videos = [clip("red", "blue"), clip("green", "green")]
     (tmp_path / "a.png").write_bytes(images[0])
+    (tmp_path / "b.mp4").write_bytes(videos[1])
     open_store(bucket).create("b.mp4", videos[0])
+    open_store(bucket).create("b.png", images[1])
     web = HttpServer(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
     given = [*map(as_base64, images), f"{web.url}/a.png", "a.png", as_data_url(b"no image")]
-    rows: list[dict[str, Any]] = [{"image": each} for each in given]
-    rows += [{"video": each} for each in (*map(as_base64, videos), f"{bucket}/b.mp4")]
+    rows: list[dict[str, Any]] = [{"image": each} for each in [*given, f"{bucket}/b.png"]]
+    places = (f"{bucket}/b.mp4", f"{web.url}/b.mp4", "b.mp4")
+    rows += [{"video": each} for each in (*map(as_base64, videos), *places)]
     rows = [{"question": "Which colour?", "image": None, "video": None, **row} for row in rows]
     options = ("--prompt-column", "question", "--as-chat", "--column", "image=image")
     options += ("--column", "video=video", "--media-root", str(tmp_path))
@@ -270,13 +309,17 @@ def test_images_and_videos_are_described_as_the_server_does_alone(
         found = run(tmp_path, rows, model, url, *options)
         alone = [describe(url, model, "image", as_data_url(each)) for each in images]
         alone += [describe(url, model, "video", as_data_url(each, "video/mp4")) for each in videos]
+        asked = f"--base-url {url} --model {model} --max-tokens 12"
+        recipe = follow("Captions of images and videos", tmp_path, asked, monkeypatch)
     web.close()
-    assert [line["status"] for line in found] == [200] * 5 + [400] + [200] * 3
+    assert [line["status"] for line in found] == [200] * 5 + [400] + [200] * 6
     broken = found.pop(5)
     assert broken["error"]["code"] == "invalid_request"
-    wanted = [alone[index] for index in (0, 1, 2, 0, 0, 3, 4, 3)]
+    wanted = [alone[index] for index in (0, 1, 2, 0, 0, 1, 3, 4, 3, 4, 4)]
     told = [line["body"]["choices"][0]["message"]["content"] for line in found]
     assert told == [each["choices"][0]["message"]["content"] for each in wanted]
     prompts = [line["body"]["usage"]["prompt_tokens"] for line in found]
     assert prompts == [each["usage"]["prompt_tokens"] for each in wanted]
     assert len(set(told[:3])) > 1
+    statuses = {name: [row["status"] for row in rows] for name, rows in recipe.items()}
+    assert statuses == {"answers.parquet": [200, 200], "told.jsonl": [200]}

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+import echo_server
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.counts import Counts
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.worker.progress import Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
 from making import make_job, run_worker_here, worker_arguments
+from models import write_model_stub
 from terminal import Terminal
 
 
 def test_a_terminal_shows_log_lines_and_one_bar(tmp_path: Path) -> None:
     make_job(tmp_path / "job", rows=300, per_chunk=50)
+    model = str(write_model_stub(tmp_path / "model"))
+    names = ["--served-model-name", model]
+    options = EngineConfig(engine="echo", echo_latency_seconds=0.5, server_args=names)
+    server = [sys.executable, echo_server.__file__, msgspec.json.encode(options).decode(), "{port}"]
     arguments = worker_arguments(
         tmp_path / "job", tmp_path / "run",
-        *("--echo-load-seconds", "1.2", "--echo-latency-seconds", "0.5"),
-        *("--max-num-seqs", "64", "--checkpoint-seconds", "0.1"),
+        *("--engine", "vllm", "--model", model, "--server-command", shlex.join(server)),
+        *("--max-concurrency", "64", "--checkpoint-seconds", "0.1"),
     )  # fmt: skip
     with Terminal(*arguments, state=tmp_path) as terminal:
         assert terminal.end() == 0

@@ -83,10 +83,13 @@ class TestTheMainJob:
         steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
-    def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
+    def test_a_finished_run_does_not_wait_for_the_engine(
+        self, job: str, request: pytest.FixtureRequest
+    ) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
         run_worker_here(job, f"{job}/runs/a")
-        result = run_worker_here(job, f"{job}/runs/a", "--echo-load-seconds", "200")
+        request.getfixturevalue("echo_never_loads")
+        result = run_worker_here(job, f"{job}/runs/a")
         assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
 
     def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
