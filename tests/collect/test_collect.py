@@ -483,10 +483,12 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
 def test_files_have_as_many_rows_as_asked_for_whatever_is_read_at_a_time(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 4)
-    collect(run, tmp_path / "out", format="lines", shard_rows=6)
+    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
+    for name in ("_BLOCK_BYTES", "_WINDOW_BYTES"):
+        monkeypatch.setattr(f"batchinfer.collect.answers.{name}", 1500)
+    collect(run, tmp_path / "out", format="lines", shard_rows=5)
     counts = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "out").glob("part-*"))]
-    assert counts == [6] * (ROWS // 6) + [ROWS % 6] * bool(ROWS % 6)
+    assert counts == [5] * (ROWS // 5)
 
 
 def test_a_run_of_another_job_is_refused(run: Path, tmp_path: Path) -> None:

@@ -236,6 +236,21 @@ def test_a_chunk_that_another_split_has_replaced_makes_no_job(
     assert not (tmp_path / "job/job.json").exists()
 
 
+def test_a_source_that_is_written_anew_while_it_is_split_makes_no_job(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = LocalStore.put_file
+
+    def late(store: LocalStore, key: str, path: Path) -> None:
+        os.utime(source, ns=(1, 1))
+        put_file(store, key, path)
+
+    monkeypatch.setattr(LocalStore, "put_file", late)
+    with pytest.raises(InputError, match="changed while it was being split"):
+        split(source, tmp_path / "job")
+    assert not (tmp_path / "job/job.json").exists()
+
+
 def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"n":1}\n' * 2000 + '{"_id":1}')
     with pytest.raises(InputError, match=r"b\.jsonl, line 2001: has a column '_id'"):
