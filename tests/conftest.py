@@ -94,6 +94,15 @@ def own_log() -> Iterator[None]:
     logger.propagate = propagate
 
 
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Put back the handlers of signals that a worker or a command in this process has set."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 # Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.
 LONGEST = (
     "test_request_matrix_vllm",

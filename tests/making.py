@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -199,15 +198,9 @@ def run_worker_here(
     """Run an echo worker in this process, which works with memory:// too. Raises what it raises."""
     from batchinfer.worker.command import command
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        result: dict[str, Any] = command.main(
-            worker_arguments(job, run, *options, index=index, only=only)[1:], standalone_mode=False
-        )
-        return result
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    arguments = worker_arguments(job, run, *options, index=index, only=only)[1:]
+    result: dict[str, Any] = command.main(arguments, standalone_mode=False)
+    return result
 
 
 # --------------------------------------------------------------------------- damage

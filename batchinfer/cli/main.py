@@ -20,7 +20,7 @@ from batchinfer.cli.help import WIDTH, HelpOption
 from batchinfer.cli.logs import configure_logging
 from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.terminal import say
-from batchinfer.core.errors import BatchinferError
+from batchinfer.core.errors import BatchinferError, ConfigError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
 
@@ -101,12 +101,12 @@ def print_result(result: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status. A user's mistake gives an error message without a traceback."""
     configure_logging()
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        group.main(
-            args=None if arguments is None else list(arguments),
-            prog_name="batchinfer",
-            standalone_mode=False,
-        )
+        for word in words:
+            if word.encode(errors="ignore").decode() != word:
+                raise ConfigError(f"{word!r}: is not UTF-8", hint="rename it, or write it in UTF-8")
+        group.main(words, "batchinfer", standalone_mode=False)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.Abort:

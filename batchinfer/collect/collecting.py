@@ -57,7 +57,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     run again. The same run, options and version give the same bytes.
 
     Raises:
-        ConfigError: the options do not fit together, or DEST is inside the run or the job.
+        ConfigError: the options do not fit together, or DEST is inside the run or the job, or holds the source.
         InputError: there is no such run, or DEST holds other data.
         RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
     """
@@ -68,6 +68,9 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     for place in filter(None, (config.run, selection.job_url)):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
+    for url in (file.url for file in selection.job.files):
+        if is_inside(url, config.dest):
+            raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
     dest = _open_dest(config, open_store)
     record, status = dest.prepare(_key(config, selection, selection.sound)), "UNCHANGED"
     if record is None:

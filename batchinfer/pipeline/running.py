@@ -27,13 +27,18 @@ def running_alone(folder: Path | None) -> Iterator[None]:
         folder: The work folder, which is made if it is not there; None for one in a bucket.
 
     Raises:
-        InputError: another `run` command works there.
+        InputError: another `run` command works there, or the folder cannot be made.
     """
     if folder is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        reason = f"cannot be made ({error.strerror}), expected a place for a folder"
+        raise InputError(f"{folder}: {reason}", hint="name another DEST or --work") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from fixtures_s3 import serving_s3
 from lossy_proxy import Proxy
-from making import ECHO, default_row, make_job, output_lines, run_process, said
+from making import default_row, make_job, output_lines, run_process, said, worker_arguments
 
 PUBLISHING = ("publish_output", "publish_marker", "publish_tidy")
 LEASE_SECONDS = 3.0
@@ -44,7 +44,6 @@ class Plan:
     per_chunk: int = 10
     loss_rate: float = 0.02
     options: tuple[str, ...] = (
-        *ECHO,
         "--echo-latency-seconds", "0.02",
         "--max-num-seqs", "8",
         "--lease-seconds", str(LEASE_SECONDS),
@@ -73,22 +72,14 @@ class Tally:
 class RunningWorker:
     """One worker process and the thread that reads its log."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], endpoint: str) -> None:
+        log = ["--log-format", "json", "--log-level", "debug"]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "batchinfer",
-                *arguments,
-                "--log-format",
-                "json",
-                "--log-level",
-                "debug",
-            ],
+            [sys.executable, "-m", "batchinfer", *arguments, *log],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "AWS_ENDPOINT_URL": endpoint},
         )
         self.started = time.monotonic()
         self.thaw_at: float | None = None
@@ -104,11 +95,8 @@ class RunningWorker:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.last_lines = [*self.last_lines[-30:], line]
-            if (
-                self.doomed_event
-                and f'"event": "{self.doomed_event}"' in line
-                and not self.killed_at
-            ):
+            is_due = self.doomed_event and f'"event": "{self.doomed_event}"' in line
+            if is_due and not self.killed_at:
                 self.killed_at = self.doomed_event
                 self.process.kill()
 
@@ -162,13 +150,8 @@ class Campaign:
         try:
             while not self._is_enough():
                 assert time.monotonic() < self._deadline, f"out of time after {self.tally}"
-                job = f"{self._bucket}/job-{self.tally.runs}"
-                make_job(
-                    job,
-                    rows=self.plan.rows,
-                    per_chunk=self.plan.per_chunk,
-                    workers=self.plan.workers,
-                )
+                plan, job = self.plan, f"{self._bucket}/job-{self.tally.runs}"
+                make_job(job, rows=plan.rows, per_chunk=plan.per_chunk, workers=plan.workers)
                 self._disturb(job)
                 self._finish(job)
                 self.tally.runs += 1
@@ -180,27 +163,16 @@ class Campaign:
         return self.tally
 
     def _is_enough(self) -> bool:
-        return (
-            sum(self.tally.kills.values()) >= self.plan.kills
-            and self.tally.freezes >= self.plan.freezes
-        )
+        tally, plan = self.tally, self.plan
+        return tally.kills.total() >= plan.kills and tally.freezes >= plan.freezes
 
     def _start(self, job: str, index: int) -> None:
         name = f"w{index}"
-        manifest = f"{job}/manifests/worker-{index:05d}.txt"
-        arguments = [
-            "worker",
-            "--manifest",
-            manifest,
-            "--output",
-            f"{job}/run",
-            "--worker-id",
-            name,
-        ]
+        options = ("--worker-id", name, *self.plan.options)
         # One of the workers always talks through the proxy that loses replies.
         endpoint = self._proxy.url if index == 0 else self._endpoint
         self._workers[name] = RunningWorker(
-            [*arguments, *self.plan.options], {"AWS_ENDPOINT_URL": endpoint}
+            worker_arguments(job, f"{job}/run", *options, index=index), endpoint
         )
         self.tally.starts += 1
 

@@ -22,9 +22,8 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
         f"print([name for name in {HEAVY!r} if name in sys.modules], status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[] 0"
 
 

@@ -72,3 +72,8 @@ def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path)
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
     found = call("worker", "--config", tmp_path / "run.yaml", "--show-config").result
     assert found["options"]["system-prompt"]["from"] == "settings file"
+
+
+def test_a_word_that_is_not_utf8_is_refused(call: Call) -> None:
+    """A file of a name in Latin-1 ended every command in a traceback."""
+    assert "'caf\\udce9.csv': is not UTF-8" in call("run", "caf\udce9.csv", "-o", "a.csv").err

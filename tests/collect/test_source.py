@@ -139,6 +139,13 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     assert max(sizes) == 3, "the mean is that of all rows of the files"
 
 
+def test_the_source_is_not_replaced(tmp_path: Path) -> None:
+    run = finished(tmp_path, pa.table({"n": range(ROWS)}))
+    for dest in (tmp_path / "source", tmp_path / "source/0.parquet"):
+        with pytest.raises(ConfigError, match="holds the source"):
+            collect(run, dest, overwrite=True)
+
+
 def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     folder.mkdir()

@@ -16,7 +16,6 @@ import io
 import json
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -241,18 +240,13 @@ def _run(command: list[str]) -> tuple[int, str, str]:
     """Run a command here. Returns its status, the last line of stdout, and what it says of an error."""
     from batchinfer.cli.main import main
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     stdout, stderr = io.StringIO(), io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stdout(stdout),
-            contextlib.redirect_stderr(stderr),
-            mock.patch.object(HttpEngine, "_send", _send_or_die),
-        ):
-            status = main(command)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        mock.patch.object(HttpEngine, "_send", _send_or_die),
+    ):
+        status = main(command)
     lines = stdout.getvalue().strip().splitlines()
     said = re.findall(r"^(?:error|hint): .*\n", stderr.getvalue(), re.MULTILINE)
     return status, lines[-1] if lines else "", "".join(said)

@@ -1,4 +1,4 @@
-"""The table of refusals, refusals.txt: command lines that cannot work, each with its exit status and what it says.
+"""The table of refusals, refusals.txt: command lines that cannot work, each with its exit status, error and hint.
 
 `record_refusals` runs each line after ``$`` in a folder with a job, a run and files that are wrong in one way each.
 Whatever is refused leaves no file behind. To add a refusal, write its command line into the table and record:
@@ -17,6 +17,7 @@ from unittest import mock
 
 from batchinfer.cli.main import main
 from goldens import FOLDER, inside, write_lines
+from models import write_adapter
 
 TABLE = FOLDER / "refusals.txt"
 ECHO = "--engine echo --prompt-column text --worker-id w0"
@@ -30,6 +31,12 @@ WRONG_SETTINGS = {
     "date": "model: 2026-01-02",
     "vllm": "vllm: [1]",
     "elsewhere": "vllm: {output: s3://b/run}",
+}
+WRONG_MANIFESTS = {
+    "unknown": "chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n",
+    "outside": "../secret.jsonl\n",
+    "twice": "chunks/part-00000.jsonl\n" * 2,
+    "empty": "\n\n",
 }
 
 
@@ -50,14 +57,22 @@ def make_world() -> None:
     write_lines("tools.json", ["[1]"])
     for name, text in WRONG_SETTINGS.items():
         Path(f"{name}.yaml").write_text(text + "\n")
+    for name, text in WRONG_MANIFESTS.items():
+        Path(f"{name}.txt").write_text(text)
     Path("no-command.sh").write_text("#!/bin/bash\n")
+    Path("template.jinja").write_text("{{ txet }}")
+    write_adapter(Path("adapter"))
     for command in (
         "split rows.jsonl --output job --num-chunks 3 --num-workers 2",
+        "split rows.csv --output job-of-csv --num-chunks 1",
         f"worker --job job --output job/runs/first --limit 5 {ECHO}",
     ):
         _, status = _say(command)
         assert status == 0
     shutil.copytree("job", "newer")
+    shutil.copytree("job", "damaged")
+    Path("damaged/job.json").write_text("{")
+    Path("damaged/runs/first/run.json").write_text("{")
     for place in (Path("newer/job.json"), Path("job/runs/newer/run.json")):
         place.parent.mkdir(exist_ok=True)
         place.write_text('{"format_version": 2}')
@@ -78,9 +93,13 @@ def record_refusals(folder: Path) -> str:
             assert status, command
             assert _files() == before, command
             assert "Traceback" not in said, said
-            errors = re.findall(r"^error: (.*(?:\n +.*)*)", said, re.MULTILINE | re.IGNORECASE)
+            errors, hints = (
+                re.findall(rf"^{word}: (.*(?:\n +.*)*)", said, re.MULTILINE | re.IGNORECASE)
+                for word in ("error", "hint")
+            )
             line = " / ".join(part.strip() for error in errors for part in error.splitlines())
-            parts.append(f"$ batchinfer {command}\n{status} {line}\n")
+            hint = "".join(f"  {each}\n" for each in hints)
+            parts.append(f"$ batchinfer {command}\n{status} {line}\n{hint}")
     return "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
 
 

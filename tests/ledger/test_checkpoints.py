@@ -26,11 +26,6 @@ SHA256 = "a" * 64
 FIRST_ROW = 70
 
 
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> MemoryStore:
-    return MemoryStore(f"memory://{request.node.name}")
-
-
 def row(line: int, output: bytes = b'{"t":"x"}') -> FinishedRow:
     return FinishedRow(line=line, ok=True, prompt_tokens=3, output=raw(output))
 

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from batchinfer.core import codec
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.scratch import Scratch
@@ -18,11 +18,6 @@ from fakes import MemoryStore
 
 TEXT = b'{"a": 1}\n{"a": 2}'
 WHOLE = TEXT + b"\n"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> MemoryStore:
-    return MemoryStore(f"memory://{tmp_path.name}")
 
 
 @pytest.fixture
@@ -71,3 +66,19 @@ def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(
     with pytest.raises(InputError, match="the chunk is gone"):
         fetch(store, wanted._replace(key="gone.jsonl"), scratch)
     assert not list(scratch.folder.glob("*jsonl*"))
+
+
+def test_a_download_that_fails_leaves_nothing_on_the_disk(
+    store: MemoryStore, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try has a file of its own, so a flaky network filled the disk."""
+    wanted = put(store, WHOLE)
+
+    def half(_key: str, path: Path) -> None:
+        path.write_bytes(WHOLE[:9])
+        raise StorageError("the connection was reset")
+
+    monkeypatch.setattr(store, "download", half)
+    with pytest.raises(StorageError, match="reset"):
+        fetch(store, wanted, scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]

@@ -20,11 +20,6 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> MemoryStore:
-    return MemoryStore(f"memory://{request.node.name}")
-
-
 STARTS = itertools.count()
 """Numbers the starts of workers: each start has a nonce of its own."""
 

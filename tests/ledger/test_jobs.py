@@ -18,7 +18,6 @@ from batchinfer.ledger.jobs import (
     check_columns,
     job_chunks,
     load_job,
-    no_job,
     rank_manifests,
     read_assignment,
 )
@@ -47,34 +46,6 @@ def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(
     copy = tmp_path / "worker-00000.txt"
     copy.write_text("chunks/part-00000.jsonl\n")
     assert len(read(str(copy), job=job).chunks) == 1
-
-
-@pytest.mark.parametrize(
-    ("manifest", "message", "hint"),
-    [
-        (b"chunks/part-00001.jsonl\nchunks/part-00077.jsonl\n", "no chunk of the job", "--job"),
-        (b"../secret.jsonl\n", "no chunk of the job", "--job"),
-        (b"chunks/part-00001.jsonl\n" * 2, "each chunk once", "once"),
-        (b"\n\n", "no chunk in it", "one chunk path a line"),
-        (b"\xff\xfe\x00", "not a text file", "one chunk path a line"),
-        (None, "no such manifest", "--job"),
-    ],
-)
-def test_a_manifest_that_assigns_nothing_is_refused(
-    job: str, tmp_path: Path, manifest: bytes | None, message: str, hint: str
-) -> None:
-    if manifest is not None:
-        (tmp_path / "list.txt").write_bytes(manifest)
-    with pytest.raises(InputError, match=message) as caught:
-        read(str(tmp_path / "list.txt"), job=job)
-    assert hint in caught.value.hint
-
-
-def test_a_list_of_files_becomes_a_job_first(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("there.jsonl\n")
-    with pytest.raises(InputError, match="its job must be named") as caught:
-        read(str(tmp_path / "list.txt"))
-    assert "--by-reference" in caught.value.hint
 
 
 def test_a_job_in_a_bucket_names_no_file_elsewhere() -> None:
@@ -118,28 +89,6 @@ def test_more_ranks_than_manifests_is_a_mistake_that_says_what_to_do(job: str) -
     assert "--num-workers 4" in caught.value.hint
 
 
-def test_a_damaged_job_and_a_newer_one_are_named(job: str) -> None:
-    path = Path(job) / "job.json"
-    number, unknown = FORMAT_VERSION, FORMAT_VERSION + 1
-    newer = path.read_text().replace(f'version": {number}', f'version": {unknown}')
-    for text, said in ((newer, f"format version {unknown}"), ("{", "not a readable job record")):
-        path.write_text(text)
-        with pytest.raises(InputError, match=rf"job\.json: {said}"):
-            read(f"{job}/manifests/all.txt")
-
-
-@pytest.mark.parametrize("source_format", ["parquet", "csv"])
-def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
-    job = job_of(source_format)
-    with pytest.raises(ConfigError, match="--prompt-column promt: no column of the job") as caught:
-        check_columns(job, {"--prompt-column": ["promt"]}, {})
-    assert "did you mean 'prompt'?" in caught.value.message
-    with pytest.raises(ConfigError, match="--blank-columns anwser: no column of the job"):
-        check_columns(job, {"--prompt-column": ["prompt"]}, {"--blank-columns": ["anwser"]})
-    optional = {"--blank-columns": ["answer"]}
-    check_columns(job, {"--messages-column": [""]}, optional)
-
-
 def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,19 +129,6 @@ def test_a_relative_job_is_known_by_its_whole_path(
     ):
         assert found.job_url == job
         assert {ref.root for ref in found.chunks} == {job}
-
-
-@pytest.mark.parametrize(
-    ("place", "hint"),
-    [
-        ("data/job/job.json", "name its folder: --job data/job"),
-        ("job.json", "name its folder: --job ."),
-        ("data/job/runs/a/", "its job is --job data/job"),
-        ("reviews.parquet", "batchinfer split SOURCE… --output JOB, then --job JOB"),
-    ],
-)
-def test_a_place_without_a_job_is_told_what_it_may_be(place: str, hint: str) -> None:
-    assert hint in no_job(place).hint
 
 
 def _full_job() -> dict[str, Any]:

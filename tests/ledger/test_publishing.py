@@ -17,11 +17,6 @@ CHUNK = "part-00000"
 LINES = [b'{"a":1}', b'{"a":2}']
 
 
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> MemoryStore:
-    return MemoryStore(f"memory://{request.node.name}")
-
-
 def publisher(store: MemoryStore, nonce: str) -> Publisher:
     return Publisher(store, nonce=nonce, require_lease=lambda: None)
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -15,18 +16,20 @@ from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts.types import CHAT_URL, MediaRef, PromptConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.worker.background import Stopper
 from batchinfer.worker.media_fetching import MediaFetcher
-from batchinfer.worker.worker_config import Environment
+from batchinfer.worker.worker_config import Environment, WorkerConfig
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
 
 T = TypeVar("T")
 
+BUCKET = "s3://sim/"
 FLAKY = "flaky"
 """A prompt that holds this is refused, until the engine was mended."""
 POISON = "poison"
@@ -225,6 +228,28 @@ class SimBackground:
 
     def _delay(self) -> float:
         return self._latency_seconds * self._random.random()
+
+
+def worker_config(
+    process: Process,
+    folder: Path,
+    manifest: str,
+    *,
+    temperature: float = 0.5,
+    has_images: bool = False,
+    **options: Any,
+) -> WorkerConfig:
+    """What a worker process is told, whose name begins with the worker's id. `folder`: for scratch files."""
+    given = {
+        "manifests": [f"{BUCKET}job/{manifest}"],
+        "output": f"{BUCKET}run",
+        "engine": EngineConfig(engine="sim", model="sim"),
+        "prompt": prompt_config(temperature, has_images=has_images),
+        "worker_id": process.name.split("#")[0],
+        "max_attempts": 1000,
+        "scratch_dir": str(folder / process.name),
+    }
+    return WorkerConfig(**given | options)
 
 
 def prompt_config(temperature: float, *, has_images: bool = False) -> PromptConfig:

@@ -13,7 +13,7 @@ import msgspec
 from batchinfer.core import layout
 from batchinfer.core.records import Call, Reply, RowKey
 
-from .machine import FLAKY, POISON, Asked, EngineTraits, answer, read_call
+from .machine import FLAKY, POISON, Asked, answer, read_call
 from .scheduler import Process, Scheduler
 from .storage import Server, read_record
 
@@ -70,12 +70,10 @@ class Oracle:
         scheduler: Scheduler,
         server: Server,
         truth: Truth,
-        engine: EngineTraits,
     ) -> None:
         self._scheduler = scheduler
         self._server = server
         self._truth = truth
-        self._engine = engine
         self.lease_seconds = 0.0
         self.watches_claims = True
         self.deaths: dict[RowKey, int] = {}
@@ -348,10 +346,9 @@ class Oracle:
     def check_end(self) -> None:
         """P1 to P4 and P6 of every object in the run, once the run is complete."""
         for chunk in self._truth.chunks:
-            generations = self._generations(chunk)
             if not self._is_done(chunk):
                 self.fail(f"P1: {chunk} is not done")
-            for generation in generations:
+            for generation in self._generations(chunk):
                 self.check_marker(chunk, generation)
 
     def check_marker(self, chunk: str, generation: int) -> None:
@@ -432,13 +429,9 @@ class Oracle:
         self, name: str, marker: dict[str, Any], chunk: str, generation: int
     ) -> None:
         truth = self._truth
-        wanted = {
-            "chunk_sha256": truth.shas[chunk],
-            "generation": generation,
-        }
-        for field, value in wanted.items():
-            if marker[field] != value:
-                self.fail(f"P3: {name} says {field} {marker[field]}, and it is {value}")
+        of = marker["chunk_sha256"], marker["generation"]
+        if of != (truth.shas[chunk], generation):
+            self.fail(f"P3: {name} is of the text and generation {of}")
         rows = marker["rows_ok"] + marker["rows_error"]
         if rows != len(truth.chunks[chunk]):
             self.fail(f"P1: {name} counts {rows} rows, the chunk has {len(truth.chunks[chunk])}")

@@ -11,7 +11,6 @@ without a signal, and come back as the same worker after a while.
 from __future__ import annotations
 
 import argparse
-import bisect
 import gc
 import json
 import logging
@@ -41,16 +40,14 @@ from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
 from batchinfer.worker import joining, main_loop, minutes
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.worker_config import WorkerConfig
 from making import put_job
 
 from .files import BASE, close_files, tracked_files
-from .machine import EngineTraits, SimBackground, SimEngine, make_environment, prompt_config
+from .machine import EngineTraits, SimBackground, SimEngine, make_environment, worker_config
 from .oracle import JOB, RUN
 from .plot import line_of
-from .scenario import BUCKET
 from .scheduler import Process, Scheduler
-from .storage import EPOCH, Held, Network, Server, SimStore, _Moment, subject_of
+from .storage import EPOCH, Network, Server, SimStore, subject_of
 
 _KINDS = {
     "get_object": "GET",
@@ -69,8 +66,6 @@ READS_A_SECOND = 5500
 """What S3 takes for one prefix before it makes two of it; a deletion of many objects counts as so many writes."""
 MOST_OF_IDEAL = 1.05
 MOST_TWICE = 0.01
-_LAST = "\U0010ffff"
-"""Comes after every character of a key."""
 _NUM_SEQS = 2
 """Rows of an engine that it has at a time; it works on one after the other."""
 _TURN_SECONDS = 15.0
@@ -104,49 +99,26 @@ class Plan:
 
 
 class LargeServer(Server):
-    """The server with its keys in order, so that a page of a listing takes no look at all objects.
-
-    It keeps no bytes of outputs, but checks that each has a line for every row.
-    """
+    """The server, with what listings show at hand. It keeps no bytes of outputs, but checks that each has all lines."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(page_keys=1000, has_content_etags=False)
         self._steps = plan.steps
-        self._order: list[str] = []
         self._infos: dict[str, ObjectInfo] = {}
 
     def put(self, key: str, data: bytes, process: Process | None = None) -> str:
-        is_output = key.endswith(".jsonl") and key.startswith(RUN + layout.OUTPUTS)
-        if is_output:
+        etag = super().put(key, data, process)
+        held = self.objects[key]
+        if key.endswith(".jsonl") and key.startswith(RUN + layout.OUTPUTS):
             assert data.count(b"\n") == self._steps, f"{key}: lacks lines"
-        self._version += 1
-        etag = f'"{self._version}"'
-        if key not in self.objects:
-            if self._order and key > self._order[-1]:
-                self._order.append(key)
-            else:
-                bisect.insort(self._order, key)
-        moment = _Moment(EPOCH + self.clock())
-        self.objects[key] = Held(b"" if is_output else data, etag, moment)
-        self._infos[key] = ObjectInfo(key[len(RUN) :], len(data), etag, float(moment))
+            self.objects[key] = held._replace(data=b"")
+        self._infos[key] = ObjectInfo(key[len(RUN) :], len(data), etag, float(held.modified))
         return etag
 
-    def delete(self, key: str, process: Process | None = None) -> None:
-        if self.objects.pop(key, None) is not None:
-            del self._order[bisect.bisect_left(self._order, key)], self._infos[key]
-
-    def keys(self, prefix: str) -> list[str]:
-        start = bisect.bisect_left(self._order, prefix)
-        return self._order[start : bisect.bisect_left(self._order, prefix + _LAST)]
-
     def _list_objects_v2(self, _process: Process, prefix: str, after: str | None) -> Any:
-        start = bisect.bisect_left(self._order, prefix)
-        if after:
-            start = bisect.bisect_right(self._order, after)
-        end = bisect.bisect_left(self._order, prefix + _LAST)
-        has_more = end - start > self._page_keys
-        page = self._order[start : min(end, start + self._page_keys)]
-        return [self._infos[key] for key in page], page[-1] if has_more else None
+        keys = self.keys(prefix, after, self._page_keys + 1)
+        page = keys[: self._page_keys]
+        return [self._infos[key] for key in page], page[-1] if len(keys) > len(page) else None
 
 
 @dataclass(slots=True)
@@ -364,16 +336,14 @@ class Campaign:
             background=PatientBackground,
             store=PlainStore,
         )
-        config = WorkerConfig(
-            manifests=[f"{BUCKET}job/{layout.worker_manifest(machine.index, plan.num_workers)}"],
-            output=f"{BUCKET}run",
-            engine=EngineConfig(
-                engine="sim", model="sim", server_args=["--max-num-seqs", str(_NUM_SEQS)]
-            ),
-            prompt=prompt_config(0.0),
-            worker_id=f"w{machine.index}",
+        arguments = ["--max-num-seqs", str(_NUM_SEQS)]
+        config = worker_config(
+            process,
+            self.folder,
+            layout.worker_manifest(machine.index, plan.num_workers),
+            engine=EngineConfig(engine="sim", model="sim", server_args=arguments),
+            temperature=0.0,
             lease_seconds=plan.lease_seconds,
-            scratch_dir=str(self.folder / process.name),
         )
         is_over = False
 

@@ -30,7 +30,6 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import survey
 from batchinfer.runs import clean
 from batchinfer.runs.clean import CleanConfig, run_clean
@@ -45,13 +44,12 @@ from making import own_manifest, put_job
 from .files import BASE, close_files, tracked_files
 from .injections import draw_injections
 from .injections.commands import CALM_SECONDS, Cleanings
-from .machine import SimClock, SimEngine, fetch_images, make_environment, prompt_config
+from .machine import BUCKET, SimClock, SimEngine, fetch_images, make_environment, worker_config
 from .oracle import JOB, RUN, Oracle, Truth, Violation
 from .plot import Plot
 from .scheduler import Overrun, Process, Scheduler
 from .storage import Network, Server, StillStore, Weather
 
-BUCKET = "s3://sim/"
 AUDITED = 20
 """Of so many seeds one ends with `clean` and `verify`."""
 STARTS_OF_A_POISON_ROW = 8
@@ -120,7 +118,7 @@ class Scenario:
         )
         self.network = Network(self.scheduler, self.server)
         self.network.attempts = chance.choice([1, 3, 3])
-        self.oracle = Oracle(self.scheduler, self.server, self._make_job(), self.plot.engine)
+        self.oracle = Oracle(self.scheduler, self.server, self._make_job())
         self.oracle.lease_seconds = self.plot.lease_seconds
         self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
@@ -361,7 +359,20 @@ class Scenario:
             tries_store=chance.random() < 0.3,
         )
         start = Start(slot, process, environment)
-        config = self._worker_config(slot)
+        config = worker_config(
+            process,
+            self.folder,
+            slot.manifest,
+            temperature=slot.temperature,
+            has_images=plot.image_seconds is not None,
+            run_seed=plot.run_seed,
+            limit=plot.limit,
+            retry_errors=self.is_retrying,
+            max_error_rate=1.0,  # a run of few rows may by chance have bad ones only
+            lease_seconds=plot.lease_seconds,
+            checkpoint_seconds=plot.checkpoint_seconds,
+            limits=plot.limits,
+        )
         self.live.append(start)
         process.on_exit.append(lambda: self._ended(start))
         process.on_crash = lambda error: self.oracle.crashed(process, error)
@@ -435,25 +446,6 @@ class Scenario:
     def _start_again(self, slot: Slot) -> None:
         if not self.is_over and slot.starts < 12:
             self.start(slot)
-
-    def _worker_config(self, slot: Slot) -> WorkerConfig:
-        plot = self.plot
-        return WorkerConfig(
-            manifests=[f"{BUCKET}job/{slot.manifest}"],
-            output=f"{BUCKET}run",
-            engine=EngineConfig(engine="sim", model="sim"),
-            prompt=prompt_config(slot.temperature, has_images=plot.image_seconds is not None),
-            run_seed=plot.run_seed,
-            worker_id=slot.worker_id,
-            limit=plot.limit,
-            retry_errors=self.is_retrying,
-            max_error_rate=1.0,  # a run of few rows may by chance have bad ones only
-            lease_seconds=plot.lease_seconds,
-            checkpoint_seconds=plot.checkpoint_seconds,
-            max_attempts=1000,
-            scratch_dir=str(self.folder / f"{slot.worker_id}#{slot.starts}"),
-            limits=plot.limits,
-        )
 
     def _slots(self) -> list[Slot]:
         plot, chance = self.plot, self.plot.chance

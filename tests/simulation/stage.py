@@ -6,24 +6,22 @@ import itertools
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Call, Claim, Reply, RowKey, WorkerLease
-from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.start import Environment, WorkerConfig
+from batchinfer.worker.worker_config import Environment
 from making import put_job
 
 from .files import BASE, close_files, tracked_files
-from .machine import EngineTraits, SimClock, SimEngine, make_environment, prompt_config
+from .machine import BUCKET, EngineTraits, SimClock, SimEngine, make_environment, worker_config
 from .oracle import CLEANER, JOB, RUN
 from .plot import line_of
-from .scenario import BUCKET
 from .scheduler import Process, Scheduler
 from .storage import Hook, Network, Server, StillStore
 
@@ -41,23 +39,16 @@ class Ending(NamedTuple):
         return not self.is_killed and self.error is None
 
 
-class Started(NamedTuple):
-    """A worker process that was begun."""
-
-    process: Process
-    endings: list[Ending]
-    crashes: list[Exception]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended or was killed."""
-        return bool(self.endings or self.crashes or self.process.is_dead)
+Row = str | dict[str, Any]
+"""A prompt, or a row with further columns."""
 
 
 class Stage:
-    """A bucket with a job of these prompts. A context: its scratch folder goes with it."""
+    """A bucket with a job of these rows, by chunk. A context: its scratch folder goes with it."""
 
-    def __init__(self, prompts: list[list[str]], *, num_workers: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[Row]], *, num_workers: int = 1, seed: int = 0
+    ) -> None:
         self.scheduler = Scheduler(seed)
         self.server = Server(page_keys=1000, has_content_etags=True)
         self.network = Network(self.scheduler, self.server)
@@ -67,7 +58,13 @@ class Stage:
         self.deaths: list[list[RowKey]] = []
         self.environment: Environment | None = None
         index = itertools.count()
-        chunks = [b"".join(line_of(next(index), text) + b"\n" for text in part) for part in prompts]
+        chunks = [
+            b"".join(
+                line_of(next(index), **({"prompt": row} if isinstance(row, str) else row)) + b"\n"
+                for row in part
+            )
+            for part in rows
+        ]
         put_job(lambda key, data: self.server.put(JOB + key, data), chunks, workers=num_workers)
         self._files = tracked_files()
 
@@ -92,11 +89,26 @@ class Stage:
         **options: Any,
     ) -> Ending:
         """Run one worker process to its end. Raises TimeoutError after so much virtual time."""
+        scheduler = self.scheduler
         self.network.hook, self.network.num_requests = hook, 0
-        started = self.start(worker_id, manifest=manifest, **options)
-        process, endings, crashes = started
-        until = self.scheduler.now + within_seconds
-        self.scheduler.run(until, lambda: started.is_over)
+        process = Process(scheduler, f"{worker_id}#{scheduler.num_events}")
+        self.environment = environment = make_environment(
+            process, self.network, engine=lambda: SimEngine(process, self.engine, self)
+        )
+        config = worker_config(process, self.folder, manifest, **{"lease_seconds": 6.0} | options)
+        endings: list[Ending] = []
+        crashes: list[Exception] = []
+
+        def main() -> None:
+            try:
+                endings.append(Ending(False, None, worker_start.run_worker(config, environment)))
+            except BatchinferError as error:
+                endings.append(Ending(False, error, {}))
+
+        process.on_crash = crashes.append
+        process.spawn(main)
+        until = scheduler.now + within_seconds
+        scheduler.run(until, lambda: bool(endings or crashes or process.is_dead))
         was_killed = process.is_dead
         if not was_killed:
             process.kill()
@@ -106,47 +118,6 @@ class Stage:
         if not endings and not was_killed:
             raise TimeoutError(f"{worker_id} still runs after {within_seconds:.0f} virtual seconds")
         return endings[0] if endings else Ending(True, None, {})
-
-    def start(
-        self,
-        worker_id: str = "w0",
-        *,
-        manifest: str = layout.ALL_MANIFEST,
-        **options: Any,
-    ) -> Started:
-        """Begin one worker process, which runs while the scheduler does."""
-        process = Process(self.scheduler, f"{worker_id}#{self.scheduler.num_events}")
-        endings: list[Ending] = []
-        environment = make_environment(
-            process,
-            self.network,
-            engine=lambda: SimEngine(process, self.engine, self),
-        )
-        self.environment = environment
-        config = WorkerConfig(
-            **{
-                "manifests": [f"{BUCKET}job/{manifest}"],
-                "output": f"{BUCKET}run",
-                "engine": EngineConfig(engine="sim", model="sim"),
-                "prompt": prompt_config(0.5),
-                "worker_id": worker_id,
-                "lease_seconds": 6.0,
-                "max_attempts": 1000,
-                "scratch_dir": str(self.folder / process.name),
-            }
-            | options
-        )
-
-        def main() -> None:
-            try:
-                endings.append(Ending(False, None, worker_start.run_worker(config, environment)))
-            except BatchinferError as error:
-                endings.append(Ending(False, error, {}))
-
-        crashes: list[Exception] = []
-        process.on_crash = crashes.append
-        process.spawn(main)
-        return Started(process, endings, crashes)
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
         """The objects of the run."""

@@ -32,6 +32,8 @@ T = TypeVar("T")
 EPOCH = 1_700_000_000.0
 """Unix time at which every simulation begins."""
 LONGEST_LAG_SECONDS = 100.0
+_LAST = "\U0010ffff"
+"""Comes after every character of a key."""
 WRITES = ("put_object", "delete_objects")
 CLOUD = Cloud("the simulation")
 
@@ -60,6 +62,13 @@ class Held(NamedTuple):
     modified: _Moment
 
 
+class Unwatched:
+    """In the place of a watcher: nobody looks."""
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
 class Server:
     """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
 
@@ -70,7 +79,7 @@ class Server:
 
     def __init__(self, *, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
-        self.watcher: Any = None
+        self.watcher: Any = Unwatched()
         """Sees every change at the instant it takes effect; see oracle.Oracle."""
         self.clock: Callable[[], float] = lambda: 0.0
         self.lag_seconds = 0.0
@@ -83,6 +92,8 @@ class Server:
         self._page_keys = page_keys
         self._has_content_etags = has_content_etags
         self._version = 0
+        self._order: list[str] = []
+        """All keys, in order."""
 
     def put(self, key: str, data: bytes, process: Process | None = None) -> str:
         """Store an object, over any that exists."""
@@ -91,15 +102,19 @@ class Server:
         if self._has_content_etags:
             etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
         before = self.objects.get(key)
+        if before is None:
+            bisect.insort(self._order, key)
         self._note_change(key, before)
         self.objects[key] = Held(data, etag, _Moment(EPOCH + self.clock()))
-        if self.watcher is not None:
-            self.watcher.stored(key, data, None if before is None else before.data, process)
+        self.watcher.stored(key, data, None if before is None else before.data, process)
         return etag
 
-    def keys(self, prefix: str) -> list[str]:
-        """Keys below a prefix, in order."""
-        return sorted(key for key in self.objects if key.startswith(prefix))
+    def keys(self, prefix: str, after: str | None = None, most: int | None = None) -> list[str]:
+        """Keys below a prefix, in order. `after`: only those behind this one; `most`: so many of them."""
+        order = self._order
+        start = bisect.bisect_right(order, after) if after else bisect.bisect_left(order, prefix)
+        end = bisect.bisect_left(order, prefix + _LAST)
+        return order[start : end if most is None else min(end, start + most)]
 
     def handle(self, process: Process, method: str, *arguments: Any) -> Any:
         """Answer one request. Raises what the adapter makes of an error response."""
@@ -118,8 +133,7 @@ class Server:
 
     def _get_object(self, process: Process, key: str) -> Held:
         held = self._require(key)
-        if self.watcher is not None:
-            self.watcher.read(key, held.data, process)
+        self.watcher.read(key, held.data, process)
         return held
 
     def _head_object(self, _process: Process, key: str) -> dict[str, Any]:
@@ -127,16 +141,15 @@ class Server:
 
     def _list_objects_v2(self, process: Process, prefix: str, after: str | None) -> Page:
         objects = self._as_listed()
-        keys = sorted(key for key in objects if key.startswith(prefix))
-        if after:
-            keys = keys[bisect.bisect_right(keys, after) :]
+        keys = self.keys(prefix, after)
+        if objects is not self.objects:
+            keys = sorted(key for key in objects if key.startswith(prefix) and key > (after or ""))
         page = keys[: self._page_keys]
         # A listing of several pages shows the bucket as it is at each of them.
         shown = self._shown.setdefault((process.name, prefix), [])
         if not after:
             shown.clear()
-        if self.watcher is not None:
-            self.watcher.listed(prefix, shown + keys, process)
+        self.watcher.listed(prefix, shown + keys, process)
         shown += page
         return [_meta(key, objects[key]) for key in page], len(page) < len(keys)
 
@@ -148,8 +161,8 @@ class Server:
         """Remove an object, if it is there."""
         held = self.objects.pop(key, None)
         if held is not None:
+            del self._order[bisect.bisect_left(self._order, key)]
             self._note_change(key, held)
-        if held is not None and self.watcher is not None:
             self.watcher.deleted(key, held.data, process)
 
     def _note_change(self, key: str, before: Held | None) -> None:
@@ -270,7 +283,7 @@ class Network:
                 return
             if fate != "refused":
                 outcome.append(self._effect(process, method, list(arguments), fate))
-            if fate in ("lost", "late") and self.server.watcher is not None:
+            if fate in ("lost", "late"):
                 self.server.watcher.unanswered(subject)
             if fate == "dies_after":
                 scheduler.log(process.name, "-- killed after --")
@@ -429,18 +442,15 @@ class SimStore(BucketStore):
 
     def get(self, key: str) -> Object:
         found = super().get(key)
-        if self._network.server.watcher is not None:
-            self._network.server.watcher.knows(self._process, key, found.data)
+        self._network.server.watcher.knows(self._process, key, found.data)
         return found
 
     def create(self, key: str, data: bytes) -> str:
-        if self._network.server.watcher is not None:
-            self._network.server.watcher.creating(key, self._process)
+        self._network.server.watcher.creating(key, self._process)
         return super().create(key, data)
 
     def put_file(self, key: str, path: Path) -> None:
-        if self._network.server.watcher is not None:
-            self._network.server.watcher.creating(key, self._process)
+        self._network.server.watcher.creating(key, self._process)
         super().put_file(key, path)
 
     def _retry(self, attempt: Callable[[], T]) -> T:

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import (
-    check_writable,
     is_inside,
     open_store,
     split_url,
@@ -47,61 +44,10 @@ def test_each_scheme_opens_its_store(monkeypatch):
     assert isinstance(open_store("https://127.0.0.1/x"), ReadOnlyStore)
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "azure://x", "S4://x", "://x"])
-def test_unknown_scheme_lists_what_is_understood(url: str):
-    with pytest.raises(ConfigError, match=r"s3://.*gs://"):
-        open_store(url)
-
-
-@pytest.mark.parametrize("url", ["", "s3://", "memory:///", "gs:///", "file://"])
-def test_url_of_nothing_is_refused(url: str):
-    with pytest.raises(ConfigError, match="names nothing"):
-        open_store(url)
-
-
-@pytest.mark.parametrize(
-    ("url", "meant"),
-    [
-        ("s3:/bucket/job", "s3://bucket/job"),
-        ("s3:bucket/job", "s3://bucket/job"),
-        ("GS:/bucket", "gs://bucket"),
-        ("hf:/datasets/a/b", "hf://datasets/a/b"),
-        ("memory:x", "memory://x"),
-        ("file:/data", "/data"),
-        ("file:data", "data"),
-        ("s3:/", "s3://"),
-    ],
-)
-def test_a_url_that_lacks_a_slash_is_no_folder_here(url: str, meant: str):
-    with pytest.raises(ConfigError, match="lacks") as caught:
-        open_store(url)
-    assert caught.value.hint.startswith(f"did you mean {meant}?")
-    with pytest.raises(ConfigError, match="lacks"):
-        check_writable(url, option="--output")
-
-
 def test_a_folder_whose_name_has_a_colon_is_one(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("./s3:/bucket", "job:1", "C:/x", "runs/s3:/x"):
         assert open_store(path).url == str(tmp_path / path)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://AKIA1:SECRET@bucket/job",
-        "s3://AKIA1:SEC/SECRET@bucket/job",
-        "s3://SECRET@bucket",
-        "R2://AKIA1:SECRET@bucket/job",
-        "gs://me:SECRET@bucket/job",
-        "hf://me:SECRET@datasets/org/name",
-    ],
-)
-def test_a_secret_in_a_buckets_url_is_refused_and_not_repeated(url: str):
-    for use in (open_store, split_url, partial(check_writable, option="--output")):
-        with pytest.raises(ConfigError, match="before the name") as caught:
-            use(url)
-        assert "SECRET" not in f"{caught.value.message} {caught.value.hint}"
 
 
 @pytest.mark.parametrize(
@@ -115,12 +61,6 @@ def test_a_secret_in_a_buckets_url_is_refused_and_not_repeated(url: str):
 )
 def test_a_key_with_odd_characters_is_no_secret(url: str):
     assert split_url(url) == tuple(url.split("://"))
-
-
-def test_relative_file_url_is_refused():
-    with pytest.raises(ConfigError, match="absolute") as caught:
-        open_store("file://data/job")
-    assert "data/job" in caught.value.hint
 
 
 def test_opening_a_folder_loads_no_object_store():

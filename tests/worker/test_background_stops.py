@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from batchinfer.core.errors import Interrupted, StopRequested
 from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
 from fakes import FakeClock
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_request_takes_effect_at_once_for_new_rows_and_after_the_grace_for_running_ones() -> None:
@@ -42,7 +33,6 @@ def test_the_first_reason_stands() -> None:
     assert stopper.seconds_left == 10
 
 
-@pytest.mark.usefixtures("handlers")
 def test_the_first_signal_after_a_notice_leaves_the_grace() -> None:
     """A cloud announces the end of a machine and sends its signal at about the same time."""
     stopper = Stopper(FakeClock(), grace_seconds=20)
@@ -54,7 +44,6 @@ def test_the_first_signal_after_a_notice_leaves_the_grace() -> None:
     assert stopper.is_set()
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_grace(number: signal.Signals) -> None:
     stopper = Stopper(FakeClock(), grace_seconds=20)

@@ -12,14 +12,12 @@ from typing import cast
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, StorageError
+from batchinfer.core.errors import InputError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
-from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.storage import Store
-from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
@@ -151,22 +149,3 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
         opened(ref, run, source, scratch)
     assert "--redo texts" in caught.value.hint
-
-
-class HalfStore(LocalStore):
-    """Its downloads end half way."""
-
-    def download(self, key: str, path: Path) -> None:
-        """Write the first half, then fail."""
-        data = self.get(key).data
-        path.write_bytes(data[: len(data) // 2])
-        raise StorageError("the connection was reset")
-
-
-def test_a_download_that_fails_leaves_nothing_on_the_disk(scratch: Scratch, tmp_path: Path) -> None:
-    """Each try has a file of its own, so a flaky network filled the disk."""
-    put_chunk(tmp_path)
-    store = HalfStore(tmp_path / "job")
-    with pytest.raises(StorageError, match="reset"):
-        fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl"), scratch)
-    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,24 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from batchinfer.cli import main
 from batchinfer.engines import http
 from batchinfer.storage.opening import open_store
 from echo_server import FakeEndpoint, fake_endpoint, refusal
-from making import make_job, output_lines, read_marker, said
+from making import Call, make_job, output_lines, read_marker, said
 
 KEY = "sk-a1B2c3D4e5F6"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short waits, a key, and the signal handlers put back."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits and a key."""
     monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -54,21 +48,18 @@ def worker(job: Path, endpoint: FakeEndpoint, *more: str) -> list[str]:
     return ["worker", "--job", str(job), "--output", str(job / "runs/a"), *options(endpoint, *more)]
 
 
-Call = Callable[..., tuple[int, dict[str, Any], str]]
+Told = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
+def call(call: Call) -> Told:
     """Call the command line in this process: its exit status, its result and its log."""
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
-        capfd.readouterr()
-        status = main.main(arguments)
-        out, err = capfd.readouterr()
-        assert KEY not in out + err
-        assert "Traceback" not in err
-        lines = out.strip().splitlines()
-        return status, json.loads(lines[-1]) if lines else {}, err
+        done = call(*arguments)
+        assert KEY not in done.out + done.err
+        assert "Traceback" not in done.err
+        return done.status, done.result, done.err
 
     return run
 

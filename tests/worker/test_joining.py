@@ -34,32 +34,6 @@ def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(jo
     assert recorded["recorded"]["server_args"] == [*slow, "--kv-cache-memory-bytes", "1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prompt-column", "promt"], "--prompt-column promt: .*did you mean 'prompt'"),
-        (["--messages-column", "nope"], "--messages-column nope: in none of the rows"),
-        (["--prompt-column", "prompt", "--column", "id=nope"], "--column id nope: "),
-        (["--prompt-template", "t.jinja"], "the variable promt: .*did you mean 'prompt'"),
-        (["--request-format", "openai-batch"], "openai-batch: the field custom_id: "),
-    ],
-)
-def test_a_column_that_the_job_does_not_have_is_refused_before_anything_is_made(
-    tmp_path: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker wrote an error row for every row and ended with SUCCESS."""
-    monkeypatch.chdir(tmp_path)
-    Path("t.jinja").write_text("{{ promt }}")
-    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 6)
-    split.main(["rows.jsonl", "--output", "job", "--num-chunks", "2"], standalone_mode=False)
-    with pytest.raises(ConfigError, match=message):
-        worker.main(
-            ["--job", "job", "--output", "job/runs/a", "--engine", "echo", *options],
-            standalone_mode=False,
-        )
-    assert not Path("job/runs").exists()
-
-
 def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,18 +47,6 @@ def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
         run_worker_here(job, f"{job}/runs/a")
     assert not Path(job, "runs/a/run.json").exists()
     assert not Path(job, "runs/a/claims").exists()
-
-
-def test_the_models_own_code_is_trusted_by_all_workers_of_a_run_or_by_none(job: str) -> None:
-    for name, options, others in (
-        ("without", [], ["--trust-remote-code"]),
-        ("with", ["--trust-remote-code"], []),
-    ):
-        run = f"{job}/runs/{name}"
-        run_worker_here(job, run, *options)
-        run_worker_here(job, run, *options)
-        with pytest.raises(RunMismatch, match="trust_remote_code"):
-            run_worker_here(job, run, *others)
 
 
 def test_ids_that_repeat_are_mentioned_when_a_worker_starts(

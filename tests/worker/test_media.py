@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.ledger.runs import read_run
@@ -28,7 +27,6 @@ from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import (
     MediaCache,
     MediaFetcher,
-    check_media,
 )
 from batchinfer.worker.worker_config import Limits
 from echo_server import fake_endpoint
@@ -278,13 +276,6 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_
 
 
 # --------------------------------------------------------------------------- options
-
-
-def test_roots_that_could_not_work_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        check_media(Limits(media_root=str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match="scheme"):
-        check_media(Limits(media_root="ftp://a/b"))
 
 
 def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: Path) -> None:

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from batchinfer.cli.main import main
-from batchinfer.core.errors import RunMismatch
 from batchinfer.storage.opening import open_store
 from making import (
     make_job,
     output_lines,
     read_marker,
     run_worker_here,
-    worker_arguments,
 )
 
 
@@ -95,35 +92,3 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--task", "embed", "--column", "tools=t"), "--column tools: the prompt is plain"),
-        (("--task", "embed", *PAIR), "--pair-columns with --task embed"),
-        (("--task", "score"), "--pair-columns with --task score"),
-        (("--task", "translate"), "--column audio"),
-        (("--task", "sing"), "sing"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_options_that_mean_nothing_for_the_task_are_refused_by_name(
-    job: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], named: str
-) -> None:
-    assert main(worker_arguments(job, job / "run", *options)) == 2
-    assert named in capsys.readouterr().err
-    assert not (job / "run" / "run.json").exists()
-
-
-def test_a_worker_with_other_vectors_is_refused(job: Path) -> None:
-    run_worker_here(job, job / "run", "--task", "embed", "--sampling", "dimensions=5")
-    for other in (
-        ("--sampling", "dimensions=6"),
-        ("--sampling", "dimensions=5,normalize=false"),
-        (),
-    ):
-        with pytest.raises(RunMismatch, match=r"prompt\.body"):
-            run_worker_here(job, job / "run", "--task", "embed", *other)
-    with pytest.raises(RunMismatch, match="task"):
-        run_worker_here(job, job / "run", "--task", "classify")

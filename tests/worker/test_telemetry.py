@@ -9,14 +9,14 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.counts import MAX_CODES, OTHER
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker, WorkerLease
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.minutes import MAX_MINUTES
 from batchinfer.worker.telemetry import MAX_STARTS, Telemetry
-from fakes import FakeClock
+from fakes import FakeClock, lease_record
 
 
 def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> FinishedRow:
@@ -33,15 +33,6 @@ def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> Finis
 
 def make_telemetry(clock: FakeClock) -> Telemetry:
     return Telemetry("w0", clock, host={"cloud": "aws"})
-
-
-def lease_of(record: Worker | None) -> WorkerLease | None:
-    """The lease that a worker with these statistics has left."""
-    names = WorkerLease.__struct_fields__
-    known = [name for name in names if name != "beat"]
-    return (
-        None if record is None else WorkerLease(**{name: getattr(record, name) for name in known})
-    )
 
 
 def open_chunk(folder: Path, name: str, num_rows: int, started: float) -> OpenChunk:
@@ -82,7 +73,7 @@ def test_counters_add_up_over_epochs() -> None:
     before = first.snapshot()
     clock.seconds += 600
     second = make_telemetry(clock)
-    second.begin(lease_of(before), before)
+    second.begin(lease_record(), before)
     second.rows_finished([finished(2)])
     record = second.snapshot()
     assert (record.rows_done, record.rows_ok, record.rows_error) == (3, 2, 1)
@@ -103,7 +94,7 @@ def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) 
     before = msgspec.structs.replace(first.snapshot(), heartbeat=clock.seconds, state="running")
     assert before.open_chunks == {"part-00000": 1}
     clock.seconds += 900
-    record = make_telemetry(clock).begin(lease_of(before), before)
+    record = make_telemetry(clock).begin(lease_record(), before)
     assert record.open_chunks == {}
     assert len(record.starts) == 2
     chunk.close()
@@ -117,7 +108,7 @@ def test_a_record_is_bounded_whatever_happens() -> None:
     record: Worker | None = None
     for _ in range(MAX_STARTS + 5):
         telemetry_ = make_telemetry(clock)
-        record = telemetry_.begin(lease_of(record), record)
+        record = telemetry_.begin(lease_record(), record)
     for index in range(3 * MAX_CODES):
         code = f"code_{index}"
         telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
