@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -105,6 +106,16 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
                     assert reply.key not in found
                     found[reply.key] = reply
     return found, deaths
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process has started, and those that they have."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            for child in map(int, task.read_text().split()):
+                found |= {child, *descendants(child)}
+    return found
 
 
 def is_running(pid: int) -> bool:

@@ -126,6 +126,16 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
     assert not list(clients.glob("*.calls"))
 
 
+def test_a_record_under_the_name_of_another_launch_is_left_out(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    record_launch(store, PLAN)
+    (path,) = tmp_path.glob("launches/*")
+    path.rename(path.with_name("20200101-000000-abcd.json"))
+    found, notes = find_launches(store)
+    assert not found
+    assert "left out (is not the record of" in notes[0]
+
+
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
 def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
     name: str, tmp_path: Path, clients: Path

@@ -470,13 +470,25 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     store = open_store(str(run))
     key = output_key(store, "part-00001")
     lines = store.get(key).data.splitlines(keepends=True)
-    for changed in ([lines[1], lines[0], *lines[2:]], [*lines[:-1], b"\n"], [*lines[:-1], b"{\n"]):
+    swapped, fewer = [lines[1], lines[0], *lines[2:]], lines[:-1]
+    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"]):
         data = b"".join(changed)
         overwrite(store, key, data)
         change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
         with pytest.raises(InputError):
             collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_files_have_as_many_rows_as_asked_for_whatever_is_read_at_a_time(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
+    for name in ("_BLOCK_BYTES", "_WINDOW_BYTES"):
+        monkeypatch.setattr(f"batchinfer.collect.answers.{name}", 1500)
+    collect(run, tmp_path / "out", format="lines", shard_rows=5)
+    counts = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "out").glob("part-*"))]
+    assert counts == [5] * (ROWS // 5)
 
 
 def test_a_run_of_another_job_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""Records are decoded by many threads at once, from the first one on."""
+"""Records are decoded by many threads at once, from the first one on; lines are read one by one."""
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
 import pytest
+
+from batchinfer.core import codec
 
 _DECODE = """
 import sys, threading
@@ -43,3 +46,7 @@ def test_threads_may_decode_the_first_records_of_a_class_at_once(use: str) -> No
     """`verify` died of SIGSEGV now and then: msgspec let a thread see a class that another one had begun to read."""
     done = subprocess.run([sys.executable, "-c", _DECODE, use], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_only_newlines_end_lines() -> None:
+    assert list(codec.lines(io.BytesIO(b"a\rb\r\n\nc"))) == [b"a\rb\r", b"", b"c"]

@@ -69,6 +69,14 @@ def test_a_long_context_needs_room_for_one_whole_sequence():
     assert chosen(long, gpus(8, 80), "--max-model-len", "4096") == (1, 8)
 
 
+def test_heads_are_divided_evenly_and_each_gpu_has_one_for_keys_and_values():
+    assert chosen(model(132, num_heads=12), gpus(8, 24)) == (4, 2), "12 do not divide by 8"
+    single = model(
+        15, num_kv_heads=1, max_model_len=1 << 17
+    )  # 16 GiB for one sequence, on each GPU
+    assert chosen(single, gpus(8, 24)) == (4, 2)
+
+
 def test_what_the_user_states_is_taken():
     assert chosen(model(1), gpus(8, 80), tensor_parallel_size=4) == (4, 2)
     assert chosen(model(1), gpus(8, 80), tensor_parallel_size=4, replicas=1) == (4, 1)

@@ -24,6 +24,7 @@ from engine_contract import (
     are_gone,
     body_of,
     call,
+    descendants,
     drive,
     drive_again,
 )
@@ -51,15 +52,6 @@ def ask_capital(index: int, **body):
 def is_right(index: int, reply) -> bool:
     text = body_of(reply)["choices"][0]["message"]["content"]
     return text == CAPITALS[list(CAPITALS)[index % len(CAPITALS)]]
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
 
 
 def named(pids, name: str) -> int:
@@ -126,7 +118,7 @@ def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
     assert (info.version, info.device, info.max_num_seqs) != ("", "", None)
     rows = [ask_capital(index) for index in range(NUM_ROWS)]
     server = engine.targets[0]
-    seen = set(descendants(server.guard.pid))
+    seen = descendants(server.guard.pid)
 
     def kill():
         while server.num_answered < NUM_ROWS // 4:
@@ -144,7 +136,7 @@ def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
     assert engine.stats().completion_tokens > NUM_ROWS
     seen.update(descendants(server.guard.pid))
     engine.close()
-    assert are_gone(seen, 1.0)
+    assert are_gone(seen)
 
 
 # --------------------------------------------------------------------------- loading
@@ -198,7 +190,7 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
     assert all(is_right(key[1], reply) for key, reply in found.items())
     engine.close()
-    assert are_gone(family, 1.0)
+    assert are_gone(family)
 
 
 FETCH = """

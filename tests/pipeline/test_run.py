@@ -302,8 +302,9 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
 ) -> None:
     half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
     source = write_lines(tmp_path / "rows.jsonl", half)
-    for _ in range(2):
-        assert run(source, "-o", dest, "--max-error-rate", 0.1) == 3
+    for most in (["--min-errors", 30], []):
+        assert run(source, "-o", dest, "--max-error-rate", 0.1, *most) == 3
+        assert run(source, "-o", dest, "--max-error-rate", 0.1, *most) == 3
         assert not dest.exists()
     assert run(source, "-o", dest, "--max-error-rate", 0.5) == 0
     assert len(answers(dest)) == 60

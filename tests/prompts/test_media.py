@@ -192,7 +192,9 @@ def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> N
     content = [link(A), link("s3://b/c.png"), INLINE, link("local.png")]
     prepared = request({"messages": [{"role": "user", "content": content}]}, rules=FETCHES)
     assert named(prepared) == [("s3://b/c.png", "image"), ("local.png", "image")]
-    assert user(finish_call(prepared, [RED, RED])) == [link(A), INLINE, INLINE, INLINE]
+    blue = picture("blue")
+    wanted = [link(A), INLINE, INLINE, link(as_data_url(blue))]
+    assert user(finish_call(prepared, [RED, blue])) == wanted
 
 
 def test_a_schema_of_tools_names_no_media() -> None:

@@ -160,6 +160,18 @@ def test_what_goes_and_what_stays(run: Store, name: str) -> None:
         assert clean(run, **case.options)["removed"] == {}
 
 
+def test_a_marker_goes_after_all_else_of_its_chunk(
+    run: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before, the chunk still counts as done."""
+    leave(run)
+    doomed: list[str] = []
+    monkeypatch.setattr(MemoryStore, "delete", lambda _, keys: doomed.extend(keys))
+    clean(run, redo=[CHUNK])
+    assert SEGMENT in doomed
+    assert doomed[-1] == MARKER
+
+
 def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: str) -> None:
     leave(run)
     clean(run, redo=[CHUNK])

@@ -114,6 +114,7 @@ BAD: dict[tuple[str, str | bytes], tuple[str, str]] = {
     ("a.csv", "n,_id\n1,2"): ("has a column '_id'", "--columns"),
     ("b.csv", 'n,m\n1,"2\n3,4\n'): ("perhaps a quote is not closed", "close it"),
     ("c.csv", "n,m\n1,2\n3\n"): ("line 3: 1 values, expected the header's 2", "--delimiter"),
+    ("f.csv", "n,m\n1,2,3\n"): ("line 2: 3 values, expected the header's 2", "--delimiter"),
     ("d.csv", "n,n\n1,2\n"): ("column 'n' is there twice", "rename"),
     ("e.csv", b"n\n\xe9\n"): ("line 2 is not UTF-8", "write the file again"),
     ("a.txt", b"n\n\xe9\n"): ("line 2 is not UTF-8", "write the file again"),

@@ -218,6 +218,39 @@ def test_a_split_that_meets_a_finished_one_gives_way(
     assert len(rows_at(tmp_path / "job")) == 50
 
 
+def test_a_chunk_that_another_split_has_replaced_makes_no_job(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.split import writer
+
+    build = writer.write_chunks
+
+    def early(*arguments: Any, **options: Any) -> Any:
+        job = build(*arguments, **options)
+        (tmp_path / "job/chunks/part-00000.jsonl").write_text("{}\n")
+        return job
+
+    monkeypatch.setattr(writer, "write_chunks", early)
+    with pytest.raises(InputError, match="another split wrote here at the same time"):
+        split(source, tmp_path / "job", num_chunks=2)
+    assert not (tmp_path / "job/job.json").exists()
+
+
+def test_a_source_that_is_written_anew_while_it_is_split_makes_no_job(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = LocalStore.put_file
+
+    def late(store: LocalStore, key: str, path: Path) -> None:
+        os.utime(source, ns=(1, 1))
+        put_file(store, key, path)
+
+    monkeypatch.setattr(LocalStore, "put_file", late)
+    with pytest.raises(InputError, match="changed while it was being split"):
+        split(source, tmp_path / "job")
+    assert not (tmp_path / "job/job.json").exists()
+
+
 def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"n":1}\n' * 2000 + '{"_id":1}')
     with pytest.raises(InputError, match=r"b\.jsonl, line 2001: has a column '_id'"):
@@ -289,14 +322,14 @@ def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
     grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (make_source(tmp_path / f"{n}.parquet", n) for n in (109, 110))
-    replace = LocalStore.replace
+    put_file = LocalStore.put_file
 
-    def late(store: LocalStore, key: str, data: bytes, etag: str) -> str:
-        monkeypatch.setattr(LocalStore, "replace", replace)
+    def late(store: LocalStore, key: str, path: Path) -> None:
+        monkeypatch.setattr(LocalStore, "put_file", put_file)
         split(second, grown, append=True)
-        return replace(store, key, data, etag)
+        put_file(store, key, path)
 
-    monkeypatch.setattr(LocalStore, "replace", late)
+    monkeypatch.setattr(LocalStore, "put_file", late)
     with pytest.raises(InputError, match="another command changed the job meanwhile"):
         split(first, grown, append=True)
     split(first, grown, append=True)

@@ -125,10 +125,17 @@ def endless(handler: Any) -> None:
         handler.wfile.write(b"x" * 1000)
 
 
+def untold(handler: Any) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(b"x" * 1001)
+
+
 def test_a_file_that_is_too_large_is_not_read_to_its_end(server: WebServer) -> None:
+    server.answers["/untold"] = untold
     server.answers["/told"] = plain(200, b"x", content_length="1001")
     server.answers["/endless"] = endless
-    for path in ("/told", "/endless"):
+    for path in ("/told", "/untold", "/endless"):
         with pytest.raises(web.TooLarge, match=r"1001 bytes|more than 1000"):
             web.fetch(f"{server.url}{path}", LOCAL, QUICK)
 

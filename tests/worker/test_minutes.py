@@ -36,6 +36,7 @@ def test_a_start_of_a_week_keeps_the_newest_minutes_and_joins_the_older_ones() -
     assert [(point.minute, point.length) for point in series[-100:]] == [
         (minute, 1) for minute in range(last - 99, last + 1)
     ]
+    assert sum(point.rows for point in series) == last + 1
     assert series[0].length > 2
     for one, following in itertools.pairwise(series):
         assert one.minute + one.length <= following.minute

@@ -19,6 +19,7 @@ from batchinfer.core import layout
 from batchinfer.core.records import Marker
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
+from engine_contract import are_gone, descendants
 from making import (
     finish_process,
     finished_chunks,
@@ -131,36 +132,6 @@ def has_objects(store: Store, prefix: str) -> bool:
     return any(True for _ in store.list(prefix))
 
 
-def descendants(pid: int) -> set[int]:
-    """Every process below one, by /proc."""
-    children: dict[int, set[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), set()).add(int(entry.name))
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        new = children.get(todo.pop(), set()) - found
-        found |= new
-        todo += new
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def assert_all_gone(pids: set[int]) -> None:
-    wait_until(lambda: not any(map(is_alive, pids)), "the engine's processes to end")
-
-
 @pytest.mark.s3
 @pytest.mark.usefixtures("workers_share_demo_engine")
 def test_the_main_job_with_a_sigkill_and_a_resume(
@@ -187,7 +158,7 @@ def test_the_main_job_with_a_sigkill_and_a_resume(
     assert not has_vllm(first.pid)
     first.kill()
     finish_process(first)
-    assert_all_gone(children)
+    assert are_gone(children, WAIT_SECONDS)
     assert len(markers(run)) < NUM_ROWS // CHUNK_ROWS, "killed too late to show anything"
     capsys.readouterr()
     assert main(worker(job, run, *options)) == 0
@@ -247,7 +218,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     assert "SIGKILL" in stopped.stderr
     assert "it is started again" in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert_all_gone(children)
+    assert are_gone(children, WAIT_SECONDS)
     assert not markers(run), "stopped too late to show anything"
     assert main(worker(job, run, *sampled)) == 0
     resumed = json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"]
@@ -284,7 +255,7 @@ def test_sigterm_while_it_loads_ends_it_with_75_and_no_process_left(
     stopped = finish_process(process, timeout_seconds=WAIT_SECONDS)
     assert stopped.status == 75, stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert_all_gone(children)
+    assert are_gone(children, WAIT_SECONDS)
 
 
 def _command_line(pid: int) -> str:
