@@ -60,8 +60,7 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def close(self) -> None:
-        self._server.close()
-        self._thread.close()
+        self._thread.close(self._server)
 
     def _fault_for(self, data: bytes) -> str:
         """Return how to spoil the request that begins with `data`; "" if not at all, or if it begins none."""

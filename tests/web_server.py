@@ -8,7 +8,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,16 @@ class LoopThread:
         """Return what a coroutine returns."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def close(self) -> None:
-        """End all that still runs there, and the thread."""
-        self.run(self._end())
+    def close(self, *servers: asyncio.Server) -> None:
+        """End these servers, all that still runs there, and the thread."""
+        self.run(self._end(servers))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _end(self) -> None:
+    async def _end(self, servers: Sequence[asyncio.Server]) -> None:
+        for server in servers:
+            server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
