@@ -12,7 +12,6 @@ import pytest
 from batchinfer.cli.help import HEIGHT, WIDTH
 from batchinfer.cli.main import group, main
 from batchinfer.cli.options import Option, options_of
-from batchinfer.cli.values import read_pairs
 from batchinfer.clusters import Plan
 from batchinfer.core.shell import FromFile
 from batchinfer.worker.command import Look
@@ -29,8 +28,7 @@ def parsed(option: Option, *words: str) -> list[Any]:
     def command(**options: Any) -> list[Any]:
         return list(options.values())
 
-    found: list[Any] = command.main(words, standalone_mode=False)
-    return found
+    return list(command.main(words, standalone_mode=False))
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
@@ -48,14 +46,12 @@ VALUES: list[tuple[str, Any]] = [
     ("run_seed", 0),
     ("run_seed", -7),
     ("gpus", ["0", "GPU-1"]),
-    ("base_urls", ["http://a/v1", "http://b/v1"]),
     ("loras", {"a": "/x", "b": "s3://b/y"}),
     ("prompt_template", HARD),
     ("as_chat", True),
     ("system_prompt", HARD),
     ("system_prompt", f"@{HARD}"),
     ("chat_template_kwargs", {"a": [HARD]}),
-    ("blank_columns", ["a", "b"]),
     ("columns", {"image": ["a", HARD], "tools": ["3"]}),
     ("stop", [HARD, "", "-"]),
     ("check", False),
@@ -128,22 +124,3 @@ def test_a_worker_has_few_options_and_other_commands_little_more() -> None:
         options = [one for one in commands()[name,].params if isinstance(one, click.Option)]
         more = {max(one.opts, key=len) for one in options} - own - shared
         assert len(more) <= 15, name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "pairs"),
-    [
-        (["a=1, b = x y ,c=none"], {"a": 1, "b": "x y", "c": None}),
-        (['a=["x,y=1", "z"],b=2'], {"a": ["x,y=1", "z"], "b": 2}),
-        (['a={"k": [1, 2]},b=False'], {"a": {"k": [1, 2]}, "b": False}),
-        (["bad-words=[]"], {"bad_words": []}),
-        (["a=1", "a=2"], {"a": 2}),
-        (["a=1e-3x,b=1"], {"a": "1e-3x", "b": 1}),
-        (["a=1,"], {"a": 1}),
-        ([""], {}),
-    ],
-)
-def test_pairs_are_read_with_commas_between_and_inside(
-    arguments: list[str], pairs: dict[str, object]
-) -> None:
-    assert read_pairs("--sampling", arguments) == pairs

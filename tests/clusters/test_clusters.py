@@ -85,9 +85,8 @@ def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: P
         script = re.sub(r"\$\$|\$\(HOME\)", lambda found: read[found[0]], container["command"][2])
     program = "batchinfer" if name == "kubernetes" else f"{sys.executable} -m batchinfer"
     script = f"SLURM_ARRAY_TASK_ID=1\n{script.replace(f'{program} worker', str(printer))}"
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, check=True, env={"PATH": "/usr/bin:/bin"}
-    )
+    variables = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, env=variables)
     assert done.stdout.decode().split("\0")[:-1] == [*WORDS, HARD]
 
 
@@ -127,13 +126,10 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
 
 
 def test_a_record_under_the_name_of_another_launch_is_left_out(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    record_launch(store, PLAN)
+    record_launch(store := open_store(str(tmp_path)), PLAN)
     (path,) = tmp_path.glob("launches/*")
     path.rename(path.with_name("20200101-000000-abcd.json"))
-    found, notes = find_launches(store)
-    assert not found
-    assert "left out (is not the record of" in notes[0]
+    assert "left out (is not the record of" in find_launches(store)[1][0]
 
 
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
@@ -146,9 +142,8 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
     assert own.name != NAME
     others = [{"job_id": 3, "job_name": NAME, "status": "RUNNING", "end_at": None}]
     mine = [{"job_id": 4, "job_name": own.name, "status": "RUNNING", "end_at": None}]
-    fake_client(
-        clients, "sky", f"echo hint; echo {shlex.quote(json.dumps(others + mine, indent=2))}"
-    )
+    jobs = json.dumps(others + mine, indent=2)
+    fake_client(clients, "sky", f"echo hint; echo {shlex.quote(jobs)}")
     for client in ("kubectl", "scancel", "squeue", "sacct"):
         fake_client(clients, client, '[ "$1" != get ] || echo \'{"items": []}\'')
     record_launch(store, own)
@@ -156,15 +151,13 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
         patch.setattr("batchinfer.runs.launched.ENDING_SECONDS", 0.0)
         left = cancel_launches(store, SystemClock(), namespace="batch")
     words = {path.name: path.read_text() for path in clients.glob("*.calls")}
-    wanted = {
+    job = "delete job --ignore-not-found --wait=false --namespace=batch --"
+    client, wanted = {
         "slurm": ("scancel", f"--name={own.name}"),
-        "kubernetes": (
-            "kubectl",
-            f"delete job --ignore-not-found --wait=false --namespace=batch -- {own.name}",
-        ),
+        "kubernetes": ("kubectl", f"{job} {own.name}"),
         "skypilot": ("sky", "jobs cancel -y -- 4"),
     }[name]
-    assert wanted[1] in words[f"{wanted[0]}.calls"].splitlines()
+    assert wanted in words[f"{client}.calls"].splitlines()
     assert "production" not in "".join(words.values())
     assert "--all\n" not in words.get("kubectl.calls", "")
     assert bool(left) == (name != "slurm")
@@ -249,20 +242,19 @@ def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_nam
 
 def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
     fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|CANCELLED by 5|0:15'")
-    fake_client(
-        clients, "squeue", "echo '4711_[2,4-5%2]|PENDING|Resources'; echo '4711_6|NODE_FAIL|None'"
-    )
+    waiting, lost = "4711_[2,4-5%2]|PENDING|Resources", "4711_6|NODE_FAIL|None"
+    fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'")
     cluster = find_cluster("slurm")
-    states = cluster.look(NAME, "")
-    pending = Fate("coming", "PENDING Resources")
-    assert states == {
-        0: Fate("ended", "COMPLETED 0:0"),
-        1: Fate("ended", "CANCELLED by 5 0:15"),
-        2: pending,
-        4: pending,
-        5: pending,
-        6: Fate("lost", "NODE_FAIL None"),
-    }
+    pending = dict.fromkeys((2, 4, 5), Fate("coming", "PENDING Resources"))
+    assert (
+        cluster.look(NAME, "")
+        == {
+            0: Fate("ended", "COMPLETED 0:0"),
+            1: Fate("ended", "CANCELLED by 5 0:15"),
+            6: Fate("lost", "NODE_FAIL None"),
+        }
+        | pending
+    )
     assert f"--name={NAME}" in calls(clients, "squeue")[0]
     assert f"--name={NAME}" in calls(clients, "sacct")[0]
     fake_client(clients, "sacct", "exit 1")

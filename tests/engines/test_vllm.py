@@ -33,7 +33,7 @@ from models import DEMO_MODEL, write_adapter
 from vllm_forks import SERVE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
-NUM_ROWS = 400
+NUM_ROWS = 1500
 CAPITALS = {
     "France": "Paris",
     "Japan": "Tokyo",

@@ -67,8 +67,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path / "job"
     for task in fake_slurm.tasks():
-        name = f"--name={task['name']}"
-        subprocess.run(["scancel", name], check=True)
+        subprocess.run(["scancel", f"--name={task['name']}"], check=True)
     wait_for(lambda: not alive())
 
 

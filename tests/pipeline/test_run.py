@@ -38,21 +38,18 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-class Runner:
-    """Runs `batchinfer run` with the engine echo in this process."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: object) -> int:
-        done = self._call("run", *arguments, "--engine", "echo")
-        self.result, self.err = done.result, done.err
-        return done.status
+Runner = Any
+"""Runs `batchinfer run` with the engine echo in this process. Returns the status; has the last `result` and `err`."""
 
 
 @pytest.fixture
 def run(call: Call) -> Runner:
-    return Runner(call)
+    def start(*arguments: object) -> int:
+        done = call("run", *arguments, "--engine", "echo")
+        vars(start).update(result=done.result, err=done.err)
+        return done.status
+
+    return start
 
 
 def answers(path: Path) -> list[str]:
