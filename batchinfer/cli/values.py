@@ -164,7 +164,9 @@ def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
 
     >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
     {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}
-    >>> read_pairs("--sampling", ["a=1, b = x y ,c=none", 'd={"k": [1, 2]},e=False', "bad-words=[]"])
+    >>> read_pairs(
+    ...     "--sampling", ["a=1, b = x y ,c=none", 'd={"k": [1, 2]},e=False', "bad-words=[]"]
+    ... )
     {'a': 1, 'b': 'x y', 'c': None, 'd': {'k': [1, 2]}, 'e': False, 'bad_words': []}
     >>> read_pairs("--sampling", ["a=1", "a=1e-3x,b=1", "c=1,", ""])
     {'a': '1e-3x', 'b': 1, 'c': 1}
