@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fixtures_s3 import serving_s3
@@ -67,6 +67,10 @@ class Tally:
     tracebacks: list[str] = field(default_factory=list)
     runs: int = 0
     """Runs that were verified."""
+
+    def line(self) -> str:
+        """Return the counts as one JSON object."""
+        return json.dumps(vars(self) | {"tracebacks": len(self.tracebacks)})
 
 
 class RunningWorker:
@@ -277,10 +281,8 @@ def main() -> None:
             "AWS_ENDPOINT_URL": endpoint,
         }
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="chaos")
-        began = time.monotonic()
         tally = Campaign(Plan(**vars(arguments)), "s3://chaos", endpoint).run()
-    seconds = round(time.monotonic() - began)
-    print(json.dumps(asdict(tally) | {"tracebacks": len(tally.tracebacks), "seconds": seconds}))
+    print(tally.line())
     for traceback in tally.tracebacks[:3]:
         print(traceback, file=sys.stderr)
     sys.exit(bool(tally.tracebacks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from chaos.campaign import PUBLISHING, Campaign, Plan
@@ -20,3 +22,4 @@ def test_killed_and_frozen_workers_lose_nothing(s3_url: S3Url, s3_environment: s
     assert tally.freezes >= 3
     assert tally.lost_replies > 0
     assert tally.tracebacks == []
+    assert json.loads(tally.line())["starts"] == tally.starts, "what `make chaos` prints"
