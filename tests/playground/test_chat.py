@@ -74,7 +74,7 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
         second.expect(">>>")
         second.type(UP + UP + "\r")
         second.expect("remember this")
-        second.expect(">>>")
+        second.expect("\n>>>")  # the next prompt: between two the terminal itself takes Ctrl-D
         second.type(CTRL_D)
         assert second.end() == 0
     assert (tmp_path / "out").read_text() == "remember this\n"
