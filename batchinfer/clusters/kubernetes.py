@@ -43,7 +43,7 @@ def look(name: str, namespace: str) -> dict[int, Fate]:
     items = json.loads(run_client(*ask, f"--namespace={namespace}"))["items"]
     found: dict[int, Fate] = {}
     for item in sorted(items, key=lambda one: str(one["metadata"]["creationTimestamp"])):
-        if index := item["metadata"].get("annotations", {}).get(_INDEX):
+        if (index := item["metadata"].get("annotations", {}).get(_INDEX, "")).isdecimal():
             found[int(index)] = Fate("coming", _said(item["status"]))
     for status in (item["status"] for item in items if item["kind"] == "Job"):
         ended = indexes(status.get("completedIndexes", ""))

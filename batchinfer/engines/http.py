@@ -232,9 +232,8 @@ class HttpEngine:
                         task.cancel()
                         loop.run_until_complete(asyncio.wait([task]))
                 raise
-            except (
-                asyncio.CancelledError
-            ):  # the Runner forgets a Ctrl-C that comes before the first step
+            except asyncio.CancelledError:
+                # Python's Runner forgets a Ctrl-C that comes before the first step.
                 raise KeyboardInterrupt from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

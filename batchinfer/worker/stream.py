@@ -22,6 +22,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -324,11 +325,12 @@ class RowStream:
     def _fetch_more(self) -> None:
         """Begin to fetch media of the next rows.
 
-        How much memory they will take is not known before. Each row counts as much as the largest of the last ones,
-        and before the first as much as a file may, as base64. If rows take all the memory that they may, none is
-        fetched, unless the engine would have nothing to do.
+        How much memory they will take is not known before. Each row counts as much as the mean of the last ones, and
+        before the first as much as a file may, as base64. If rows take all the memory that they may, none is fetched,
+        unless the engine would have nothing to do.
         """
-        each = max(self._media.body_sizes, default=self._limits.max_media_bytes * 4 // 3)
+        # Not the largest of them: after one huge row, the engine would get the next ones singly.
+        each = fmean(self._media.body_sizes or [self._limits.max_media_bytes * 4 / 3])
         while self._to_fetch and len(self._fetching) < NUM_THREADS:
             is_idle = not (self._fetching or self._in_flight or self._ready)
             expected = each * (len(self._fetching) + 1)

@@ -377,8 +377,7 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
     find_cluster("skypilot").submit(asked)
     words = (clients / "sky.words").read_bytes()
     assert (clients / "sky.folder").read_text().strip() == str(ROOT)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
     page = find_cluster("skypilot").page(asked)
     subprocess.run(["bash", "-c", page], cwd=elsewhere, check=True, stdin=subprocess.DEVNULL)
     assert (clients / "sky.words").read_bytes() == words
@@ -389,9 +388,8 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
     assert given[:7] == ["jobs", "launch", "-y", "-d", *options]
     assert given[7:9] == [f"--name={NAME}", "--num-jobs=3"], "they win over options of the user's"
     assert given[-2:] == ["--secret=MY_TOKEN", str(ROOT / "worker.yaml")]
-    assert f"--env=GREETING={HARD}" in given
-    assert f"--env=BATCHINFER_LAUNCH={ID}" in given
-    assert f"--env=DATA_BUCKET={PLAN.job}" in given
+    variables = {"GREETING": HARD, "BATCHINFER_LAUNCH": ID, "DATA_BUCKET": PLAN.job}
+    assert {f"--env={name}={value}" for name, value in variables.items()} <= {*given}
 
 
 def test_jobs_of_skypilot_are_found_by_their_whole_name(clients: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -266,10 +267,6 @@ def test_a_signal_ends_it_while_it_collects_too(
         signal.signal(number, before)
 
 
-def fail_to_load(*_: object, **__: object) -> None:
-    raise EngineLoadError("no engine today")
-
-
 def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(
     run: Runner, rows: Path, dest: Path
 ) -> None:
@@ -288,7 +285,8 @@ def test_starts_that_finish_no_row_do_not_use_it_up(
     run: Runner, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("batchinfer.engines.http.HttpEngine.open", fail_to_load)
+        failing = Mock(side_effect=EngineLoadError("no engine today"))
+        patch.setattr("batchinfer.engines.http.HttpEngine.open", failing)
         assert [run(rows, "-o", dest) for _ in range(6)] == [33] * 6
     assert run(rows, "-o", dest) == 0
     assert len(answers(dest)) == 60

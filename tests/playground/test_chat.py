@@ -1,12 +1,16 @@
-"""`chat` in a real terminal; test_playground_vllm.py has answers that are stopped, and contexts that are too small."""
+"""`chat` in a real terminal, and what becomes a turn; test_playground_vllm.py has contexts that are too small."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from batchinfer.playground.chat import Chat
+from batchinfer.prompts.types import PromptConfig
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]
@@ -78,3 +82,23 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
         second.type(CTRL_D)
         assert second.end() == 0
     assert (tmp_path / "out").read_text() == "remember this\n"
+
+
+def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd) -> None:
+    asked: list[list[str]] = []
+
+    def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:
+        return [SimpleNamespace(call=[each["content"] for each in rows[0]["messages"]])]
+
+    def stream(texts: list[str]) -> Iterator[bytes]:
+        asked.append(texts)
+        if texts == ["stop"]:
+            yield b'{"choices":[{"delta":{"content":"half"}}]}'
+            raise KeyboardInterrupt
+
+    own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
+    session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
+    with pytest.raises(StopIteration):
+        Chat(session, iter(["stop", "empty", "on"]).__next__).run()
+    assert asked == [["stop"], ["stop", "half", "empty"], ["stop", "half", "on"]]
+    assert "stopped: the model sees what it has said" in capfd.readouterr().err

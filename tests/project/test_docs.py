@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import pytest
 from markdown.extensions.toc import slugify, unique
 
+from batchinfer.check.estimate import estimate
 from simulation.defects import DEFECTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,3 +74,17 @@ def test_every_promise_names_proofs_that_exist() -> None:
         names = re.findall(r"`([^`]+)`", proofs)
         assert len(names) >= 2
         assert all(name in DEFECTS or (ROOT / name).is_file() for name in names), names
+
+
+def test_the_costs_of_a_million_rows_on_the_page_are_the_estimates() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    rates = [float(rate) for rate in re.findall(r"(\d+) rows/s \|", page)]
+    rows = re.findall(
+        r"^\| ([\w-]+) \| \$([\d.]+) \| \$([\d.]+) \| \$([\d.]+) \|$", page, re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == ["L4", "A100-80GB", "H100"]
+    for gpu, *costs in rows:
+        found = [
+            estimate(1_000_000, {"rate": rate, "gpu": gpu})["estimate"]["cost"] for rate in rates
+        ]
+        assert [float(cost) for cost in costs] == pytest.approx(found, rel=0.03)

@@ -256,6 +256,18 @@ def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand
     assert len(chunks.finished) == len(pictures.fetched) == 40
 
 
+def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.png' for i in range(40)])
+    pictures = Pictures(num_bytes=9 * MIB)
+    stream = stream_over(
+        chunks, max_in_flight=100, max_row_memory=8, prompt=WITH_IMAGES, pictures=pictures
+    )
+    [huge] = take_all(stream)
+    pictures.num_bytes = 100
+    stream.handle([answer(huge)])
+    assert len(take_all(stream)) == 39
+
+
 def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
     chunks: ChunksPutByHand,
 ) -> None:
