@@ -99,6 +99,7 @@ def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
     deaths: list[Reply] = []
     while again := [each for key, each in left.items() if key not in found]:
         for batch in engine.generate(ListSource(again), Flag()):
+            assert engine.stats().restarts < 9, "servers are started again for ever"
             for reply in batch:
                 if reply.is_engine_death:
                     deaths.append(reply)
