@@ -220,6 +220,9 @@ def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp
     assert pauses == [0, 0.05, 0.1, 0, 0.05, 0.1]
     server.note_death("killed", may_start=True)
     assert server.is_lost
+    one_of_several_nodes = OwnServer(launch, tmp_path / "log")
+    one_of_several_nodes.note_death("killed", may_start=False)
+    assert one_of_several_nodes.is_lost
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
