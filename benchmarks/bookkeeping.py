@@ -257,11 +257,6 @@ def measure_checkpoints(
     return result
 
 
-def paired(ours: list[Measured], others: list[Measured]) -> Spread:
-    """The ratio of the worker's CPU within each turn: what the machine did to both cancels out."""
-    return spread(our.worker_us / other.worker_us for our, other in zip(ours, others, strict=True))
-
-
 def measure_steps(
     runs: Runs, scratch: Path, prompts: int, interval: float, repeats: int
 ) -> dict[str, Any]:

@@ -138,8 +138,6 @@ def are_gone(pids: Iterable[int], seconds: float = 60.0) -> bool:
 class EngineContract:
     """Subclasses define the fixture `engine`: an open engine whose longest sequence is 512 tokens or less."""
 
-    max_tokens_field = "max_tokens"
-
     def test_every_call_is_answered_exactly_once_with_its_key(self, engine):
         found = drive(engine, ListSource(calls(50)))
         assert sorted(found) == [("c", index) for index in range(50)]
