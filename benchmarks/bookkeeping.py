@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import harness
 import s3_stub
 import workload
-from harness import Spread, alternate, print_table, spread
+from harness import alternate, print_table, spread
 
 from batchinfer.core import layout
 
