@@ -65,6 +65,8 @@ def _become(code: str, arguments: list[str], log: str) -> None:
 
 
 def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # some versions of vLLM write to standard output while they are imported
     import vllm.entrypoints.cli.serve
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401 - so that no fork imports it
@@ -92,7 +94,7 @@ def _main() -> None:
             _become(*request)
         while has_to_end and pid not in statuses:
             time.sleep(0.02)
-        print(statuses[pid] if has_to_end else pid, flush=True)
+        print(statuses[pid] if has_to_end else pid, file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,8 @@ class HttpEngine:
         """Raise the error that ends the engine, if there is one."""
         if self._is_closing:
             raise Interrupted("engine: closed")
-        if self._nodes.has_lost_one:
-            message = "a node that runs a share of the model has gone"
-            self._failure = self._failure or EngineDied(message)
+        if self._nodes.has_lost_one and self._failure is None:
+            self._failure = EngineDied("a node that runs a share of the model has gone")
         if self._failure is not None:
             raise self._failure
         for target, reply in self._outage.given_up(self.targets, is_idle=is_idle):

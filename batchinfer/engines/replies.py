@@ -129,7 +129,6 @@ def _code_of(status: int, problem: Problem) -> Code:
         return Code.MODEL_NOT_FOUND
     if status in (404, 405):
         return Code.UNKNOWN_URL
-    name = problem.param.partition(".")[0]
-    if name in _CONSTRAINT_PARAMS:
+    if problem.param.partition(".")[0] in _CONSTRAINT_PARAMS:
         return Code.INVALID_CONSTRAINT
     return Code.INVALID_PARAMETER if problem.param else Code.INVALID_REQUEST

@@ -116,8 +116,10 @@ class LocalStore:
 
     def put_file(self, key: str, path: Path) -> None:
         """See `Store.put_file`."""
-        with self._new(key) as (target, temp):
-            with scratch_errors(path.parent), path.open("rb") as source, temp.open("xb") as copy:
+        with scratch_errors(path.parent):
+            source = path.open("rb")
+        with source, self._new(key) as (target, temp):
+            with temp.open("xb") as copy:
                 shutil.copyfileobj(source, copy)
                 copy.flush()
                 os.fsync(copy.fileno())

@@ -17,6 +17,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
+from itertools import islice
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
@@ -34,6 +35,8 @@ _NEXT_BLOCK_SECONDS = 1.0
 _CLAIMS_PER_SECOND = 2000
 """Most claims that the workers of a job together read in a second, if all are idle. For each they also read the owner's
 record and perhaps a marker; S3 takes 5500 reads a second for a prefix."""
+_MOST_RELEASED = 16
+"""Most chunks that the worker has given up whose claims a look reads again, to release those that came late."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -125,7 +128,7 @@ class Ring:
         self._settled = set(done)
         """Chunks that need no more work of this worker: they are done, or it has failed with them for good."""
         self._busy: set[str] = set()
-        self._given_up: set[str] = set()
+        self._given_up: deque[str] = deque()
         self._own_left = self._refs.keys() - self._settled
         self._found: deque[ChunkRef] = deque()
         """Chunks that the last look has found free."""
@@ -151,7 +154,7 @@ class Ring:
         if is_done or is_given_up:
             self._settle({name})
         if is_given_up:
-            self._given_up.add(name)
+            self._given_up.append(name)
 
     # -- what is next
 
@@ -220,7 +223,8 @@ class Ring:
         own = self._own_left
         block.sort(key=lambda name: (name not in own, zlib.crc32(f"{worker_id} {name}".encode())))
         wanted = {name: self._refs[name].generation for name in block}
-        given_up = set(self._given_up)
+        self._given_up.rotate(_MOST_RELEASED)
+        given_up = list(islice(self._given_up, _MOST_RELEASED))
 
         def work() -> Survey:
             claims.release_ours(given_up)

@@ -154,16 +154,20 @@ def test_folder_that_cannot_be_made_is_access_denied_not_a_missing_object(
         LocalStore(tmp_path / root).create("outputs/k", b"1")
 
 
-def test_full_disk_is_a_storage_error_and_leaves_nothing(store: LocalStore, monkeypatch):
+@pytest.mark.parametrize("verb", ["create", "put_file"])
+def test_full_disk_is_a_storage_error_and_leaves_nothing(
+    store: LocalStore, tmp_path: Path, monkeypatch, verb: str
+):
     store.create("a/b", b"1")
+    (built := tmp_path / "built").write_bytes(b"1")
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left") as caught:
-        store.create("a/c", b"1")
-    assert not isinstance(caught.value, ScratchFull)
+        getattr(store, verb)("a/c", b"1" if verb == "create" else built)
+    assert not isinstance(caught.value, ScratchFull), "it is not the scratch folder that is full"
     assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
 
 

@@ -13,7 +13,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Claim
 from batchinfer.ledger import survey
-from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.claims import Claims, Lease, read_claim
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
@@ -172,6 +172,22 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     idle.tick(seconds=11.0)
     assert idle.store.requests["get"] == 4 * MOST_SAMPLED
     assert idle.ring.is_finished  # those that it watches have
+
+
+def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> None:
+    """Each look read the claims of all of them: with a thousand damaged chunks it took minutes."""
+    idle = Idle("given-up", 41)
+    for name in idle.names[:40]:
+        idle.claim(name, "w0")
+        idle.ring.started(name)
+        idle.ring.ended(name, is_given_up=True)
+    idle.claim(idle.names[-1], "other")
+    for _ in range(3):
+        idle.store.requests.clear()
+        idle.tick(seconds=11.0)
+        assert idle.store.requests["get"] < 40
+    claims = [read_claim(idle.store, name) for name in idle.names[:40]]
+    assert {found.claim.worker for found in claims if found is not None} == {""}
 
 
 def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
