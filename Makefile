@@ -81,7 +81,7 @@ simulate-scale: setup-light ## a thousand workers on simulated time: makespan, r
 chaos: setup-light ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
-build: setup-light ## wheel and sdist in dist/, checked, installed and tried in bare environments
+build: setup-light ## wheel and sdist in dist/, checked, installed and tried in bare environments; the Dockerfiles' steps
 	bash scripts/build.sh
 
 compat: ## the tests of the engine with the CPU builds of vLLM's last five releases; writes docs/compatibility.md
