@@ -7,6 +7,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
+# Material for MkDocs tells at every build that it has a successor.
+export NO_MKDOCS_2_WARNING := 1
 # Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
 ARGS ?=
 # Processes of the test run: many tests wait for a server, a child or a clock.
@@ -79,7 +81,7 @@ simulate-scale: setup-light ## a thousand workers on simulated time: makespan, r
 chaos: setup-light ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
-build: setup-light ## wheel and sdist in dist/, checked, installed and tried in bare environments
+build: setup-light ## wheel and sdist in dist/, checked, installed and tried in bare environments; the Dockerfiles' steps
 	bash scripts/build.sh
 
 compat: ## the tests of the engine with the CPU builds of vLLM's last five releases; writes docs/compatibility.md

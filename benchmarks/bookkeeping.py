@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import harness
 import s3_stub
 import workload
-from harness import Spread, alternate, print_table, spread
+from harness import alternate, print_table, spread
 
 from batchinfer.core import layout
 
@@ -255,11 +255,6 @@ def measure_checkpoints(
         table,
     )
     return result
-
-
-def paired(ours: list[Measured], others: list[Measured]) -> Spread:
-    """The ratio of the worker's CPU within each turn: what the machine did to both cancels out."""
-    return spread(our.worker_us / other.worker_us for our, other in zip(ours, others, strict=True))
 
 
 def measure_steps(

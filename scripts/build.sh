@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build the wheel and the source distribution in dist/, and prove them: what PyPI would show, what lies in the wheel,
-# and that it works where nothing else is installed, with every Python of 3.11 to 3.14 that this machine has.
+# and that it works where nothing else is installed, with every Python of 3.11 to 3.14 that this machine has. The steps of
+# the Dockerfiles are run, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=$PWD/.venv/bin/python
@@ -41,3 +42,5 @@ for python in python3.11 python3.12 python3.13 python3.14; do
   )
   echo "build: $(basename "$wheel"), $((size / 1000)) KB, works with $("$python" --version)"
 done
+bash scripts/image_steps.sh examples/docker/Dockerfile
+bash scripts/image_steps.sh examples/docker/cpu.Dockerfile

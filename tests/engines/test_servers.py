@@ -25,6 +25,7 @@ from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Int
 from batchinfer.engines import create_engine, http
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
+from batchinfer.engines.server import Launch, OwnServer
 from batchinfer.storage.opening import open_store
 from engine_contract import (
     EngineContract,
@@ -208,6 +209,20 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
     assert engine.stats().restarts == 6
     with pytest.raises(EngineDied):
         drive(engine, ListSource(calls(1)))
+
+
+def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp_path):
+    launch = Launch(name="replica 0", command=[], environment={}, slots=1)
+    server, pauses = OwnServer(launch, tmp_path / "log"), []
+    for server.num_answered in (0, 0, 0, 7, 0, 0):
+        pauses.append(server.note_death("killed", may_start=True))
+        assert not server.is_lost
+    assert pauses == [0, 0.05, 0.1, 0, 0.05, 0.1]
+    server.note_death("killed", may_start=True)
+    assert server.is_lost
+    one_of_several_nodes = OwnServer(launch, tmp_path / "log")
+    one_of_several_nodes.note_death("killed", may_start=False)
+    assert one_of_several_nodes.is_lost
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):

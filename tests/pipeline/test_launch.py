@@ -125,6 +125,8 @@ def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
     names = {worker["id"] for worker in seen["workers"]}
     assert names == {f"{done.result['launch']}-0000{rank}" for rank in (0, 1)}
     assert not list(Path().iterdir())
+    recorded(run)  # a launch whose worker never came is not lost, since nothing is left to do
+    assert [view["lost"] for view in launched(call, run)] == [[], []]
 
 
 def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
@@ -475,4 +477,5 @@ def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
     done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 2
     assert "was stopped meanwhile, so the workers were cancelled" in done.err
-    assert states() == ["CANCELLED", "CANCELLED"]
+    assert len(states()) == 2
+    assert set(states()) <= {"CANCELLED", "FAILED"}  # some saw stop.json first

@@ -96,6 +96,9 @@ LOADING = running(state="loading", open_chunks={}, minutes=[])
 NEW = running(open_chunks={}, minutes=[], engine={"load_seconds": 699.0})
 STUCK = running(minutes=minutes(rows=1, until=NOW - 700), starts=[NOW - 2000])
 FAILED = running(id="a", state="failed")
+LONG_AGO = [
+    running(id=name, state=name, heartbeat=NOW - 9000) for name in ("done", "failed", "stopped")
+]
 STOP = {"is_stop_asked": True}
 STATES: dict[str, tuple[list[Worker], dict[str, Any], str, list[str]]] = {
     # workers, arguments of look, state of the run, states of the workers
@@ -111,6 +114,8 @@ STATES: dict[str, tuple[list[Worker], dict[str, Any], str, list[str]]] = {
     "asked to stop": ([running()], STOP, "stopping", ["running"]),
     "stopped": ([running(state="stopped")], STOP, "stopped", ["stopped"]),
     "done, whatever workers say": ([running()], {"done": 10}, "done", ["running"]),
+    "ended long ago": (LONG_AGO, {"done": 10}, "done", ["done", "failed", "stopped"]),
+    "done, and its last worker is gone": ([GONE], {"done": 10}, "done", ["gone"]),
     "one of several is gone": ([GONE, running()], {}, "running", ["gone", "running"]),
 }
 

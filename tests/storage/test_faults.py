@@ -22,8 +22,9 @@ import pytest
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.bucket_files import BucketFiles
+from batchinfer.storage.cloud_errors import Cloud
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.storage.retrying import RetryPolicy, TransientError
 from lossy_proxy import FAULTS, Proxy, Rule
 
 pytestmark = pytest.mark.s3
@@ -162,15 +163,19 @@ def test_signals_are_heard_while_a_server_is_silent(s3_environment: str, monkeyp
                 process.kill()
 
 
-def test_a_listing_takes_the_pages_of_its_prefix_and_no_others(monkeypatch):
-    """Pages of 1000, from the prefix on and not far behind it."""
+def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once(monkeypatch):
+    """Pages of 1000, from the prefix on and not far behind it. A page that fails is asked for again behind the last."""
     store = open_store("memory://many/job")
+    monkeypatch.setattr(store, "_cloud", Cloud("a remote one"))
+    monkeypatch.setattr(store, "_retries", QUICK)
     for index in range(3000):
         store.create(f"outputs/part-{index:05d}", b"1")
-    pages, listed = [], store._store.list
+    pages, failing, listed = [], [], store._store.list
 
     def noted(*words: Any, **options: Any) -> Iterator[Any]:
         for page in listed(*words, **options):
+            if len(pages) in failing:
+                raise TransientError(f"page {failing.remove(len(pages))}")
             pages.append(page)
             yield page
 
@@ -178,7 +183,9 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others(monkeypatch):
     found = [info.key[-5:] for info in store.list("outputs/part-014")]
     assert found == [f"{number:05d}" for number in range(1400, 1500)]
     assert len(pages) == 1
-    assert len(list(store.list())) == 3000
+    failing += [1, 2, 3]
+    found = [info.key[-5:] for info in store.list()]
+    assert found == [f"{number:05d}" for number in range(3000)]
     assert len(pages) == 4
 
 
