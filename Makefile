@@ -7,6 +7,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
+# Material for MkDocs tells at every build that it has a successor.
+export NO_MKDOCS_2_WARNING := 1
 # Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
 ARGS ?=
 # Processes of the test run: many tests wait for a server, a child or a clock.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections import defaultdict, deque
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from itertools import islice
@@ -124,7 +124,8 @@ class Ring:
         self._everything = everything
         self._num_workers = num_workers
         self._todo = deque(own)
-        self._refs = {ref.name: ref for ref in self._todo}
+        self._refs = ChainMap({ref.name: ref for ref in self._todo})
+        """Those of the whole job, too, once this worker goes round it. They are not copied: there may be very many."""
         self._settled = set(done)
         """Chunks that need no more work of this worker: they are done, or it has failed with them for good."""
         self._busy: set[str] = set()
@@ -213,7 +214,8 @@ class Ring:
     def _look(self) -> None:
         worker_id, store, claims = self._run.lease.worker_id, self._run.store, self._run.claims
         if self._circle is None:
-            self._refs = (self._everything() if self._everything else {}) | self._refs
+            if self._everything is not None:
+                self._refs = ChainMap(*self._refs.maps, self._everything())
             self._circle = _Circle(self._refs, worker_id)
         block = self._circle.next_block(self._settled, self._busy)
         if not block:

@@ -15,7 +15,7 @@ class Workload:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, int] = {}
+        self._rows: Mapping[str, int] = {}
         self._own: set[str] = set()
         self._done: set[str] = set()
         self._num_done = 0
@@ -40,7 +40,7 @@ class Workload:
 
     def set_job(self, rows: Mapping[str, int]) -> None:
         """Set the chunks of the whole job, own ones included."""
-        self._rows = dict(rows)
+        self._rows = rows
         self.rows = sum(rows.values())
 
     def opened(self, chunk: OpenChunk) -> None:

@@ -90,6 +90,7 @@ COOKBOOK = (ROOT / "docs/cookbook.md").read_text().partition("\n## Several steps
 STEPS = COOKBOOK.partition("> steps.py <<'END'\n")[2].partition("> END")[0]
 
 
+@pytest.mark.full  # pandas
 def test_steps_that_are_killed_go_on_where_they_were(folder: Path) -> None:
     """The program of the cookbook, over more rows."""
     steps = re.sub("^> ?", "", STEPS, flags=re.MULTILINE)

@@ -106,7 +106,9 @@ def units() -> Iterator[Any]:
                 commands = [step.command for step in steps_of(part)]
                 is_heavy = path.stem == "convert" or any(map(is_asked_of_the_model, commands))
                 marks = [pytest.mark.vllm] if is_heavy else []
-                marks += [pytest.mark.full] if path.stem == "cookbook" else []  # shows pandas
+                # The one shows pandas, the other asks for vLLM (`check --machine`).
+                is_full = path.stem in ("cookbook", "when-it-goes-wrong")
+                marks += [pytest.mark.full] if is_full else []
                 yield pytest.param(steps_of(part), path.stem != "cookbook", id=title, marks=marks)
 
 

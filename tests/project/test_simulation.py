@@ -76,7 +76,7 @@ class TestPromises:
     def test_some_seeds_break_no_promise(self) -> None:
         """A few; CI runs some thousand (.ci/run), `make simulate` as many as one likes."""
         report = first_violation(range(40))
-        assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
+        assert report is None, f"--seed {report.seed}: {report.violation}"
 
     def test_claims_only_save_work(self) -> None:
         """Were every claim to lapse at once, the markers would still keep every promise about the data."""
@@ -139,7 +139,7 @@ class TestReplay:
             return done.stdout.splitlines()
 
         lines = run("--seeds", "40", "--jobs", "2", hash_seed="77")
-        seed = lines[-1].removeprefix("replay with: python -m simulation --seed ")
+        seed = lines[-1].removeprefix('replay with: make simulate ARGS="--seed ').rstrip('"')
         [violation] = [line for line in lines if line.startswith(f"seed {seed}: ")]
         here = run("--seed", seed, hash_seed="78")
         assert here[-1] == violation

@@ -98,7 +98,7 @@ def main() -> int:
     )
     if failing:
         flags = "".join(f" --inject {name}" for name in options.inject or ())
-        print(f"replay with: python -m simulation --seed {failing[0].seed}{flags}")
+        print(f'replay with: make simulate ARGS="--seed {failing[0].seed}{flags}"')
     return int(bool(failing))
 
 

@@ -479,6 +479,7 @@ def _one_job() -> Iterator[None]:
         mock.patch.object(jobs, "job_chunks", job_chunks),
         mock.patch.object(jobs, "_resolve", resolve),
         mock.patch.object(joining, "job_chunks", job_chunks),
+        mock.patch.object(worker_start, "rows_by_chunk", once("rows", jobs.rows_by_chunk)),
     ):
         yield
 

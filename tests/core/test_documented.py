@@ -1,4 +1,4 @@
-"""Codes of failed rows are an interface: each that any module can give is in docs/format.md, and no other."""
+"""What users see by name is on the pages: every code of failed rows, every field of markers, every task."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from batchinfer.core.counts import OTHER
+from batchinfer.core.records import Marker
 from batchinfer.core.row_codes import Code
+from batchinfer.core.tasks import GENERATE, Task
+from batchinfer.prompts.types import TASK_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8").split("## Error codes")[1]
-DOCUMENTED = dict(re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", TABLE, re.MULTILINE))
+FORMAT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+DOCUMENTED = dict(
+    re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", FORMAT.split("## Error codes")[1], re.MULTILINE)
+)
 
 
 def codes_of_failures() -> Iterator[tuple[str, ast.expr]]:
@@ -39,3 +45,15 @@ def test_failures_have_codes_of_the_table() -> None:
 
 def test_codes_are_words_that_say_what_is_wrong_first() -> None:
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", code) for code in Code)
+
+
+def test_every_field_of_a_marker_is_documented() -> None:
+    section = FORMAT.split("### Markers")[1].split("### ")[0]
+    first_cells = "".join(re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", first_cells)) == set(Marker.__struct_fields__)
+
+
+def test_every_task_has_a_path_and_is_in_the_table() -> None:
+    assert set(get_args(Task)) - {GENERATE} == set(TASK_PATHS)
+    for task, path in TASK_PATHS.items():
+        assert re.search(rf"^\| .*`{task}`.* \| .*`{path}`.* \|", FORMAT, re.MULTILINE), task
