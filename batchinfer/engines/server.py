@@ -357,23 +357,22 @@ class OwnServer(Target):
 
         vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
         """
-        message = f"{self.name}: {reason}"
-        if self._exit_status() in (2, 127):
-            missing = re.search(r"No module named '(\w+)", self._last())
-            hint = (
-                f"install the package {missing[1]}" if missing else "see the options after --model"
-            )
-            return ConfigError(f"the server does not start: {message}", hint=hint)
-        if self._exit_status() is not None and _NO_MEMORY.search(self._last()):
-            message = f"the model does not fit into memory: {message}"
-            return ConfigError(message, hint=_MEMORY_ADVICE)
-        if self._exit_status() is not None and "torchvision::nms" in self._last():
+        message, status = f"{self.name}: {reason}", self._exit_status()
+        if status is None:
+            hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
+            return EngineLoadError(message, hint=hint)
+        what, hint, last = "the server does not start", "", self._last()
+        if status in (2, 127):
+            hint = "see the options after --model"
+            if missing := re.search(r"No module named '(\w+)", last):
+                hint = f"install the package {missing[1]}"
+        elif _NO_MEMORY.search(last):
+            what, hint = "the model does not fit into memory", _MEMORY_ADVICE
+        elif "torchvision::nms" in last:
             hint = "they fit another torch: pip uninstall torchvision torchaudio torchcodec"
-            return ConfigError(f"the server does not start: {message}", hint=hint)
-        hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
-        if self._exit_status() is not None:
-            hint = "--log-level debug shows all of its log"
-        return EngineLoadError(message, hint=hint)
+        if hint:
+            return ConfigError(f"{what}: {message}", hint=hint)
+        return EngineLoadError(message, hint="--log-level debug shows all of its log")
 
     def note_death(self, reason: str, *, may_start: bool) -> float:
         """Count a death, and decide whether the server is lost. Returns the seconds before it may be started again."""
@@ -381,8 +380,7 @@ class OwnServer(Target):
         self.is_lost = self.num_deaths > MOST_RESTARTS or not may_start
         rows = len(self.in_flight)
         if self.is_lost:
-            fields = event("replica_lost", replica=self.name)
-            logger.error("%s: %s", self.name, reason, extra=fields)
+            logger.error("%s: %s", self.name, reason, extra=event("replica_lost", replica=self.name))
         else:
             again = f"it is started again, and its {rows} rows are tried again"
             fields = event("replica_restarted", replica=self.name, rows=rows)

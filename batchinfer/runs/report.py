@@ -23,7 +23,7 @@ from batchinfer import __version__
 from batchinfer.cli.run_commands import run_command
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
 from batchinfer.core.printable import error_code
@@ -36,6 +36,7 @@ from batchinfer.ledger.spending import offset_of
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import COLUMNS, RunConfig, figures_of, look_closely
 from batchinfer.storage import Store
+from batchinfer.storage.opening import local_path, split_url
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -133,17 +134,16 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     folder, name = split_name(url)
     if not name or name.startswith("."):
         raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
+    if split_url(url)[0] == "file" and local_path(url).is_dir():
+        raise ConfigError(
+            f"--output {url}: is a folder, expected a file",
+            hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
+        )
     store = open_store(folder)
     try:
         store.create(name, page)
     except AlreadyExists:
-        try:
-            store.replace(name, page, store.stat(name).etag)
-        except ObjectNotFound:
-            raise ConfigError(
-                f"--output {url}: is a folder, expected a file",
-                hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
-            ) from None
+        store.replace(name, page, store.stat(name).etag)
 
 
 # --------------------------------------------------------------------------- drawings
