@@ -380,7 +380,9 @@ class OwnServer(Target):
         self.is_lost = self.num_deaths > MOST_RESTARTS or not may_start
         rows = len(self.in_flight)
         if self.is_lost:
-            logger.error("%s: %s", self.name, reason, extra=event("replica_lost", replica=self.name))
+            logger.error(
+                "%s: %s", self.name, reason, extra=event("replica_lost", replica=self.name)
+            )
         else:
             again = f"it is started again, and its {rows} rows are tried again"
             fields = event("replica_restarted", replica=self.name, rows=rows)
