@@ -23,7 +23,7 @@ from batchinfer import __version__
 from batchinfer.cli.run_commands import run_command
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
 from batchinfer.core.printable import error_code
@@ -128,7 +128,8 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     """Write a page to a path or URL. An older page there is replaced.
 
     Raises:
-        ConfigError: the URL names no file, or names a folder.
+        ConfigError: the URL names no file.
+        AccessDenied: it names a folder.
     """
     folder, name = split_name(url)
     if not name or name.startswith("."):
@@ -137,13 +138,7 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     try:
         store.create(name, page)
     except AlreadyExists:
-        try:
-            store.replace(name, page, store.stat(name).etag)
-        except ObjectNotFound:
-            raise ConfigError(
-                f"--output {url}: is a folder, expected a file",
-                hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
-            ) from None
+        store.replace(name, page, store.stat(name).etag)
 
 
 # --------------------------------------------------------------------------- drawings
