@@ -129,7 +129,8 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     """Write a page to a path or URL. An older page there is replaced.
 
     Raises:
-        ConfigError: the URL names no file, or names a folder.
+        ConfigError: the URL names no file.
+        AccessDenied: it names a folder.
     """
     folder, name = split_name(url)
     if not name or name.startswith("."):

@@ -173,8 +173,8 @@ class LocalStore:
             self._make_folder(path.parent)
             if path.is_dir():
                 raise AccessDenied(
-                    f"{path}: is a folder, expected a place for a file",
-                    hint="move that folder away, or use another place",
+                    f"{path}: is a folder, expected a file",
+                    hint="name a file in it, or move it away",
                 )
             try:
                 yield path, temp

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import EngineLoadError
+from batchinfer.pipeline.running import running_alone
 from fixtures_hub import Hub
 from making import Call, finish_process, start_process
 
@@ -247,11 +251,14 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
 
 
 def test_a_full_disk_is_told_by_what_needs_it_and_not_by_the_lock(
-    run: Runner, rows: Path, dest: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path(f"{dest}.batchinfer").mkdir()
-    Path(f"{dest}.batchinfer/running.lock").symlink_to("/dev/full")
-    assert run(rows, "-o", dest) == 0
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(os, "write", full)
+        stack.enter_context(running_alone(tmp_path))
 
 
 # --------------------------------------------------------------------------- what stops it

@@ -190,7 +190,7 @@ def test_name_that_is_too_long_is_refused(store: LocalStore):
 def test_folder_in_the_place_of_an_object_is_named(store: LocalStore):
     store.create("a/b", b"1")
     for write in (lambda: store.create("a", b"1"), lambda: store.put_file("a", store.root / "a/b")):
-        with pytest.raises(AccessDenied, match="root/a: is a folder, expected a place for a file"):
+        with pytest.raises(AccessDenied, match="root/a: is a folder, expected a file"):
             write()
     with pytest.raises(AccessDenied, match="cannot be made"):
         store.create("a/b/c", b"1")
