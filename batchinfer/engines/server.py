@@ -353,16 +353,13 @@ class OwnServer(Target):
             return printable(log.read().decode("utf-8", "replace"))
 
     def load_error(self, reason: str) -> BatchinferError:
-        """Return the error for a server that ended, or is given up, before it was ready.
-
-        vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
-        """
+        """Return the error for a server that ended, or is given up, before it was ready."""
         message, status = f"{self.name}: {reason}", self._exit_status()
         if status is None:
             hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
             return EngineLoadError(message, hint=hint)
         what, hint, last = "the server does not start", "", self._last()
-        if status in (2, 127):
+        if status in (2, 127):  # vLLM's own if options, the model or an adapter are wrong
             hint = "see the options after --model"
             if missing := re.search(r"No module named '(\w+)", last):
                 hint = f"install the package {missing[1]}"
@@ -380,9 +377,8 @@ class OwnServer(Target):
         self.is_lost = self.num_deaths > MOST_RESTARTS or not may_start
         rows = len(self.in_flight)
         if self.is_lost:
-            logger.error(
-                "%s: %s", self.name, reason, extra=event("replica_lost", replica=self.name)
-            )
+            lost = event("replica_lost", replica=self.name)
+            logger.error("%s: %s", self.name, reason, extra=lost)
         else:
             again = f"it is started again, and its {rows} rows are tried again"
             fields = event("replica_restarted", replica=self.name, rows=rows)

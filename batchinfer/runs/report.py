@@ -36,7 +36,6 @@ from batchinfer.ledger.spending import offset_of
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import COLUMNS, RunConfig, figures_of, look_closely
 from batchinfer.storage import Store
-from batchinfer.storage.opening import local_path, split_url
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -135,11 +134,6 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     folder, name = split_name(url)
     if not name or name.startswith("."):
         raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
-    if split_url(url)[0] == "file" and local_path(url).is_dir():
-        raise ConfigError(
-            f"--output {url}: is a folder, expected a file",
-            hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
-        )
     store = open_store(folder)
     try:
         store.create(name, page)
