@@ -114,8 +114,7 @@ if [ ! -f "$venv/pyvenv.cfg" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
 py=$venv/bin/python
 fits "$py" || die "$venv: is $("$py" --version 2>&1), expected Python 3.11 to 3.14. Remove it and run this again"
 
-# Only what is imported needs to be compiled, and is then: a seventh less time and size.
-pip_install() { "$py" -m pip install --no-compile --quiet --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$py" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
 
 # An environment that does not work must not look finished. What is removed below is no damage.
 check_packages() {

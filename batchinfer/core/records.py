@@ -154,14 +154,18 @@ class Failure(Record, frozen=True, kw_only=True):
     """Request parameter or column that caused the failure; None if none did."""
 
 
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32)]
+"""A number of tokens that a server may claim for an answer. The sum over a billion rows is a `Count`."""
+
+
 class Usage(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Tokens of one answered row."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    cached_tokens: Tokens = 0
     """Number of those tokens of `prompt_tokens` that came from the prefix cache."""
-    completion_tokens: int = 0
-    reasoning_tokens: int | None = None
+    completion_tokens: Tokens = 0
+    reasoning_tokens: Tokens | None = None
     """Number of those tokens of `completion_tokens` that are reasoning; None if nobody counts them."""
 
 

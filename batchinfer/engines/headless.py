@@ -69,7 +69,8 @@ class Nodes:
     async def close(self, status: int) -> None:
         """Tell the nodes with which exit status they end, and close the connections."""
         if self._server is not None:
-            await asyncio.sleep(0.1)  # lets nodes in that have called before the loop turned
+            for _ in range(10):  # lets nodes in that have called before the loop turned
+                await asyncio.sleep(0.01)
             self._server.close()
         for link in self._links:
             link.write(f"{status}\n".encode())

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from batchinfer.core.records import Call, Reply
+from batchinfer.core import codec
+from batchinfer.core.records import Call, Reply, Tokens
 
 MOST_TEXTS = 64
 _PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
@@ -55,7 +56,8 @@ def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
     try:
         rest = _decode(reply.body)
         items = _decode_items(rest.pop("data"))
-        count = int(msgspec.json.decode(rest.pop("usage", b"{}")).get("prompt_tokens") or 0)
+        usage = msgspec.json.decode(rest.pop("usage", b"{}"))
+        count = codec.convert(usage.get("prompt_tokens") or 0, Tokens)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return []
     if len(items) != len(calls):

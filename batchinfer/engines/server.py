@@ -367,7 +367,12 @@ class OwnServer(Target):
         if self._exit_status() is not None and _NO_MEMORY.search(self._last()):
             message = f"the model does not fit into memory: {message}"
             return ConfigError(message, hint=_MEMORY_ADVICE)
+        if self._exit_status() is not None and "torchvision::nms" in self._last():
+            hint = "they fit another torch: pip uninstall torchvision torchaudio torchcodec"
+            return ConfigError(f"the server does not start: {message}", hint=hint)
         hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
+        if self._exit_status() is not None:
+            hint = "--log-level debug shows all of its log"
         return EngineLoadError(message, hint=hint)
 
     def note_death(self, reason: str, *, may_start: bool) -> float:

@@ -243,7 +243,10 @@ def settle(body: Body, key: RowKey) -> bytes:
 
 
 def usage_of(body: Body) -> Usage:
-    """Return the token counts of a body; 0 where it has none. The Responses API has names of its own for them."""
+    """Return the token counts of a body; 0 where it has none, or one that cannot be.
+
+    The Responses API has names of its own for them.
+    """
     try:
         found = msgspec.json.decode(body["usage"])
         prompt, answer = (

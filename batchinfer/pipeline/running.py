@@ -47,7 +47,8 @@ def running_alone(folder: Path | None) -> Iterator[None]:
                 f"{folder}: another `batchinfer run` works there: process {file.read().strip()}",
                 hint="wait until it has ended",
             ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        # The number is for people. What needs the full disk for more than this says so.
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield

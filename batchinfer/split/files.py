@@ -146,10 +146,12 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
         info = _info(system, path)
         if info is None and not re.search(r"[*?\[]", path):
             raise FileNotFoundError(path)
+        is_folder = info is not None and info["type"] == "directory"
+        if is_local(argument) and (is_folder or "**" in path):
+            _look_into(path.partition("**")[0])
         if info is None:
             listed = system.glob(path, detail=True)
         else:
-            is_folder = info["type"] == "directory"
             listed = system.find(path, detail=True) if is_folder else {path: info}
         found = []
         for name, described in sorted(listed.items()):
@@ -159,6 +161,23 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             if info and info["type"] == "file" and not re.search(r"/[._]", name[len(start) :]):
                 found.append(_data_file(name, info, argument))
     return _of_one_format(argument, found), revision
+
+
+def _look_into(folder: str) -> None:
+    """Name what fsspec leaves out of a local folder without a word.
+
+    Raises:
+        PermissionError: A folder below it cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, _ in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        for name in folders:
+            if (linked := Path(place, name)).is_symlink():
+                logger.warning("left out %s, a link to a folder: to take it, name it, too", linked)
 
 
 def _info(system: Any, path: str) -> dict[str, Any] | None:
@@ -178,6 +197,7 @@ def _data_file(name: str, info: dict[str, Any], argument: str) -> DataFile:
         name = name if "://" in name else f"{split_url(argument)[0]}://{name}"
     elif not local_path(argument).is_absolute():
         name = os.path.relpath(name)
+        name = f"./{name}" if name.startswith("~") else name
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
     kind = FORMATS.get(ending(name), "")
     return DataFile(url=name, format=kind, bytes=int(info.get("size") or 0), stamp=stamp)

@@ -41,7 +41,7 @@ from batchinfer.storage.scratch import scratch_errors
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
 
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
@@ -171,6 +171,11 @@ class LocalStore:
         temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
         with self._errors(key):
             self._make_folder(path.parent)
+            if path.is_dir():
+                raise AccessDenied(
+                    f"{path}: is a folder, expected a place for a file",
+                    hint="move that folder away, or use another place",
+                )
             try:
                 yield path, temp
             finally:
@@ -198,13 +203,17 @@ class LocalStore:
         with self._errors(start):
             try:
                 with os.scandir(self.root / start) as scan:
-                    entries = [(each.name + "/" * each.is_dir(), each) for each in scan]
-            except (FileNotFoundError, NotADirectoryError):
+                    seen = [
+                        (each.name + "/" * _is_folder(each), each)
+                        for each in scan
+                        if not each.name.startswith(".") and (start + each.name).startswith(prefix)
+                    ]
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
                 return
-        for name, entry in sorted(entries, key=lambda pair: pair[0]):
+        for name, entry in sorted(seen, key=lambda pair: pair[0]):
             key = start + name
-            if name.startswith(".") or not key.startswith(prefix):
-                continue
             if name.endswith("/"):
                 yield from self._walk(key, prefix)
                 continue
@@ -229,10 +238,17 @@ class LocalStore:
                     hint=f"check owner and mount of {self.root} (ls -ld), or use another folder",
                 ) from error
             if error.errno == errno.ENAMETOOLONG:
-                raise InputError(f"key {key!r}: {reason}, expected a shorter name") from error
+                raise InputError(f"{where}: {reason}, expected a shorter name") from error
             is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             hint = f"free space in {self.root}" if is_full else ""
             raise StorageError(f"{where}: {reason}", hint=hint) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder. A link in a circle, or to where nobody may look, is none, and spoils no list."""
+    with contextlib.suppress(OSError):
+        return entry.is_dir()
+    return False
 
 
 def _etag(found: os.stat_result) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -50,10 +51,10 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def local_path(url: str) -> Path:
-    """Return the path that a plain path or a ``file://`` URL names, with ``~`` expanded.
+    """Return the path that a plain path or a ``file://`` URL names, with a first ``~`` expanded if that is a home.
 
-    >>> local_path("file:///data/a%20b.jsonl")
-    PosixPath('/data/a b.jsonl')
+    >>> local_path("file:///data/a%20b.jsonl"), local_path("./~/a"), local_path("~$a.csv")
+    (PosixPath('/data/a b.jsonl'), PosixPath('~/a'), PosixPath('~$a.csv'))
 
     Raises:
         ConfigError: The path of a file:// URL is not absolute.
@@ -64,7 +65,7 @@ def local_path(url: str) -> Path:
             f"{url!r}: a file:// URL needs an absolute path",
             hint=f"write file:///absolute/path, or the plain path {path!r}",
         )
-    return Path(path).expanduser()
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path drops ./, and refuses what is no user's
 
 
 def check_url(url: str) -> None:
@@ -117,7 +118,8 @@ def is_inside(url: str, folder: str) -> bool:
     if scheme != folder_scheme:
         return False
     if scheme == "file":
-        return local_path(url).resolve().is_relative_to(local_path(folder).resolve())
+        place, outer_place = (os.path.realpath(local_path(each)) for each in (url, folder))
+        return Path(place).is_relative_to(outer_place)
     return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import stamina
-
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Record
 
@@ -49,6 +47,8 @@ def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = lo
         StorageError: The last attempt failed with a TransientError; the message gives the number of attempts.
         BatchinferError: Any other error that `action` raises; it is not tried again.
     """
+    import stamina  # takes its time to load
+
     begin = time.monotonic()
     tries = 0
 

@@ -332,7 +332,8 @@ def check_error_rate(
             )
         raise ErrorRateExceeded(
             f"{count} of the first {counts.rows_done} rows failed with {_said(telemetry, code)}",
-            hint=f"{advice}; --max-error-rate 1 goes on in spite of it; rows done so far are kept",
+            hint=f"{advice}; rows done so far are kept, and --retry-errors asks failed ones again; "
+            "--max-error-rate 1 goes on in spite of them",
         )
 
 
@@ -341,8 +342,8 @@ def refuse_only_errors(config: WorkerConfig) -> None:
     if config.max_error_rate != 1:
         raise ErrorRateExceeded(
             "every row of the run failed",
-            hint="fix the prompt options or the data; `batchinfer status` counts the errors, and --max-error-rate 1 "
-            "accepts such a run",
+            hint="fix the prompt options or the data; --retry-errors asks failed rows again, `batchinfer status` "
+            "counts the errors, and --max-error-rate 1 accepts such a run",
         )
 
 

@@ -19,7 +19,8 @@ from batchinfer.core.errors import (
     EngineLoadError,
     Interrupted,
 )
-from batchinfer.engines import create_engine, endpoints, http
+from batchinfer.core.records import Reply
+from batchinfer.engines import create_engine, endpoints, http, lists
 from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
 from echo_server import fake_endpoint, raw, refusal, reply, slow_bytes
@@ -374,6 +375,16 @@ def test_texts_go_in_lists_and_come_back_singly(endpoint, engine):
     assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
     assert all("usage" not in body_of(found["c", index]) for index in range(14))
     assert all(body_of(each)["data"][0]["index"] == 0 for each in found.values())
+
+
+@pytest.mark.parametrize("count", [-1, 10**400])
+def test_a_list_is_not_divided_by_a_count_that_cannot_be(count):
+    calls = [embed(0, "a"), embed(1, "b")]
+    body = {"data": [{"embedding": [1]}] * 2, "usage": {"prompt_tokens": count}}
+    assert (
+        lists.split(calls, Reply(key=calls[0].key, status=200, body=json.dumps(body).encode()))
+        == []
+    )
 
 
 @pytest.mark.parametrize("bad", ["", "long " * 900])

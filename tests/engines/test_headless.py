@@ -131,10 +131,18 @@ def test_an_address_of_another_machine_is_refused(config):
 
 
 def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):
+    has_called, reach = threading.Event(), headless._reach
+
+    def and_tell(*words):
+        link = reach(*words)
+        has_called.set()
+        return link
+
     def fail(*_):
-        until(node.running)
+        has_called.wait(120)
         raise ConfigError("the adapter does not fit the model")
 
+    monkeypatch.setattr(headless, "_reach", and_tell)
     monkeypatch.setattr(http, "plan", fail)
     node = following(config)
     with pytest.raises(ConfigError, match="does not fit"):

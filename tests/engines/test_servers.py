@@ -289,9 +289,11 @@ def opening(model, server_command, **options):
 NOT_STARTING = {
     "options": ("print('x: error: no such option: --nix'); exit(2)", ConfigError, "no such option: --nix"),
     "package": ("print(\"Error: No module named 'torchvision'\"); exit(2)", ConfigError, "package torchvision"),
+    "torchvision": ("raise SystemError('torchvision::nms does not exist')", ConfigError, "pip uninstall torchvision"),
     "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
+    "hint": ("exit(1)", EngineLoadError, "--log-level debug"),
 }  # fmt: skip
 
 

@@ -185,11 +185,14 @@ class TestLine:
             ('{"text": "a\u2028b 😀"}'.encode(), "a\u2028b 😀"),
             (b'{"text": "a", "choices": [7]}', ""),
             (b'{"text": "a", "usage": "much", "id": 7, "output": "no"}', ""),
+            (b'{"text": "a", "usage": {"prompt_tokens": -3, "completion_tokens": 2}}', "a"),
+            (b'{"text": "a", "usage": {"completion_tokens": 1%b}}' % (b"0" * 400), "a"),
         ],
     )
     def test_odd_bodies_stay_one_line_that_is_read_back(self, body: bytes, text: str) -> None:
         found = encoded(body)
         assert found.ok
+        assert found.usage == Usage(), "a marker could not hold its sum"
         assert b"\n" not in found.line
         found.line.decode()
         assert "".join(answer_of(read_line(found.line)).texts) == text

@@ -246,6 +246,14 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
     assert done.result["worker"]["request_count"] == 60
 
 
+def test_a_full_disk_is_told_by_what_needs_it_and_not_by_the_lock(
+    run: Runner, rows: Path, dest: Path
+) -> None:
+    Path(f"{dest}.batchinfer").mkdir()
+    Path(f"{dest}.batchinfer/running.lock").symlink_to("/dev/full")
+    assert run(rows, "-o", dest) == 0
+
+
 # --------------------------------------------------------------------------- what stops it
 
 

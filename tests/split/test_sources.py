@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError
 from batchinfer.split.sources import Sources, count_sources, reference_job
 from batchinfer.storage.opening import open_store
 from fixtures_hub import TOKEN, Hub
@@ -63,6 +64,30 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         numbers(data)
 
 
+@pytest.mark.parametrize("pattern", ["", "/**/*.jsonl"])
+def test_a_folder_below_that_is_not_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec leaves out, without a word, what it may not list, and links to folders."""
+    for name in ("data/a", "data/b", "data/.trash", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "n.jsonl").write_text('{"n":1}')
+    (tmp_path / "data/link").symlink_to("../elsewhere")
+    source = f"{tmp_path}/data{pattern}"
+    assert numbers(source) == [1, 1]
+    assert f"left out {tmp_path}/data/link, a link to a folder" in caplog.text
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith(("/b", "/.trash")):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(AccessDenied, match=f"Permission denied: '{tmp_path}/data/b'"):
+        numbers(source)
+
+
 def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
     monkeypatch.chdir(tmp_path)
@@ -70,8 +95,11 @@ def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [file.url for file in count_sources([argument]).sources[0].files] == ["d/a.parquet"]
     url = f"file://{tmp_path}/d/a%2Eparquet"
     assert numbers(url) == [1]
-    (tmp_path / "x[1].jsonl").write_text('{"n":5}')
-    assert numbers("x[1].jsonl") == [5]
+    for index, name in enumerate(("x[1].jsonl", "~$b.jsonl", "~/e.jsonl")):
+        Path("./~").mkdir(exist_ok=True)
+        Path(f"./{name}").write_text(f'{{"n":{index}}}')
+        assert numbers(f"./{name}") == [index]
+    assert numbers("./~") == [2]
 
 
 def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Path) -> None:

@@ -30,12 +30,12 @@ from lossy_proxy import FAULTS, Proxy, Rule
 pytestmark = pytest.mark.s3
 
 MIB = 1 << 20
-QUICK = RetryPolicy(attempts=9, first_pause_seconds=0.01, longest_pause_seconds=0.1)
+QUICK = RetryPolicy(attempts=30, first_pause_seconds=0.01, longest_pause_seconds=0.1)
 
 
 @pytest.fixture
 def proxy(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setattr(clouds, "_SILENCE", {"quick": "500ms", "patient": "1s"})
+    monkeypatch.setattr(clouds, "_SILENCE", {"quick": "1s", "patient": "2s"})
     made = Proxy(s3_environment)
     monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
     yield made

@@ -11,7 +11,6 @@ import pytest
 
 from batchinfer.core.errors import (
     AccessDenied,
-    AlreadyExists,
     ConfigError,
     InputError,
     ScratchFull,
@@ -111,7 +110,9 @@ def test_dangling_links_and_pipes_are_no_objects(store: LocalStore):
     store.create("a/b", b"1")
     (store.root / "a" / "dangling").symlink_to("nowhere")
     os.mkfifo(store.root / "a" / "pipe")
+    (store.root / "a" / "circle").symlink_to("circle")
     assert [found.key for found in store.list()] == ["a/b"]
+    assert list(LocalStore(store.root / "a" / "circle").list("x")) == []
 
 
 def test_linked_folder_is_listed(store: LocalStore, tmp_path: Path):
@@ -145,11 +146,19 @@ def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
         check_preconditions(store)
 
 
-@pytest.mark.parametrize("root", ["/sys/batchinfer", "/proc/batchinfer", "file/run", "file"])
+def test_a_name_that_is_too_long_is_shown_whole(tmp_path: Path):
+    with pytest.raises(InputError, match="nnn/k: File name too long, expected a shorter name"):
+        LocalStore(tmp_path / ("n" * 300)).create("k", b"1")
+
+
+@pytest.mark.parametrize(
+    "root", ["/sys/batchinfer", "/proc/batchinfer", "file/run", "file", "circle"]
+)
 def test_folder_that_cannot_be_made_is_access_denied_not_a_missing_object(
     root: str, tmp_path: Path
 ):
     (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(AccessDenied, match=root):
         LocalStore(tmp_path / root).create("outputs/k", b"1")
 
@@ -178,10 +187,11 @@ def test_name_that_is_too_long_is_refused(store: LocalStore):
     assert store.get("x" * 250).data == b"1"
 
 
-def test_folder_in_the_place_of_an_object_is_no_object(store: LocalStore):
+def test_folder_in_the_place_of_an_object_is_named(store: LocalStore):
     store.create("a/b", b"1")
-    with pytest.raises(AlreadyExists):
-        store.create("a", b"1")
+    for write in (lambda: store.create("a", b"1"), lambda: store.put_file("a", store.root / "a/b")):
+        with pytest.raises(AccessDenied, match="root/a: is a folder, expected a place for a file"):
+            write()
     with pytest.raises(AccessDenied, match="cannot be made"):
         store.create("a/b/c", b"1")
 

@@ -27,6 +27,8 @@ def test_paths_and_file_urls_open_folders(tmp_path: Path, monkeypatch):
         f"{tmp_path}/c/": tmp_path / "c",
         f"file://{tmp_path}/with%20space": tmp_path / "with space",
         "~/d": tmp_path / "home/d",
+        "./~/d": tmp_path / "~/d",
+        "~$lock": tmp_path / "~$lock",
     }.items():
         store = open_store(url)
         assert isinstance(store, LocalStore)

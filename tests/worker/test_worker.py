@@ -287,6 +287,7 @@ class TestBadRows:
             with pytest.raises(ErrorRateExceeded, match=message) as caught:
                 run_worker_here(job, run)
             assert caught.value.result["status"] == "FAILED"
+            assert "--retry-errors" in caught.value.hint
         for _ in range(2):
             assert run_worker_here(job, run, "--max-error-rate", "1")["status"] == "SUCCESS"
 
