@@ -74,7 +74,7 @@ def kind_of_type(hint: Any) -> Kind:
         case inspect.LiteralType():
             return _plain(click.Choice(kind.values))
         case inspect.ListType():
-            return _INTEGERS if isinstance(kind.item_type, inspect.IntType) else _REPEATED
+            return _REPEATED
     return _TEXT
 
 
@@ -107,11 +107,6 @@ def _write_commas(value: Any) -> list[str]:
     return [",".join(map(str, value))]
 
 
-def _read_integers(flag: str, given: str) -> list[int] | None:
-    return [_integer(flag, part) for part in _split_commas(given)] or None
-
-
-_INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
 _REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)
 
 

@@ -23,16 +23,14 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def describe_exit(status: int | None) -> str:
-    """Say in words how a process ended, by its exit status. None: it still runs, but has closed its connection.
+def describe_exit(status: int) -> str:
+    """Say in words how a process ended, by its exit status.
 
     >>> describe_exit(-9)
     "killed by SIGKILL (often the kernel's or the container's memory limit)"
     >>> describe_exit(3)
     'ended with exit status 3'
     """
-    if status is None:
-        return "closed its connection"
     if status >= 0:
         return f"ended with exit status {status}"
     try:

@@ -26,13 +26,13 @@ def many(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
-def short(number: float | None) -> str:
+def short(number: float) -> str:
     """Write a number with up to three significant digits, and with k, M or G for large numbers.
 
     >>> [short(n) for n in (0, 0.123, 7.25, 950, 12345, 3.2e6, 7e9)]
     ['0', '0.123', '7.25', '950', '12.3k', '3.2M', '7G']
     """
-    if number is None or not math.isfinite(number):
+    if not math.isfinite(number):
         return NONE
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= 0.9995 * size:
@@ -53,13 +53,13 @@ def money(dollars: float | None) -> str:
     return f"${dollars:,.2f}" if dollars >= 0.1 or dollars == 0 else f"${dollars:.3g}"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """Write a time span, given in seconds, in its two largest units.
 
     >>> [duration(s) for s in (5, 125, 3 * 3600 + 120, 90000)]
     ['5 s', '2 min 5 s', '3 h 2 min', '1 d 1 h']
     """
-    if seconds is None or not math.isfinite(seconds):
+    if not math.isfinite(seconds):
         return NONE
     left = max(0, round(seconds))
     parts: list[tuple[int, str]] = []
@@ -86,14 +86,12 @@ def percent(part: float, whole: float | None) -> str:
     return f"{share:.0f} %" if share == int(share) else f"{share:.1f} %"
 
 
-def moment(unix_seconds: float | None) -> str:
+def moment(unix_seconds: float) -> str:
     """Write a time, given in Unix seconds, as date, hour and minute in UTC.
 
     >>> moment(0)
     '1970-01-01 00:00 UTC'
     """
-    if unix_seconds is None:
-        return NONE
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

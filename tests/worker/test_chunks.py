@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.chunk_opening import Opened, good_rows, open_chunk
+from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
 
@@ -111,21 +110,6 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
         )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
-
-
-def test_the_good_rows_of_an_output_keep_their_counts() -> None:
-    usage = {
-        "prompt_tokens": 4,
-        "completion_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"reasoning_tokens": 7},
-    }
-    body = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
-    line = {"_row": 0, "_id": "", "status": 200, "body": body}
-    [row] = good_rows(io.BytesIO(codec.encode(line) + b"\n"), 1)
-    assert row.finish_reason == "stop"
-    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.reasoning_tokens)
-    assert counts == (4, 1, 9, 7)
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

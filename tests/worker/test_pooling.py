@@ -89,6 +89,3 @@ def test_sounds_are_transcribed(tmp_path: Path) -> None:
     texts = [line["body"]["text"] for line in output_lines(tmp_path / "run")[:2]]
     assert texts[0] == texts[1]
     assert texts[0].startswith("[audio:")
-
-
-# --------------------------------------------------------------------------- options

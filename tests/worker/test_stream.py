@@ -171,10 +171,6 @@ def answer(call: Call) -> Reply:
     return Reply(key=call.key, status=200, body=b'{"choices":[{"text":"said"}]}')
 
 
-def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: int) -> None:
-    chunks.put(name, len(lines)).deaths = {line: Deaths(2, fewest_rows) for line in lines}
-
-
 MIB = 1 << 20
 
 

@@ -34,7 +34,6 @@ from making import (
     make_job,
     output_lines,
     put_job,
-    read_marker,
     run_worker_here,
     run_worker_process,
     said,
@@ -74,17 +73,6 @@ def echo_over(job: str) -> WorkerConfig:
 
 
 class TestTheMainJob:
-    def test_every_row_comes_out_once_and_in_order(self, job: str) -> None:
-        result = run_worker_here(job, f"{job}/runs/a")
-        assert_every_row_once(f"{job}/runs/a", 95)
-        assert (result["status"], result["request_count"], result["chunks_done"]) == (
-            "SUCCESS",
-            95,
-            10,
-        )
-        keys = {info.key.split("/")[0] for info in open_store(f"{job}/runs/a").list("")}
-        assert keys == {"outputs", "run.json", "workers"}
-
     def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
         result = run_worker_here(
             job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
@@ -292,28 +280,6 @@ class TestBadRows:
         done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
         assert ["error" in line for line in done] == [True] * 150 + [False] * 350
 
-    def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(
-            job,
-            rows=20,
-            per_chunk=10,
-            make_row=lambda row: {"prompt": "" if row == 13 else f"row {row}"},
-        )
-        run_worker_here(job, run)
-        store = open_store(str(run))
-        assert read_marker(store, "part-00001").errors == {"invalid_column": 1}
-        result = run_worker_here(job, run, "--retry-errors")
-        assert (result["request_count"], result["rows_resumed"], result["chunks_skipped"]) == (
-            1,
-            9,
-            1,
-        )
-        again = read_marker(store, "part-00001", 1)
-        assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
-        assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
-        assert [line["_row"] for line in output_lines(run)] == list(range(20))
-
     def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=3, per_chunk=50, make_row=lambda row: {"other": row})
@@ -351,13 +317,6 @@ class TestBadInput:
         assert "part-00003" in caught.value.message
         assert "sha256" in caught.value.message
         assert len(finished_chunks(open_store(f"{job}/runs/a"))) == 9
-
-
-class TestOutputs:
-    def test_ids_can_come_from_a_column(self, job: str) -> None:
-        run_worker_here(job, f"{job}/runs/a", "--column", "id=prompt")
-        for line in output_lines(f"{job}/runs/a"):
-            assert line["_id"] == default_row(line["_row"])["prompt"]
 
 
 @pytest.mark.parametrize(
