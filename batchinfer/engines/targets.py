@@ -69,6 +69,8 @@ class Target:
         self.timeout_seconds: float | None = None
         """Longest time that one attempt at a call may take."""
         self._socket, self._key = socket, key
+        self._gate = asyncio.Semaphore(slots)
+        """Lets `slots` calls through at once, those included that another server failed on."""
         self._http: aiohttp.ClientSession | None = None
 
     @property
@@ -112,7 +114,8 @@ class Target:
 
     async def post(self, call: Call) -> Answer:
         """Send a call once."""
-        return await self._read(self._post(call), self.timeout_seconds)
+        async with self._gate:
+            return await self._read(self._post(call), self.timeout_seconds)
 
     async def get(self, path: str, most_seconds: float = _ASK_SECONDS) -> Answer:
         """Ask for something small."""

@@ -338,6 +338,27 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
         engine.close()
 
 
+def test_an_endpoint_that_takes_over_anothers_rows_gets_no_more_of_them_at_once(endpoint):
+    most, running = 0, set()
+
+    def begun(text, _body):
+        nonlocal most
+        running.add(text)
+        most = max(most, len(running))
+
+    def answered(call, answer=endpoint.answer):
+        running.discard(endpoint.texts[endpoint.calls.index(call)])
+        return answer(call)
+
+    endpoint.rule, endpoint.answer, endpoint.delay_seconds = begun, answered, 0.05
+    with fake_endpoint(delay_seconds=0.05) as other:
+        engine, _ = opened(endpoint, other, max_concurrency=5)
+        other.rule = lambda *_: refusal(503)
+        assert len(drive(engine, ListSource(calls(60)))) == 60
+        engine.close()
+    assert most == 5
+
+
 def test_a_pace_is_kept():
     config = EngineConfig(engine="openai", requests_per_minute=1200)
     import asyncio
