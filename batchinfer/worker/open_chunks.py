@@ -189,7 +189,8 @@ class OpenChunks:
     # -- inside
 
     def _opening(self) -> list[Life]:
-        return [life for life, _ in self._lives.values() if life.chunk is None]
+        # A chunk that its thread has just opened counts here until its rows count in `open`.
+        return [life for life, _ in self._lives.values() if life.name not in self.open]
 
     def _begin_lives(self, missing: int) -> None:
         limits, environment = self._limits, self._environment
