@@ -147,12 +147,19 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
         if info is None and not re.search(r"[*?\[]", path):
             raise FileNotFoundError(path)
         is_folder = info is not None and info["type"] == "directory"
-        if is_local(argument) and (is_folder or "**" in path):
-            _look_into(path.partition("**")[0])
         if info is None:
-            listed = system.glob(path, detail=True)
+            before, deep, _ = path.partition("**")
+            try:
+                listed = system.glob(path, detail=True)
+            except ValueError as error:
+                hint = "as in 'FOLDER/**/*.parquet'"
+                raise ConfigError(f"{argument}: {error}", hint=hint) from error
+            folders = system.glob(before) if deep else []
         else:
             listed = system.find(path, detail=True) if is_folder else {path: info}
+            folders = [path] if is_folder else []
+        for folder in folders if is_local(argument) else ():
+            _look_into(folder)
         found = []
         for name, described in sorted(listed.items()):
             start = os.path.commonpath([name, path])

@@ -64,7 +64,7 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         numbers(data)
 
 
-@pytest.mark.parametrize("pattern", ["", "/**/*.jsonl"])
+@pytest.mark.parametrize("pattern", ["data", "data/**/*.jsonl", "d*/**/*.jsonl"])
 def test_a_folder_below_that_is_not_read_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_folder_below_that_is_not_read_is_named(
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "n.jsonl").write_text('{"n":1}')
     (tmp_path / "data/link").symlink_to("../elsewhere")
-    source = f"{tmp_path}/data{pattern}"
+    source = f"{tmp_path}/{pattern}"
     assert numbers(source) == [1, 1]
     assert f"left out {tmp_path}/data/link, a link to a folder" in caplog.text
     scandir = os.scandir
@@ -86,6 +86,11 @@ def test_a_folder_below_that_is_not_read_is_named(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(AccessDenied, match=f"Permission denied: '{tmp_path}/data/b'"):
         numbers(source)
+
+
+def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can only be an entire path component"):
+        numbers(f"{tmp_path}/a**.jsonl")
 
 
 def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
