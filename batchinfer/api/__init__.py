@@ -11,7 +11,6 @@ signal handlers with the calling program. On Linux the command also ends when th
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,15 +101,10 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
     kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
-    if not quiet:
+    if kept and not quiet:
         from batchinfer.cli.terminal import say
 
-        if importlib.util.find_spec("pandas") is None:
-            say(
-                "pandas is not installed: read the answers with .rows(), .to_arrow() or .to_polars()"
-            )
-        if kept:
-            say(f"job and run are kept in {kept}; work={kept!r} goes on there")
+        say(f"job and run are kept in {kept}; work={kept!r} goes on there")
     with sources_of(data) as (sources, scratch):
         dest = output if output is not None else scratch / "answers.parquet"
         place = ["--work", str(work or kept)] if work or kept else []
@@ -119,7 +113,9 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
             result = call("run", arguments, options, scratch, quiet=quiet)
         except errors.BatchinferError as error:
             if kept and any(Path(kept).iterdir()):
-                error.hint = f"{error.hint}\nfinished rows are kept: work={kept!r} goes on".strip()
+                text = f"finished rows are kept: work={kept!r} goes on"
+                error.hint = f"{error.hint}\n{text}".strip()
+                error.add_note(text)
             raise
     folder = str(result["work"])
     if "://" not in folder:  # stays true when the program changes its folder

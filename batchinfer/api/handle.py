@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from batchinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import datasets
@@ -111,6 +114,9 @@ class RunHandle:
 
     def to_pandas(self, **selection: Unpack[Selection]) -> pd.DataFrame:
         """As `to_arrow`, as a frame of pandas."""
+        if importlib.util.find_spec("pandas") is None:
+            hint = "pip install pandas, or read with .rows(), .to_arrow() or .to_polars()"
+            raise ConfigError("pandas is not installed", hint=hint)
         return self.to_arrow(**selection).to_pandas()
 
     def to_dataset(self, **selection: Unpack[Selection]) -> datasets.Dataset:

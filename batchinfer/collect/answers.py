@@ -32,6 +32,8 @@ _MEMORY = "768MB"
 _FETCHERS = 4
 _BLOCK_BYTES, _WINDOW_BYTES = 8 << 20, 16 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
+_INSERTS = 16
+"""Blocks of one transaction: its end copies what it has made, and until then memory holds it."""
 _ROW_BYTES = 800
 """Bytes that a row counts for besides its lines."""
 _SEVERAL = (
@@ -127,7 +129,7 @@ class Answers:
         """What was read: the chunks, with their markers."""
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
-        self._ends, self._room = [0], 0
+        self._ends, self._room, self._num_inserts = [0], 0, 0
         open_store = functools.cache(selection.open_store)
 
         def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
@@ -152,6 +154,7 @@ class Answers:
             self._register(0, [], [])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
+            sql.begin()
             for (ref, marker), each in zip(selection.sound, brought, strict=True):
                 output, source, problem = each
                 if problem:
@@ -164,6 +167,7 @@ class Answers:
                     self.found.append((ref, marker))
                 for path in filter(None, (output, source)):
                     remove_quietly(path)
+            sql.commit()
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
     def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
@@ -175,6 +179,10 @@ class Answers:
             for some, beside, num_bytes in _blocks(lines, sources):
                 self._register(row, some, beside if source else ())
                 self._sql.execute(self._insert)
+                self._num_inserts += 1
+                if self._num_inserts % _INSERTS == 0:
+                    self._sql.commit()
+                    self._sql.begin()
                 row += len(some)
                 if num_bytes > self._room:
                     self._ends.append(row)
@@ -190,14 +198,22 @@ class Answers:
         import numpy as np
         import pyarrow as pa
 
-        text = pa.large_string()
-        texts = [flatten_deep(each).decode(errors="replace").removesuffix("\n") for each in sources]
-        ends = np.cumsum([0, *map(len, lines)])
-        buffers = [None, pa.py_buffer(ends.astype(np.int64)), pa.py_buffer(b"".join(lines))]
+        # `pa.array` would import pandas.
+        def texts_of(values: Sequence[bytes]) -> Any:
+            ends = np.cumsum([0, *map(len, values)], dtype=np.int64)
+            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
+            return pa.Array.from_buffers(pa.large_string(), len(values), buffers)
+
+        # A source may hold bytes that are no UTF-8.
+        texts = [
+            flatten_deep(each).decode(errors="replace").removesuffix("\n").encode()
+            for each in sources
+        ]
+        wanted = pa.py_buffer(np.arange(row, row + len(lines)))
         columns = {
-            "wanted": pa.array(np.arange(row, row + len(lines))),
-            "line": pa.Array.from_buffers(text, len(lines), buffers),
-            "source": pa.array(texts, text) if texts else pa.nulls(len(lines), text),
+            "wanted": pa.Array.from_buffers(pa.int64(), len(lines), [None, wanted]),
+            "line": texts_of(lines),
+            "source": texts_of(texts) if texts else pa.nulls(len(lines), pa.large_string()),
         }
         self._sql.register("some_lines", pa.table(columns))
 

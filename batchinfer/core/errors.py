@@ -60,6 +60,8 @@ class BatchinferError(Exception):
         self.hint = redact(hint)
         self.result: dict[str, Any] | None = None
         super().__init__(self.message)
+        if hint:
+            self.add_note(f"hint: {self.hint}")
 
     def attach_result(self, result: dict[str, Any]) -> None:
         """Keep the result object that the command line prints although the command failed."""

@@ -135,18 +135,23 @@ class Outage:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._has_answered = False
+        self.has_served = False
+        """Whether a row was answered, and not refused."""
+        self._last_problem = ""
         self.since = 0.0
         """Time of the first failed attempt since an endpoint last answered; 0 if there was none."""
         self.last_replies: dict[RowKey, Reply] = {}
         """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
 
-    def note_answer(self) -> None:
+    def note_answer(self, reply: Reply) -> None:
         """Take note that a row was answered."""
         self._has_answered, self.since = True, 0.0
+        self.has_served |= reply.status == 200
 
     def note_failure(self, reply: Reply, num_failed: int) -> None:
         """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""
         self.since = self.since or time.monotonic()
+        self._last_problem = f"{reply.status}: {problem_of(reply.body).message[:200]}"
         if num_failed >= MOST_ATTEMPTS:
             self.last_replies[reply.key] = reply
 
@@ -171,7 +176,7 @@ class Outage:
             self.since = 0.0
             return found
         if is_late:
-            message = f"{targets[0].name}: answered nothing for {self._seconds:g} s"
+            message = f"{targets[0].name}: answered nothing for {self._seconds:g} s ({self._last_problem})"
             hint = "no row is lost; start the same command again when it answers"
             raise EngineDied(message, hint=hint)
         return []

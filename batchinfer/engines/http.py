@@ -25,7 +25,7 @@ from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.replies import judge
+from batchinfer.engines.replies import asks_for, judge, lacks_model
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.targets import Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
@@ -325,8 +325,11 @@ class HttpEngine:
             reply, verdict = judge(call, found.status, found.body)
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
+            is_lost = self._outage.has_served and lacks_model(reply)
+            if is_lost and asks_for(call, self.config.model):
+                verdict = "failed"  # no row's fault: the endpoint had the model
             if verdict in ("final", "denied"):
-                self._outage.note_answer()
+                self._outage.note_answer(reply)
                 target.num_pauses = 0
                 target.num_answered += 1
                 return reply

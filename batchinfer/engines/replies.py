@@ -5,7 +5,7 @@ The tables go by the HTTP status and by the fields `param`, `code` and `type` of
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -55,6 +55,24 @@ def problem_of(body: bytes) -> Problem:
     texts = {name: str(found[name]) for name in names if found.get(name) is not None}
     # vLLM names a field that pydantic refuses by its place in the request: body.model.
     return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
+
+
+def lacks_model(reply: Reply) -> bool:
+    """Whether a server says that it does not have the model that it was asked for."""
+    return reply.status == 404 and _is_unknown_model(problem_of(reply.body))
+
+
+def _is_unknown_model(problem: Problem) -> bool:
+    return problem.code == "model_not_found" or problem.type == "NotFoundError"
+
+
+def asks_for(call: Call, model: str) -> bool:
+    """Whether a call asks for a model, by its name or by naming none."""
+    try:
+        body = msgspec.json.decode(call.body, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return False
+    return bool(body.get("model", model) == model)
 
 
 # Field that the body of an answer has, by the end of the call's path.
@@ -125,7 +143,7 @@ def _code_of(status: int, problem: Problem) -> Code:
         return Code.SERVER_ERROR
     if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
         return Code.PROMPT_TOO_LONG
-    if problem.param == "model":
+    if problem.param == "model" or _is_unknown_model(problem):
         return Code.MODEL_NOT_FOUND
     if status in (404, 405):
         return Code.UNKNOWN_URL

@@ -23,8 +23,6 @@ class StopConfig(Record, frozen=True, kw_only=True):
     run: Annotated[str, NO_OPTION]
     resume: bool = False
     """Take the request back: workers may start again."""
-    reason: str = ""
-    """Why, for whoever finds the run stopped."""
     cancel: bool = False
     """Cancel what `batchinfer launch` submitted, too, and say what is left."""
     namespace: str = ""
@@ -50,8 +48,8 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     if config.resume:
         store.delete([layout.STOP_KEY])
     elif not was_stopped:
-        # Workers stop because the object exists; its fields only inform people.
-        request = {"requested": iso_utc(clock.now()), "reason": config.reason}
+        # Workers stop because the object exists; what it says only informs people.
+        request = {"requested": iso_utc(clock.now())}
         with contextlib.suppress(AlreadyExists):  # another `stop` has written it meanwhile
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
     return {

@@ -33,7 +33,7 @@ _LISTS = (
 )
 
 
-def count_parquet(file: DataFile, _wanted: Wanted) -> DataFile:
+def count_rows(file: DataFile, _wanted: Wanted) -> DataFile:
     """Read the footer of a parquet file."""
     with opened(file.url) as there:
         metadata, digest = read_footer(there)
@@ -51,7 +51,7 @@ def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
     return pq.read_metadata(file), digest
 
 
-def read_parquet(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
     """Yield the rows of a parquet file. Memory holds at most the columns that are needed of one row group."""
     names = file.columns if wanted.columns is None else wanted.columns
     needed = list(dict.fromkeys([*names, *filter(None, [wanted.id_column])]))

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import msgspec
 
@@ -20,7 +21,6 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
 from batchinfer.split import files, text_lines
 from batchinfer.split.files import Block, DataFile, Wanted, refuse_columns
-from batchinfer.split.parquet_rows import count_parquet, read_parquet
 from batchinfer.storage.opening import is_inside, join_url
 from batchinfer.storage.scratch import Scratch
 
@@ -71,7 +71,7 @@ class Sources(Record, frozen=True, kw_only=True):
         row = self.first_row
         for file in self.files:
             last = row + file.rows
-            for block in _read(file, self.wanted, row):
+            for block in _reader_of(file).read_rows(file, self.wanted, row):
                 row += block.num_rows
                 if row > last:
                     break
@@ -82,7 +82,7 @@ class Sources(Record, frozen=True, kw_only=True):
     def head(self, index: int, count: int) -> tuple[int, list[bytes]]:
         """Return the number of the first row of one of the files, and its first rows as lines."""
         file, first = self.files[index], sum(file.rows for file in self.files[:index])
-        block = next(_read(file, self.wanted, first))
+        block = next(_reader_of(file).read_rows(file, self.wanted, first))
         most = min(count, block.num_rows, self.rows - first)
         return first, block.lines.split(b"\n", most)[:most]
 
@@ -171,9 +171,13 @@ class Sources(Record, frozen=True, kw_only=True):
         )
 
 
-def _read(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
-    read = read_parquet if file.format == "parquet" else text_lines.read_lines
-    return read(file, wanted, row)
+def _reader_of(file: DataFile) -> ModuleType:
+    """Return the module that counts and reads the rows of a file."""
+    if file.format != "parquet":
+        return text_lines
+    from batchinfer.split import parquet_rows  # imports pyarrow and polars
+
+    return parquet_rows
 
 
 def count_sources(
@@ -208,9 +212,8 @@ def count_sources(
         new = []
         for file in found:
             if limit is None or rows < limit:
-                count = count_parquet if file.format == "parquet" else text_lines.count_lines
                 with files.reading(file.url):
-                    new.append(count(file, wanted))
+                    new.append(_reader_of(file).count_rows(file, wanted))
                 rows += new[-1].rows
         described = [file.described for file in new]
         sources.append(

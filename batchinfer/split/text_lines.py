@@ -30,7 +30,7 @@ _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
 
 
-def count_lines(file: DataFile, wanted: Wanted) -> DataFile:
+def count_rows(file: DataFile, wanted: Wanted) -> DataFile:
     """Read a whole file, to find the number of its rows, their sha256, and the columns of the first ones."""
     digest, rows, columns = hashlib.sha256(), 0, list[str]()
     for lines in _blocks(file, wanted):
@@ -67,7 +67,7 @@ def has_column(url: str, name: str) -> bool:
         return any(name in (raw_members(line) or ()) for line in there)
 
 
-def read_lines(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
     """Yield the rows of a file."""
     first_row = row
     for lines in _blocks(file, wanted):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import polars as pl
 from msgspec import UNSET
 
 from batchinfer.core import codec, layout, units
@@ -34,6 +33,8 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from batchinfer.split.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -114,12 +115,18 @@ class _Rows:
         self._lines, self._num_left = io.BytesIO(block.lines), block.num_rows
         self.num_broken += block.num_broken
         if len(block.ids) and self._num_ids < _MOST_IDS:
+            import polars as pl
+
             self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
             self._num_ids += len(block.ids)
 
     def num_repeated(self) -> int:
         """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""
-        return self._num_ids - pl.concat(self._ids).n_unique() if self._ids else 0
+        if not self._ids:
+            return 0
+        import polars as pl
+
+        return self._num_ids - pl.concat(self._ids).n_unique()
 
 
 def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]) -> Job:

@@ -93,7 +93,7 @@ def split_bucket(url: str) -> tuple[str, str]:
     return bucket, f"{root}/" if root else ""
 
 
-_NO_NAMES = frozenset({"", ".", ".."})
+NO_NAMES = frozenset({"", ".", ".."})
 """Components that a key cannot have."""
 
 
@@ -129,7 +129,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def _check_components(key: str, components: list[str]) -> None:
-    _refuse_unless("\0" not in key and _NO_NAMES.isdisjoint(components), key)
+    _refuse_unless("\0" not in key and NO_NAMES.isdisjoint(components), key)
 
 
 def _refuse_unless(condition: bool, key: str) -> None:

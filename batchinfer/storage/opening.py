@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
 from batchinfer.core.redaction import has_user
-from batchinfer.storage import Store
+from batchinfer.storage import NO_NAMES, Store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,13 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
 
         return LocalStore(local_path(url))
     if scheme not in READ_ONLY_SCHEMES:
+        parts = rest.strip("/").split("/")
+        kept = [part for part in parts if part not in NO_NAMES]
+        if kept != parts:
+            raise ConfigError(
+                f"{url!r}: has a part that is empty or dots, which keys cannot have",
+                hint=f"did you mean {scheme}://{'/'.join(kept)}?",
+            )
         from batchinfer.storage.clouds import open_bucket
 
         return open_bucket(scheme, url, retries)

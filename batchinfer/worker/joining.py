@@ -337,11 +337,16 @@ def check_error_rate(
         )
 
 
-def refuse_only_errors(config: WorkerConfig) -> None:
-    """Raise ErrorRateExceeded for a run without any answer that an earlier start has done."""
-    if config.max_error_rate != 1:
+def refuse_errors(config: WorkerConfig, rows_ok: int, rows_error: int) -> None:
+    """Raise ErrorRateExceeded for what earlier starts and this one have done, if too many rows of it failed.
+
+    With --retry-errors, rows that failed before count although they were asked again, so only answers are looked for.
+    """
+    rate, most = rows_error / (rows_ok + rows_error), config.max_error_rate
+    is_over = most is not None and rate > most and rows_error >= config.min_errors
+    if (is_over and not config.retry_errors) or rate == 1 != most:
         raise ErrorRateExceeded(
-            "every row of the run failed",
+            f"{f'{rate:.1%} of the rows' if rows_ok else 'every row'} of the run failed",
             hint="fix the prompt options or the data; --retry-errors asks failed rows again, `batchinfer status` "
             "counts the errors, and --max-error-rate 1 accepts such a run",
         )

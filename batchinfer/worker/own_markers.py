@@ -33,16 +33,18 @@ class OwnMarkers:
     def __init__(self, store: Store, do: Callable[[Callable[[], Any]], Any]) -> None:
         self._store = store
         self._do = do
-        self.num_read = 0
-        self.has_answers = False
-        """Whether a marker that was read has a row with an answer."""
+        self.rows_ok = self.rows_error = 0
+        """Rows of the chunks whose markers were read."""
+        self.unreadable: set[str] = set()
+        """Chunks whose markers cannot be read."""
 
     def read(self, generations: Mapping[str, int]) -> dict[str, Marker]:
         """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
         work = partial(read_markers, self._store, generations, _NUM_READERS)
         markers: dict[str, Marker] = self._do(work)
-        self.num_read += len(markers)
-        self.has_answers |= any(marker.rows_ok for marker in markers.values())
+        self.unreadable |= generations.keys() - markers.keys()
+        self.rows_ok += sum(marker.rows_ok for marker in markers.values())
+        self.rows_error += sum(marker.rows_error for marker in markers.values())
         return markers
 
     def fingerprints(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from batchinfer.worker.joining import (
     Membership,
     make_result,
     read_work,
-    refuse_only_errors,
+    refuse_errors,
 )
 from batchinfer.worker.limits import watch_limits
 from batchinfer.worker.main_loop import MainLoop
@@ -182,6 +182,8 @@ class _Start:
         if membership.run is not None:
             marked = self.markers.fingerprints(done, own)
             refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
+            unreadable = self.markers.unreadable
+            done = {name: each for name, each in done.items() if name not in unreadable}
         checkpointed = self._await(with_checkpoints)
         access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
@@ -215,8 +217,12 @@ class _Start:
             self.markers.refuse_mixed(membership.run.fingerprint, before, others)
         self._do(membership.confirm, may_finish=True)
         counts, markers = self.telemetry.counts, self.markers
-        if markers.num_read and not markers.has_answers and counts.rows_done == counts.rows_error:
-            refuse_only_errors(self.config)
+        if markers.rows_ok or markers.rows_error:
+            refuse_errors(
+                self.config,
+                markers.rows_ok + counts.rows_ok,
+                markers.rows_error + counts.rows_error,
+            )
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Future[EngineInfo]:
         """Open the engine in the background.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import re
 import signal
@@ -160,14 +159,12 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
     assert answered.to_arrow()["error_code"].to_pylist() == ["prompt_too_long", None]
 
 
-def test_a_missing_pandas_is_said_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    absent = lambda name: None if name == "pandas" else find(name)  # noqa: E731
-    monkeypatch.setattr("importlib.util.find_spec", absent)
-    run(["a"])
-    assert "pandas is not installed: read the answers with" in capsys.readouterr().err
+def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = run(["a"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(errors.ConfigError, match="pandas is not installed") as caught:
+        answered.to_pandas()
+    assert "to_arrow()" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,10 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
         run(**options, quiet=quiet)
     shown = capfd.readouterr().err
     assert isinstance(caught.value, errors.BatchinferError)
-    assert "settings file" not in caught.value.hint + shown
+    hint = caught.value.hint
+    assert "settings file" not in hint + shown
+    notes = getattr(caught.value, "__notes__", [])
+    assert notes == ([f"hint: {hint}"] if hint else []), "a traceback shows the hint"
     assert not re.search(said, shown)
     assert not (quiet and shown)
 

@@ -154,6 +154,26 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
     assert time.monotonic() - begin > 0.5
 
 
+@pytest.mark.parametrize(
+    "error", [{"type": "NotFoundError", "code": 404}, {"code": "model_not_found", "param": None}]
+)
+def test_an_endpoint_that_loses_its_model_fails_no_row(endpoint, error):
+    """Only rows that ask for another model are refused."""
+    gone = reply(404, {"error": {"message": "The model does not exist.", **error}})
+    other = call(0, model="other")
+    endpoint.rule = lambda text, _: gone if text.startswith("row 0 ") else None
+    engine, _ = opened(endpoint, stall_seconds=0.5)
+    found = drive(engine, ListSource([call(1), call(2)]))
+    found |= drive(engine, ListSource([other]))
+    assert {key[1]: code_of(each) for key, each in found.items()} == {
+        0: "model_not_found", 1: "", 2: "",
+    }  # fmt: skip
+    endpoint.rule = lambda *_: gone
+    with pytest.raises(EngineDied, match=r"answered nothing .*The model does not exist"):
+        drive(engine, ListSource(calls(40)))
+    engine.close()
+
+
 def test_a_slow_endpoint_is_no_outage(endpoint):
     endpoint.delay_seconds = 1.0
     engine, _ = opened(endpoint, stall_seconds=0.3)
@@ -359,8 +379,11 @@ def test_an_endpoint_that_takes_over_anothers_rows_gets_no_more_of_them_at_once(
     assert most == 5
 
 
-def test_a_pace_is_kept():
-    config = EngineConfig(engine="openai", requests_per_minute=1200)
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 1200}, {"tokens_per_minute": 27_000}])
+def test_a_pace_is_kept(limit):
+    """A call counts as 28 tokens, of which 4,500 may go at once."""
+    config = EngineConfig(engine="openai", **limit)
+    count = 30 if "requests_per_minute" in limit else 170
     import asyncio
 
     async def time_of(count):
@@ -369,7 +392,7 @@ def test_a_pace_is_kept():
             await pace.wait(call(0))
         return time.monotonic() - begin
 
-    assert 0.4 < asyncio.run(time_of(30)) < 30
+    assert 0.4 < asyncio.run(time_of(count)) < 30
     assert estimate_tokens(call(0, max_tokens=100, n=2)) > 200
 
 

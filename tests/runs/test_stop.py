@@ -18,8 +18,7 @@ from making import finish_process, make_job, run_worker_here, start_process, wor
 
 
 def stop(run: str, *, resume: bool = False) -> dict[str, Any]:
-    config = StopConfig(run=run, resume=resume, reason="too dear")
-    return run_stop(config, store=open_store(run), clock=SystemClock())
+    return run_stop(StopConfig(run=run, resume=resume), store=open_store(run), clock=SystemClock())
 
 
 def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed(
@@ -34,7 +33,7 @@ def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed(
         time.sleep(0.05)
     assert (stop(run)["stopped"], stop(run)["was_stopped"]) == (True, True)
     first = Path(run, layout.STOP_KEY).read_bytes()
-    assert json.loads(first)["reason"] == "too dear"
+    assert json.loads(first)["requested"]
     assert finish_process(process).status == StopRequested.exit_status == 3
     with pytest.raises(StopRequested):
         run_worker_here(job, run)

@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from batchinfer.core import layout
@@ -38,7 +39,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.storage import ObjectInfo
-from batchinfer.worker import joining, main_loop, minutes
+from batchinfer.worker import joining, main_loop, minutes, ring, workload
 from batchinfer.worker import start as worker_start
 from making import put_job
 
@@ -308,6 +309,7 @@ class Campaign:
                 stack.enter_context(_one_job())
                 stack.enter_context(_known_listings())
                 stack.enter_context(_less_detail())
+                stack.enter_context(_small_sets())
                 for machine in self.machines:
                     self.num_running += 1
                     delay = self.chance.random() * self.plan.launch_seconds
@@ -512,6 +514,56 @@ def _known_listings() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (survey, worker_start):
             stack.enter_context(mock.patch.object(module, "newest_markers", shared))
+        yield
+
+
+class _Chunks(MutableSet[str]):
+    """A set of chunks' names that takes one byte for each chunk of the job. A set of Python's takes forty."""
+
+    _numbers: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._held = bytearray()
+        self |= names
+
+    def add(self, value: str) -> None:
+        number = self._numbers.setdefault(value, len(self._numbers))
+        if number >= len(self._held):
+            self._held.extend(bytes(number + 1 - len(self._held)))
+        self._held[number] = 1
+
+    def discard(self, value: str) -> None:
+        if value in self:
+            self._held[self._numbers[value]] = 0
+
+    def __contains__(self, value: object) -> bool:
+        number = self._numbers.get(value, len(self._held))
+        return number < len(self._held) and self._held[number] == 1
+
+    def __iter__(self) -> Iterator[str]:
+        return compress(self._numbers, self._held)
+
+    def __len__(self) -> int:
+        return self._held.count(1)
+
+
+@contextmanager
+def _small_sets() -> Iterator[None]:
+    """Let the chunks that each worker knows to be done take little memory: at the end a thousand know all of them."""
+    make_ring, make_workload = ring.Ring.__init__, workload.Workload.__init__
+
+    def small_ring(self: Any, *arguments: Any, **options: Any) -> None:
+        make_ring(self, *arguments, **options)
+        self._settled = _Chunks(self._settled)
+
+    def small_workload(self: Any) -> None:
+        make_workload(self)
+        self._done = _Chunks()
+
+    with (
+        mock.patch.object(ring.Ring, "__init__", small_ring),
+        mock.patch.object(workload.Workload, "__init__", small_workload),
+    ):
         yield
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.core.errors import ConfigError
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
@@ -72,6 +73,13 @@ def test_opening_a_folder_loads_no_object_store():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.strip() == b"[]"
+
+
+@pytest.mark.parametrize("part", ["", ".", ".."])
+def test_a_part_that_keys_cannot_have_is_refused_with_what_is_meant(part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(f"s3://bucket/{part}/job/")
+    assert caught.value.hint == "did you mean s3://bucket/job?"
 
 
 def test_inside_is_by_whole_components(tmp_path: Path) -> None:

@@ -262,6 +262,25 @@ class TestBadRows:
         assert caught.value.exit_status == 3
         assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
+    def test_too_many_errors_stay_too_many_for_later_starts(self, tmp_path: Path) -> None:
+        job, run, most = tmp_path / "job", tmp_path / "run", ("--max-error-rate", "0.1")
+        rows = {"rows": 80, "per_chunk": 20}
+        make_job(job, **rows, make_row=lambda row: {"prompt": "x" if row % 4 else ""})
+        run_worker_here(job, run, "--max-error-rate", "0.1", "--min-errors", "21")
+        for _ in range(2):
+            with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
+                run_worker_here(job, run, *most)
+        assert run_worker_here(job, run, "--max-error-rate", "0.25")["status"] == "SUCCESS"
+
+    def test_a_marker_that_is_cut_is_no_success(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=4, per_chunk=2)
+        run_worker_here(job, run)
+        marker = run / "outputs/part-00001.succeed"
+        marker.write_bytes(marker.read_bytes()[:-40])
+        assert run_worker_here(job, run)["request_count"] == 2
+        assert json.loads(marker.read_bytes())["rows_ok"] == 2
+
     def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
         self, tmp_path: Path
     ) -> None:
