@@ -135,23 +135,25 @@ class Outage:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._has_answered = False
-        self.has_served = False
-        """Whether a row was answered, and not refused."""
-        self._last_problem = ""
+        self.served: set[str] = set()
+        """Paths of which rows were answered, and not refused."""
+        self._last: tuple[Target, Reply] | None = None
+        """The last attempt that failed."""
         self.since = 0.0
         """Time of the first failed attempt since an endpoint last answered; 0 if there was none."""
         self.last_replies: dict[RowKey, Reply] = {}
         """Replies of the last attempts at rows in flight that have failed `MOST_ATTEMPTS` times."""
 
-    def note_answer(self, reply: Reply) -> None:
+    def note_answer(self, call: Call, reply: Reply) -> None:
         """Take note that a row was answered."""
         self._has_answered, self.since = True, 0.0
-        self.has_served |= reply.status == 200
+        if reply.status == 200:
+            self.served.add(call.path)
 
-    def note_failure(self, reply: Reply, num_failed: int) -> None:
+    def note_failure(self, target: Target, reply: Reply, num_failed: int) -> None:
         """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""
         self.since = self.since or time.monotonic()
-        self._last_problem = f"{reply.status}: {problem_of(reply.body).message[:200]}"
+        self._last = target, reply
         if num_failed >= MOST_ATTEMPTS:
             self.last_replies[reply.key] = reply
 
@@ -176,7 +178,10 @@ class Outage:
             self.since = 0.0
             return found
         if is_late:
-            message = f"{targets[0].name}: answered nothing for {self._seconds:g} s ({self._last_problem})"
+            assert self._last is not None
+            target, reply = self._last
+            said = f"it said last: {reply.status}: {problem_of(reply.body).message[:200]}"
+            message = f"{target.name}: answered nothing for {self._seconds:g} s; {said}"
             hint = "no row is lost; start the same command again when it answers"
             raise EngineDied(message, hint=hint)
         return []

@@ -25,7 +25,7 @@ from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.replies import asks_for, judge, lacks_model
+from batchinfer.engines.replies import asks_for, judge
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.targets import Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
@@ -325,17 +325,19 @@ class HttpEngine:
             reply, verdict = judge(call, found.status, found.body)
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
-            is_lost = self._outage.has_served and lacks_model(reply)
-            if is_lost and asks_for(call, self.config.model):
-                verdict = "failed"  # no row's fault: the endpoint had the model
+            was_there = reply.status in (404, 405) and call.path in self._outage.served
+            if was_there and asks_for(call, self.config.model):
+                verdict = "failed"  # no row's fault: the endpoint has lost its model, or a proxy its server
             if verdict in ("final", "denied"):
-                self._outage.note_answer(reply)
+                self._outage.note_answer(call, reply)
                 target.num_pauses = 0
                 target.num_answered += 1
                 return reply
             is_busy = verdict == "busy" or found.wait_seconds is not None
             num_failed += not is_busy
-            self._outage.note_failure(reply, 0 if is_busy or not found.status else num_failed)
+            self._outage.note_failure(
+                target, reply, 0 if is_busy or not found.status else num_failed
+            )
             if is_busy:
                 target.pause(found.wait_seconds)
                 continue

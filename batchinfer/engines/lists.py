@@ -46,10 +46,10 @@ def merge(calls: Sequence[Call]) -> Call:
 
 
 def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
-    """Return the reply for each call from the reply to the merged request; none if it has not one answer for each.
+    """Return the reply for each call from the reply to the merged request; none if it lacks the answer to one.
 
-    The server counts the tokens of all texts together. Each reply gets a share of them by the length of its call's
-    body; the shares are the whole count together. The bodies have no usage.
+    The items say by their index whose they are. The server counts the tokens of all texts together. Each reply gets a
+    share of them by the length of its call's body; the shares are the whole count together. The bodies have no usage.
     """
     if len(calls) == 1:
         return [reply]
@@ -60,13 +60,18 @@ def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
         count = codec.convert(usage.get("prompt_tokens") or 0, Tokens)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return []
-    if len(items) != len(calls):
+    # A server may answer in another order.
+    by_place = {bytes(item.get("index", b"")): item for item in items}
+    places = [b"%d" % place for place in range(len(calls))]
+    if len(items) != len(calls) or by_place.keys() != set(places):
         return []
     total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0
-    for call, item in zip(calls, items, strict=True):
+    for call, place in zip(calls, places, strict=True):
         before += len(call.body)
         share = count * before // total - given
         given += share
-        one = rest | {"data": msgspec.Raw(_encode([item | {"index": msgspec.Raw(b"0")}]))}
+        one = rest | {
+            "data": msgspec.Raw(_encode([by_place[place] | {"index": msgspec.Raw(b"0")}]))
+        }
         replies.append(Reply(key=call.key, status=200, body=_encode(one), prompt_tokens=share))
     return replies

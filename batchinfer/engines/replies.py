@@ -5,6 +5,7 @@ The tables go by the HTTP status and by the fields `param`, `code` and `type` of
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -57,15 +58,6 @@ def problem_of(body: bytes) -> Problem:
     return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
 
 
-def lacks_model(reply: Reply) -> bool:
-    """Whether a server says that it does not have the model that it was asked for."""
-    return reply.status == 404 and _is_unknown_model(problem_of(reply.body))
-
-
-def _is_unknown_model(problem: Problem) -> bool:
-    return problem.code == "model_not_found" or problem.type == "NotFoundError"
-
-
 def asks_for(call: Call, model: str) -> bool:
     """Whether a call asks for a model, by its name or by naming none."""
     try:
@@ -82,6 +74,10 @@ _ANSWER_FIELDS = {
     "responses": "output",
     "rerank": "results",
 }
+
+
+_ITEMS = re.compile(rb'\[\s*\{\s*"')
+"""How a list begins whose first item has a field."""
 
 
 def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
@@ -106,7 +102,8 @@ def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
         return reply, "denied"
     if status in _OVERLOADED:
         return reply, "busy"
-    return reply, "failed" if not status or status in _TRANSIENT else "final"
+    is_none = status < 400 and status != 200  # such as a redirection to a page for signing in
+    return reply, "failed" if is_none or status in _TRANSIENT else "final"
 
 
 def _is_answer(call: Call, body: bytes) -> bool:
@@ -119,8 +116,8 @@ def _is_answer(call: Call, body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     has_error = bytes(found.get("error", b"null")) != b"null"
-    has_answer = field is None or bytes(found.get(field, b"[]")) not in (b"null", b"[]")
-    return has_answer and not has_error
+    has_answer = field is None or _ITEMS.match(bytes(found.get(field, b"")))
+    return bool(has_answer) and not has_error
 
 
 def failure_of(reply: Reply) -> Failure | None:
@@ -137,13 +134,13 @@ def failure_of(reply: Reply) -> Failure | None:
 
 
 def _code_of(status: int, problem: Problem) -> Code:
-    if problem.type == _INVALID_TYPE or status < 300:
+    if problem.type == _INVALID_TYPE or status < 400:
         return Code.INVALID_ANSWER
     if status in _TRANSIENT or (status >= 500 and status != 501):
         return Code.SERVER_ERROR
     if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
         return Code.PROMPT_TOO_LONG
-    if problem.param == "model" or _is_unknown_model(problem):
+    if problem.param == "model" or problem.code == "model_not_found":
         return Code.MODEL_NOT_FOUND
     if status in (404, 405):
         return Code.UNKNOWN_URL

@@ -25,6 +25,8 @@ _KEEP_SECONDS = 4.0
 # never waits for the worker.
 _IN_FLIGHT_FACTOR = 1.5
 _LONGEST_PAUSE_SECONDS = 60.0
+_LARGEST_BYTES = 512 << 20
+"""Most bytes of an answer that are read, such as of one that never ends."""
 _BROKEN = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 """What the client raises if no whole answer comes."""
 
@@ -85,9 +87,9 @@ class Target:
         return max(0.0, self.paused_until - time.monotonic())
 
     def pause(self, wait_seconds: float | None = None) -> None:
-        """Give it no call for as long as it asks for, or for a growing pause."""
+        """Give it no call for a growing pause, or for as long as it asks for if that is longer."""
         self.num_pauses += not self.pause_seconds  # calls that fail together make one pause
-        pause = pause_seconds(self.num_pauses) if wait_seconds is None else wait_seconds
+        pause = max(pause_seconds(self.num_pauses), wait_seconds or 0.0)
         self.paused_until = max(self.paused_until, time.monotonic() + pause)
 
     def url_of(self, path: str) -> str:
@@ -124,7 +126,7 @@ class Target:
     async def _read(self, request: Any, seconds: float | None) -> Answer:
         try:
             async with asyncio.timeout(seconds), request as found:
-                wait, body = found.headers.get("retry-after", ""), await found.read()
+                wait, body = found.headers.get("retry-after", ""), await _body_of(found)
                 if self._key:  # some endpoints repeat it in their refusals
                     body = body.replace(self._key.encode(), "…".encode())
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
@@ -163,6 +165,17 @@ class Target:
         if self._http is not None:
             await self._http.close()
             self._http = None
+
+
+async def _body_of(found: aiohttp.ClientResponse) -> bytes:
+    """Return a body, or the beginning of a very large one: no whole answer."""
+    pieces, size = [], 0
+    async for piece in found.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > _LARGEST_BYTES:
+            break
+    return b"".join(pieces)[:_LARGEST_BYTES]
 
 
 def slots_for(num_seqs: int) -> int:

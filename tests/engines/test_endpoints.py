@@ -77,6 +77,11 @@ PASSING = {
     "an error with 200": reply(200, ERROR),
     "no choices": reply(200, {"id": "x"}),
     "empty choices": reply(200, {"choices": []}),
+    "a text for choices": reply(200, {"choices": "hello"}),
+    "empty choice": reply(200, {"choices": [{}]}),
+    "a redirection": reply(307, "", "text/html"),
+    "no content": reply(204, "", "text/html"),
+    "429 at once": refusal(429, Retry_After="0"),
     "closed at once": raw(b""),
     "closed after the headers": raw(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
     "no HTTP": raw(b"SSH-2.0-OpenSSH\r\n"),
@@ -154,24 +159,52 @@ def test_an_outage_ends_the_engine_after_a_while_and_fails_no_row(endpoint, name
     assert time.monotonic() - begin > 0.5
 
 
-@pytest.mark.parametrize(
-    "error", [{"type": "NotFoundError", "code": 404}, {"code": "model_not_found", "param": None}]
-)
-def test_an_endpoint_that_loses_its_model_fails_no_row(endpoint, error):
-    """Only rows that ask for another model are refused."""
-    gone = reply(404, {"error": {"message": "The model does not exist.", **error}})
+GONE = {
+    "vLLM": reply(404, {"error": {"message": "No such model.", "param": "model", "code": 404}}),
+    "OpenAI": reply(404, {"error": {"message": "No such model.", "code": "model_not_found"}}),
+    "a proxy": reply(404, "No such model.", "text/html"),
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_an_endpoint_that_loses_its_model_fails_no_row(endpoint, name):
+    """Rows that ask for another model, or for what was never answered, are refused."""
+    gone, refused = GONE[name], "unknown_url" if name == "a proxy" else "model_not_found"
     other = call(0, model="other")
     endpoint.rule = lambda text, _: gone if text.startswith("row 0 ") else None
     engine, _ = opened(endpoint, stall_seconds=0.5)
     found = drive(engine, ListSource([call(1), call(2)]))
-    found |= drive(engine, ListSource([other]))
-    assert {key[1]: code_of(each) for key, each in found.items()} == {
-        0: "model_not_found", 1: "", 2: "",
-    }  # fmt: skip
+    found |= drive(engine, ListSource([other, call(3, "/v1/completions", prompt="row 0 again")]))
+    codes = {key[1]: code_of(each) for key, each in found.items()}
+    assert codes == {0: refused, 1: "", 2: "", 3: refused}
     endpoint.rule = lambda *_: gone
-    with pytest.raises(EngineDied, match=r"answered nothing .*The model does not exist"):
+    with pytest.raises(EngineDied, match=r"answered nothing .*404: No such model"):
         drive(engine, ListSource(calls(40)))
     engine.close()
+
+
+def test_an_answer_without_an_end_fails_alone(endpoint, engine, monkeypatch):
+    monkeypatch.setattr("batchinfer.engines.targets._LARGEST_BYTES", 1000)
+    large = reply(200, {"choices": [{"text": "x" * 2000}]})
+    endpoint.rule = lambda text, _: large if text.startswith("row 3 ") else None
+    endpoint.delay_seconds = 0.02
+    found = drive(engine, ListSource(calls(400)))
+    codes = {key[1]: code_of(each) for key, each in found.items() if code_of(each)}
+    assert codes == {3: "invalid_answer"}
+
+
+def test_an_endpoint_that_wants_to_be_asked_at_once_is_left_alone_and_named(endpoint):
+    with fake_endpoint() as busy:
+        busy.rule = lambda *_: refusal(429, Retry_After="0")
+        engine, _ = opened(endpoint, busy)
+        found = drive(engine, ListSource(calls(60)))
+        assert {code_of(each) for each in found.values()} == {""}
+        assert len(busy.bodies) < 200
+        engine.close()
+        engine, _ = opened(busy, stall_seconds=0.5)
+        with pytest.raises(EngineDied, match=f"{busy.url}: answered nothing"):
+            drive(engine, ListSource(calls(4)))
+        engine.close()
 
 
 def test_a_slow_endpoint_is_no_outage(endpoint):
@@ -419,6 +452,20 @@ def test_texts_go_in_lists_and_come_back_singly(endpoint, engine):
     assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
     assert all("usage" not in body_of(found["c", index]) for index in range(14))
     assert all(body_of(each)["data"][0]["index"] == 0 for each in found.values())
+
+
+def test_a_list_that_is_answered_in_another_order_is_split_by_its_indexes(endpoint, engine):
+    def turned(_text, body):
+        found = json.loads(endpoint.answer(embed(0, body["input"])).body)
+        return reply(200, {**found, "data": found["data"][::-1]})
+
+    endpoint.rule = turned
+    rows = [embed(index, f"text {index}") for index in range(10)]
+    found = drive(engine, ListSource(rows))
+    assert len(endpoint.bodies) == 1
+    for each in rows:
+        alone = json.loads(endpoint.answer(each).body)
+        assert vectors(found)[each.key] == alone["data"][0]["embedding"]
 
 
 @pytest.mark.parametrize("count", [-1, 10**400])
