@@ -6,10 +6,10 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
@@ -151,7 +151,7 @@ class Answers:
         self._insert = f"INSERT INTO {name} {columns}"
         with sql_errors("an output"):
             sql.execute(text_of("answers.sql"))
-            self._register(0, [], [])
+            self._register(0, b"", (), ())
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
             sql.begin()
@@ -175,15 +175,15 @@ class Answers:
         row, count = ref.first_row, marker.rows_done
         with ExitStack() as stack:
             lines = stack.enter_context(output.open("rb"))
-            sources = stack.enter_context(source.open("rb")) if source else itertools.repeat(b"")
-            for some, beside, num_bytes in _blocks(lines, sources):
-                self._register(row, some, beside if source else ())
+            sources = stack.enter_context(source.open("rb")) if source else None
+            for data, ends, beside, num_bytes in _blocks(lines, sources):
+                self._register(row, data, ends, beside)
                 self._sql.execute(self._insert)
                 self._num_inserts += 1
                 if self._num_inserts % _INSERTS == 0:
                     self._sql.commit()
                     self._sql.begin()
-                row += len(some)
+                row += len(ends)
                 if num_bytes > self._room:
                     self._ends.append(row)
                     self._room = _WINDOW_BYTES
@@ -193,27 +193,30 @@ class Answers:
             what = f"its output has {row - ref.first_row} lines, expected {count}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _register(self, row: int, lines: Sequence[bytes], sources: Sequence[bytes]) -> None:
+    def _register(self, row: int, data: bytes, ends: Any, sources: Sequence[bytes]) -> None:
         """Make output lines, the first of the row `row`, and perhaps lines of their chunk the table `some_lines`."""
         import numpy as np
         import pyarrow as pa
 
         # `pa.array` would import pandas.
-        def texts_of(values: Sequence[bytes]) -> Any:
-            ends = np.cumsum([0, *map(len, values)], dtype=np.int64)
-            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
-            return pa.Array.from_buffers(pa.large_string(), len(values), buffers)
+        def texts_of(data: bytes, ends: Any) -> Any:
+            offsets = np.concatenate(([0], ends)).astype(np.int64)
+            buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+            return pa.Array.from_buffers(pa.large_string(), len(ends), buffers)
 
         # A source may hold bytes that are no UTF-8.
         texts = [
             flatten_deep(each).decode(errors="replace").removesuffix("\n").encode()
             for each in sources
         ]
-        wanted = pa.py_buffer(np.arange(row, row + len(lines)))
+        wanted = pa.py_buffer(np.arange(row, row + len(ends)))
+        beside = pa.nulls(len(ends), pa.large_string())
+        if texts:
+            beside = texts_of(b"".join(texts), np.cumsum([*map(len, texts)]))
         columns = {
-            "wanted": pa.Array.from_buffers(pa.int64(), len(lines), [None, wanted]),
-            "line": texts_of(lines),
-            "source": texts_of(texts) if texts else pa.nulls(len(lines), pa.large_string()),
+            "wanted": pa.Array.from_buffers(pa.int64(), len(ends), [None, wanted]),
+            "line": texts_of(data, ends),
+            "source": beside,
         }
         self._sql.register("some_lines", pa.table(columns))
 
@@ -248,22 +251,25 @@ class Answers:
 
 
 def _blocks(
-    lines: Iterable[bytes], sources: Iterator[bytes]
-) -> Iterator[tuple[list[bytes], list[bytes], int]]:
-    """Yield some output lines, those of the chunk beside them, and the bytes for which they count, again and again.
+    lines: BinaryIO, sources: BinaryIO | None
+) -> Iterator[tuple[bytes, Any, list[bytes], int]]:
+    """Yield some output lines, where each ends, those of the chunk beside them, and the bytes for which they count.
 
-    The bytes of one row at most are more than `_BLOCK_BYTES`.
+    Each line of both files has an end of line. Lines of one row at most exceed `_BLOCK_BYTES`.
     """
-    some, beside, size = list[bytes](), list[bytes](), 0
-    for line in lines:
-        some.append(line)
-        beside.append(next(sources, b""))
-        size += len(line) + len(beside[-1]) + _ROW_BYTES
-        if size >= _BLOCK_BYTES:
-            yield some, beside, size
-            some, beside, size = [], [], 0
-    if some:
-        yield some, beside, size
+    import numpy as np
+
+    below, data = itertools.chain(sources or (), itertools.repeat(b"")), b""
+    while data := data or lines.read(_BLOCK_BYTES) + lines.readline():
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+        beside, size = list[bytes](), 0
+        while sources and len(beside) < len(ends) and size < _BLOCK_BYTES:
+            beside.append(next(below))
+            size += len(beside[-1])
+        ends = ends[: len(beside)] if sources else ends
+        end = int(ends[-1])
+        yield data[:end], ends, beside, end + size + len(ends) * _ROW_BYTES
+        data = data[end:]
 
 
 def text_of(name: str) -> str:

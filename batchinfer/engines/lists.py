@@ -70,8 +70,7 @@ def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
         before += len(call.body)
         share = count * before // total - given
         given += share
-        one = rest | {
-            "data": msgspec.Raw(_encode([by_place[place] | {"index": msgspec.Raw(b"0")}]))
-        }
+        item = by_place[place] | {"index": msgspec.Raw(b"0")}
+        one = rest | {"data": msgspec.Raw(_encode([item]))}
         replies.append(Reply(key=call.key, status=200, body=_encode(one), prompt_tokens=share))
     return replies

@@ -343,8 +343,9 @@ def refuse_errors(config: WorkerConfig, rows_ok: int, rows_error: int) -> None:
     With --retry-errors, rows that failed before count although they were asked again, so only answers are looked for.
     """
     rate, most = rows_error / (rows_ok + rows_error), config.max_error_rate
+    is_every = rows_ok == 0 and most != 1
     is_over = most is not None and rate > most and rows_error >= config.min_errors
-    if (is_over and not config.retry_errors) or rate == 1 != most:
+    if is_every or (is_over and not config.retry_errors):
         raise ErrorRateExceeded(
             f"{f'{rate:.1%} of the rows' if rows_ok else 'every row'} of the run failed",
             hint="fix the prompt options or the data; --retry-errors asks failed rows again, `batchinfer status` "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import json
 import struct
 import subprocess
@@ -320,15 +321,17 @@ def test_rows_of_many_blocks_and_windows_are_all_there(
 
 def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "_BLOCK_BYTES", 2000)
-    lines = [b"small"] * 30 + [b"l" * 5000] * 3 + [b"small"] * 5
-    sources = [b"small"] * 33 + [b"l" * 5000] * 5
-    blocks = list(answers._blocks(lines, iter(sources)))
-    assert [line for some, _, _ in blocks for line in some] == lines
-    assert [line for _, beside, _ in blocks for line in beside] == sources
-    for some, beside, size in blocks:
-        sizes = [len(line) + len(source) + 800 for line, source in zip(some, beside, strict=True)]
-        assert size == sum(sizes)
-        assert sum(sizes[:-1]) < 2000
+    small, large = b"small\n", b"l" * 5000 + b"\n"
+    lines = io.BytesIO(small * 30 + large * 3 + small * 5)
+    sources = io.BytesIO(small * 33 + large * 5)
+    blocks = list(answers._blocks(lines, sources))
+    assert b"".join(data for data, *_ in blocks) == lines.getvalue()
+    assert b"".join(line for _, _, beside, _ in blocks for line in beside) == sources.getvalue()
+    for data, ends, beside, size in blocks:
+        assert [0, *ends][-2] <= 2000
+        assert sum(map(len, beside[:-1])) < 2000
+        assert size == len(data) + sum(map(len, beside)) + 800 * len(ends)
+        assert len(ends) == len(beside) == data.count(b"\n")
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
