@@ -32,8 +32,8 @@ _MEMORY = "768MB"
 _FETCHERS = 4
 _BLOCK_BYTES, _WINDOW_BYTES = 8 << 20, 16 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
-_INSERTS = 16
-"""Blocks of one transaction: its end copies what it has made, and until then memory holds it."""
+_TRANSACTION_BYTES = 128 << 20
+"""Bytes of lines of one transaction: its end copies what it has made, and until then memory holds it."""
 _ROW_BYTES = 800
 """Bytes that a row counts for besides its lines."""
 _SEVERAL = (
@@ -129,7 +129,7 @@ class Answers:
         """What was read: the chunks, with their markers."""
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
-        self._ends, self._room, self._num_inserts = [0], 0, 0
+        self._ends, self._room, self._uncommitted = [0], 0, 0
         open_store = functools.cache(selection.open_store)
 
         def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
@@ -179,10 +179,11 @@ class Answers:
             for data, ends, beside, num_bytes in _blocks(lines, sources):
                 self._register(row, data, ends, beside)
                 self._sql.execute(self._insert)
-                self._num_inserts += 1
-                if self._num_inserts % _INSERTS == 0:
+                self._uncommitted += num_bytes
+                if self._uncommitted > _TRANSACTION_BYTES:
                     self._sql.commit()
                     self._sql.begin()
+                    self._uncommitted = 0
                 row += len(ends)
                 if num_bytes > self._room:
                     self._ends.append(row)
@@ -262,6 +263,7 @@ def _blocks(
     below, data = itertools.chain(sources or (), itertools.repeat(b"")), b""
     while data := data or lines.read(_BLOCK_BYTES) + lines.readline():
         ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+        ends = ends[: max(1, _BLOCK_BYTES // _ROW_BYTES)]
         beside, size = list[bytes](), 0
         while sources and len(beside) < len(ends) and size < _BLOCK_BYTES:
             beside.append(next(below))

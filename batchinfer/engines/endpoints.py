@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.replies import DENIED, problem_of
+from batchinfer.engines.replies import DENIED, asks_for, is_lost, problem_of
 from batchinfer.engines.targets import Answer, Target
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -132,11 +132,11 @@ class Outage:
     last worker.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, config: EngineConfig) -> None:
+        self._seconds, self._model = config.stall_seconds, config.model
         self._has_answered = False
-        self.served: set[str] = set()
-        """Paths of which rows were answered, and not refused."""
+        self._served: set[str] = set()
+        """Paths of which rows that ask for the run's own model were answered, and not refused."""
         self._last: tuple[Target, Reply] | None = None
         """The last attempt that failed."""
         self.since = 0.0
@@ -147,8 +147,13 @@ class Outage:
     def note_answer(self, call: Call, reply: Reply) -> None:
         """Take note that a row was answered."""
         self._has_answered, self.since = True, 0.0
-        if reply.status == 200:
-            self.served.add(call.path)
+        is_new = reply.status == 200 and call.path not in self._served
+        if is_new and asks_for(call, self._model):
+            self._served.add(call.path)
+
+    def has_lost(self, call: Call, reply: Reply) -> bool:
+        """Whether a refusal is no row's fault: an endpoint has lost its model, or a proxy its endpoint."""
+        return call.path in self._served and is_lost(reply) and asks_for(call, self._model)
 
     def note_failure(self, target: Target, reply: Reply, num_failed: int) -> None:
         """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""

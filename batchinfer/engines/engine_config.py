@@ -62,8 +62,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Start another server in vLLM's place, with {model} and {socket} or {port} where it takes them; see
     docs/engine.md."""
     stall_seconds: Positive = 300.0
-    """Without a token and an answer for so long, while rows are in flight, the engine counts as hung, or an endpoint as
-    down."""
+    """Without a token and an answer for so long, while rows are in flight, a server counts as hung. An endpoint counts
+    as down so long after the first attempt that failed, or took --request-timeout-seconds."""
     load_timeout_seconds: Positive = 1800.0
     """Longest time that the model may take to load."""
 

@@ -25,7 +25,7 @@ from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
-from batchinfer.engines.replies import asks_for, judge
+from batchinfer.engines.replies import judge
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.targets import Target, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
@@ -69,7 +69,7 @@ class HttpEngine:
         self._failure: BaseException | None = None
         """Why the engine cannot go on."""
         self._is_open = False
-        self._outage = Outage(config.stall_seconds)
+        self._outage = Outage(config)
 
     def open(self, stop: Stop) -> EngineInfo:
         """Start the servers and wait until they have loaded, or reach the endpoints; see Engine.open."""
@@ -292,7 +292,7 @@ class HttpEngine:
 
     async def _answer(self, target: Target, calls: Sequence[Call]) -> None:
         """Have one request answered, and deliver the replies to its calls."""
-        reply = await self._send(target, lists.merge(calls))
+        reply = await self._send(target, lists.merge(calls), is_list=len(calls) > 1)
         if replies := lists.split(calls, reply):
             for each in replies:
                 self._deliver(target, each)
@@ -306,8 +306,10 @@ class HttpEngine:
             self._replies.append(reply)
             self._has_news.set()
 
-    async def _send(self, target: Target, call: Call) -> Reply:
+    async def _send(self, target: Target, call: Call, *, is_list: bool) -> Reply:
         """Send a call until it has an answer, or has failed so often that the row must be at fault.
+
+        One text of a list may be at fault, and nobody can see it, so a list is given up after two failures.
 
         Raises:
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
@@ -325,9 +327,8 @@ class HttpEngine:
             reply, verdict = judge(call, found.status, found.body)
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
-            was_there = reply.status in (404, 405) and call.path in self._outage.served
-            if was_there and asks_for(call, self.config.model):
-                verdict = "failed"  # no row's fault: the endpoint has lost its model, or a proxy its server
+            if verdict == "final" and self._outage.has_lost(call, reply):
+                verdict = "failed"
             if verdict in ("final", "denied"):
                 self._outage.note_answer(call, reply)
                 target.num_pauses = 0
@@ -347,7 +348,7 @@ class HttpEngine:
                 num_faults += 1
             elif len(self.targets) > 1:
                 target.pause()  # another endpoint may be well
-            if num_faults >= MOST_ATTEMPTS:
+            if num_faults >= MOST_ATTEMPTS or (is_list and found.status and num_failed > 1):
                 return reply
             await asyncio.sleep(pause_seconds(num_failed))
 

@@ -60,9 +60,11 @@ def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
         count = codec.convert(usage.get("prompt_tokens") or 0, Tokens)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return []
-    # A server may answer in another order.
-    by_place = {bytes(item.get("index", b"")): item for item in items}
+    # A server may answer in another order. Without any index, the order is all that there is.
     places = [b"%d" % place for place in range(len(calls))]
+    by_place = {bytes(item.get("index", b"")): item for item in items}
+    if by_place.keys() == {b""}:
+        by_place = dict(zip(places, items, strict=False))
     if len(items) != len(calls) or by_place.keys() != set(places):
         return []
     total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0

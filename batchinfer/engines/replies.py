@@ -58,6 +58,18 @@ def problem_of(body: bytes) -> Problem:
     return Problem(**{**texts, "param": texts.get("param", "").removeprefix("body.")})
 
 
+def is_lost(reply: Reply) -> bool:
+    """Whether a server says that it does not have the model, or nothing of its own, as a proxy's page."""
+    if reply.status not in (404, 405):
+        return False
+    problem = problem_of(reply.body)
+    return _is_unknown_model(problem) or not (problem.type or problem.param or problem.code)
+
+
+def _is_unknown_model(problem: Problem) -> bool:
+    return problem.param == "model" or problem.code == "model_not_found"
+
+
 def asks_for(call: Call, model: str) -> bool:
     """Whether a call asks for a model, by its name or by naming none."""
     try:
@@ -140,7 +152,7 @@ def _code_of(status: int, problem: Problem) -> Code:
         return Code.SERVER_ERROR
     if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
         return Code.PROMPT_TOO_LONG
-    if problem.param == "model" or problem.code == "model_not_found":
+    if _is_unknown_model(problem):
         return Code.MODEL_NOT_FOUND
     if status in (404, 405):
         return Code.UNKNOWN_URL

@@ -24,9 +24,9 @@ _KEEP_SECONDS = 4.0
 # Calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that it
 # never waits for the worker.
 _IN_FLIGHT_FACTOR = 1.5
-_LONGEST_PAUSE_SECONDS = 60.0
-_LARGEST_BYTES = 512 << 20
-"""Most bytes of an answer that are read, such as of one that never ends."""
+_LEAST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 60.0
+_LARGEST_BYTES, _LARGEST_REFUSAL_BYTES = 512 << 20, 1 << 20
+"""Most bytes of an answer, and of another reply, that are read: one may never end."""
 _BROKEN = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 """What the client raises if no whole answer comes."""
 
@@ -87,9 +87,11 @@ class Target:
         return max(0.0, self.paused_until - time.monotonic())
 
     def pause(self, wait_seconds: float | None = None) -> None:
-        """Give it no call for a growing pause, or for as long as it asks for if that is longer."""
+        """Give it no call for as long as it asks for, or for a growing pause if it asks for (nearly) none."""
         self.num_pauses += not self.pause_seconds  # calls that fail together make one pause
-        pause = max(pause_seconds(self.num_pauses), wait_seconds or 0.0)
+        pause = wait_seconds or 0.0
+        if pause < _LEAST_PAUSE_SECONDS:
+            pause = pause_seconds(self.num_pauses)
         self.paused_until = max(self.paused_until, time.monotonic() + pause)
 
     def url_of(self, path: str) -> str:
@@ -127,12 +129,15 @@ class Target:
         try:
             async with asyncio.timeout(seconds), request as found:
                 wait, body = found.headers.get("retry-after", ""), await _body_of(found)
-                if self._key:  # some endpoints repeat it in their refusals
-                    body = body.replace(self._key.encode(), "…".encode())
+                body = self._masked(body)
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
                 return Answer(found.status, body, wait_seconds)
         except _BROKEN as error:
             return Answer(0, f"no answer: {type(error).__name__}: {error}".encode())
+
+    def _masked(self, body: bytes) -> bytes:
+        """Return a body without the key, which some endpoints repeat in their refusals."""
+        return body.replace(self._key.encode(), "…".encode()) if self._key else body
 
     async def events(self, call: Call) -> AsyncGenerator[bytes]:
         """Send a call and yield the data of each server-sent event; a refusal is yielded as it is.
@@ -143,7 +148,7 @@ class Target:
         try:
             async with self._post(call) as found:
                 if found.status != 200:
-                    yield await found.read()
+                    yield self._masked(await _body_of(found))
                     return
                 async for line in found.content:
                     data = line.removeprefix(b"data:").strip()
@@ -169,13 +174,14 @@ class Target:
 
 async def _body_of(found: aiohttp.ClientResponse) -> bytes:
     """Return a body, or the beginning of a very large one: no whole answer."""
+    most = _LARGEST_BYTES if found.status == 200 else _LARGEST_REFUSAL_BYTES
     pieces, size = [], 0
     async for piece in found.content.iter_any():
         pieces.append(piece)
         size += len(piece)
-        if size > _LARGEST_BYTES:
+        if size > most:
             break
-    return b"".join(pieces)[:_LARGEST_BYTES]
+    return b"".join(pieces)[:most]
 
 
 def slots_for(num_seqs: int) -> int:

@@ -211,6 +211,19 @@ def read_body(data: bytes) -> Body:
         raise InputError(f"the answer is no JSON object ({error})") from error
 
 
+def _in_order(items: msgspec.Raw) -> msgspec.Raw:
+    """Return the items of an answer in the order of the row's inputs, by their indexes."""
+    if bytes(items).count(b'"index":') < 2:
+        return items
+    try:
+        found = msgspec.json.decode(items, type=list[dict[str, msgspec.Raw]])
+        ordered = sorted(found, key=lambda item: int(bytes(item["index"])))
+    except (KeyError, ValueError, RecursionError):
+        return items
+    is_same = all(one is other for one, other in zip(found, ordered, strict=True))
+    return items if is_same else msgspec.Raw(_encode(ordered))
+
+
 def settle(body: Body, key: RowKey) -> bytes:
     """Return a body as JSON without what varies between equal answers: ids follow from the row's key.
 
@@ -234,6 +247,9 @@ def settle(body: Body, key: RowKey) -> bytes:
         usage = _decode(body["usage"])
         if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
             body["usage"] = msgspec.Raw(_encode(usage))
+    for name in ("choices", "data"):
+        if name in body:
+            body[name] = _in_order(body[name])
     if "id" in body:
         body["id"] = msgspec.Raw(_ID.sub(named, b'"id":' + bytes(body["id"]))[5:])
     for name in ("output", "choices"):  # other members may repeat what the request said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -101,6 +102,7 @@ class Chat:
         self._num_asked += 1
         while (answer := self._stream([*self._messages[self._start :], asked])) is None:
             if self._start == len(self._messages):
+                self._start = before
                 raise errors.InputError("the message alone is too long for the model's context")
             self._start += 2
         if answer:
@@ -116,14 +118,16 @@ class Chat:
         self._call, answer, reason = prepared.call, "", ""
         try:
             for data in self._session.engine.stream(prepared.call):
-                event = msgspec.json.decode(data)
-                if "choices" not in event:
+                event: Any = None
+                with contextlib.suppress(msgspec.DecodeError):  # a proxy's page
+                    event = msgspec.json.decode(data)
+                if not isinstance(event, dict) or "choices" not in event:
                     failure = failure_of(Reply(key=self._call.key, status=400, body=data))
                     if failure is None or failure.code == Code.PROMPT_TOO_LONG:
                         return None
                     raise errors.InputError(f"no answer: {failure.message}")
-                for choice in event["choices"]:
-                    delta = choice["delta"]
+                for choice in event["choices"] or ():
+                    delta = choice.get("delta") or {}
                     write(delta.get("reasoning") or "", to_stderr=True)
                     answer += delta.get("content") or ""
                     write(delta.get("content") or "")

@@ -337,13 +337,13 @@ def check_error_rate(
         )
 
 
-def refuse_errors(config: WorkerConfig, rows_ok: int, rows_error: int) -> None:
+def refuse_errors(config: WorkerConfig, rows_ok: int, rows_done: int) -> None:
     """Raise ErrorRateExceeded for what earlier starts and this one have done, if too many rows of it failed.
 
     With --retry-errors, rows that failed before count although they were asked again, so only answers are looked for.
     """
-    rate, most = rows_error / (rows_ok + rows_error), config.max_error_rate
-    is_every = rows_ok == 0 and most != 1
+    rows_error, most = rows_done - rows_ok, config.max_error_rate
+    rate, is_every = rows_error / rows_done, rows_ok == 0 and most != 1
     is_over = most is not None and rate > most and rows_error >= config.min_errors
     if is_every or (is_over and not config.retry_errors):
         raise ErrorRateExceeded(

@@ -33,18 +33,21 @@ class OwnMarkers:
     def __init__(self, store: Store, do: Callable[[Callable[[], Any]], Any]) -> None:
         self._store = store
         self._do = do
-        self.rows_ok = self.rows_error = 0
-        """Rows of the chunks whose markers were read."""
+        self.rows_ok = self.rows_done = 0
+        """Rows of the chunks whose markers were read, and of those for which these stand."""
         self.unreadable: set[str] = set()
         """Chunks whose markers cannot be read."""
 
-    def read(self, generations: Mapping[str, int]) -> dict[str, Marker]:
-        """Read markers, given by their chunk and generation. Those that cannot be read are left out."""
+    def read(self, generations: Mapping[str, int], each: int = 1) -> dict[str, Marker]:
+        """Read markers, given by their chunk and generation. Those that cannot be read are left out.
+
+        Each of them stands for `each` chunks.
+        """
         work = partial(read_markers, self._store, generations, _NUM_READERS)
         markers: dict[str, Marker] = self._do(work)
         self.unreadable |= generations.keys() - markers.keys()
-        self.rows_ok += sum(marker.rows_ok for marker in markers.values())
-        self.rows_error += sum(marker.rows_error for marker in markers.values())
+        self.rows_ok += each * sum(marker.rows_ok for marker in markers.values())
+        self.rows_done += each * sum(marker.rows_done for marker in markers.values())
         return markers
 
     def fingerprints(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, str]:
@@ -58,7 +61,7 @@ class OwnMarkers:
         """
         wanted = sorted(done.keys() & set(names))
         step = max(1, -(-len(wanted) // MOST_READ))
-        markers = self.read({name: done[name] for name in wanted[::step]})
+        markers = self.read({name: done[name] for name in wanted[::step]}, step)
         return {name: marker.fingerprint for name, marker in markers.items()}
 
     def refuse_mixed(

@@ -182,8 +182,6 @@ class _Start:
         if membership.run is not None:
             marked = self.markers.fingerprints(done, own)
             refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
-            unreadable = self.markers.unreadable
-            done = {name: each for name, each in done.items() if name not in unreadable}
         checkpointed = self._await(with_checkpoints)
         access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
@@ -216,12 +214,10 @@ class _Start:
         if self.config.retry_errors or not others <= before.keys():
             self.markers.refuse_mixed(membership.run.fingerprint, before, others)
         self._do(membership.confirm, may_finish=True)
-        counts, markers = self.telemetry.counts, self.markers
-        if markers.rows_ok or markers.rows_error:
+        if self.markers.rows_done:
+            markers, counts = self.markers, self.telemetry.workload.counts
             refuse_errors(
-                self.config,
-                markers.rows_ok + counts.rows_ok,
-                markers.rows_error + counts.rows_error,
+                self.config, markers.rows_ok + counts.rows_ok, markers.rows_done + counts.rows_done
             )
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Future[EngineInfo]:
@@ -307,8 +303,12 @@ class _Start:
 
     def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:
         """Find out which chunks of the manifests are left to do, and make the ring from them."""
-        own = membership.assignment.chunks
-        left = [ref for ref in own if ref.name not in done]
+        own, unreadable = membership.assignment.chunks, self.markers.unreadable
+        left = [
+            ref._replace(generation=done.get(ref.name, ref.generation))
+            for ref in own
+            if ref.name not in done or ref.name in unreadable
+        ]
         if self.config.retry_errors:
             names = {ref.name: done[ref.name] for ref in own if ref.name in done}
             left = to_repair(own, done, self.markers.read(names))
@@ -317,7 +317,7 @@ class _Start:
         work, job = self.telemetry.workload, membership.assignment.job
         if may_steal:
             work.set_job(rows_by_chunk(job, self.config.limit))
-            work.done(*done)
+            work.done(*(done.keys() - unreadable))
         work.done(*(ref.name for ref in own if ref.name not in names_left))
         return Ring(
             left,
@@ -325,7 +325,7 @@ class _Start:
             run=access,
             everything=membership.all_chunks if may_steal else None,
             num_workers=job.num_workers,
-            done=done if not self.config.retry_errors else (),
+            done=done.keys() - unreadable if not self.config.retry_errors else (),
         )
 
     def _log_work(self, own: list[ChunkRef], checkpointed: dict[str, int]) -> None:

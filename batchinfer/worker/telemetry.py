@@ -221,7 +221,7 @@ class Telemetry:
 
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
-        self.workload.closed(chunk.name, outcome)
+        self.workload.closed(chunk, outcome)
         counts = chunk.counts
         tell(
             logger,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from batchinfer.core.counts import Counts
 from batchinfer.worker.chunk import OpenChunk
 
 
@@ -23,6 +24,8 @@ class Workload:
         """Chunks that this worker has open, by name."""
         self.published: set[str] = set()
         """Chunks whose marker is of this start."""
+        self.counts = Counts()
+        """What is counted of all rows of those, resumed ones included."""
         self.rows = 0
         """Number of rows of the job, or of the worker's own manifests if it keeps to them."""
         self.own_rows = 0
@@ -49,13 +52,14 @@ class Workload:
         self.num_opened += 1
         self.num_resumed += chunk.counts.rows_resumed > 0
 
-    def closed(self, name: str, outcome: str) -> None:
+    def closed(self, chunk: OpenChunk, outcome: str) -> None:
         """Note that this worker has closed a chunk. `outcome`: as for `Telemetry.chunk_closed`."""
         if outcome != "released":
-            self.done(name)
+            self.done(chunk.name)
         if outcome == "done":
-            self.published.add(name)
-        self.open.pop(name, None)
+            self.published.add(chunk.name)
+            self.counts = self.counts.plus(chunk.counts)
+        self.open.pop(chunk.name, None)
 
     def done(self, *names: str) -> None:
         """Note that chunks have their marker. Names of other chunks are ignored."""

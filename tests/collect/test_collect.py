@@ -329,6 +329,7 @@ def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.Monke
     assert b"".join(line for _, _, beside, _ in blocks for line in beside) == sources.getvalue()
     for data, ends, beside, size in blocks:
         assert [0, *ends][-2] <= 2000
+        assert len(ends) <= 2
         assert sum(map(len, beside[:-1])) < 2000
         assert size == len(data) + sum(map(len, beside)) + 800 * len(ends)
         assert len(ends) == len(beside) == data.count(b"\n")

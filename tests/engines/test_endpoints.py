@@ -175,8 +175,11 @@ def test_an_endpoint_that_loses_its_model_fails_no_row(endpoint, name):
     engine, _ = opened(endpoint, stall_seconds=0.5)
     found = drive(engine, ListSource([call(1), call(2)]))
     found |= drive(engine, ListSource([other, call(3, "/v1/completions", prompt="row 0 again")]))
+    own = {"error": {"message": "no such file", "type": "invalid_request_error"}}
+    endpoint.rule = lambda *_: reply(404, own)
+    found |= drive(engine, ListSource([call(4)]))
     codes = {key[1]: code_of(each) for key, each in found.items()}
-    assert codes == {0: refused, 1: "", 2: "", 3: refused}
+    assert codes == {0: refused, 1: "", 2: "", 3: refused, 4: "unknown_url"}
     endpoint.rule = lambda *_: gone
     with pytest.raises(EngineDied, match=r"answered nothing .*404: No such model"):
         drive(engine, ListSource(calls(40)))
@@ -466,6 +469,14 @@ def test_a_list_that_is_answered_in_another_order_is_split_by_its_indexes(endpoi
     for each in rows:
         alone = json.loads(endpoint.answer(each).body)
         assert vectors(found)[each.key] == alone["data"][0]["embedding"]
+
+
+def test_a_text_that_always_fails_holds_up_no_list(endpoint):
+    endpoint.rule = lambda text, _: PASSING["500"] if "text 3" in text else None
+    engine, _ = opened(endpoint, stall_seconds=2.0)
+    found = drive(engine, ListSource([embed(index, f"text {index}") for index in range(6)]))
+    engine.close()
+    assert {key[1] for key, each in found.items() if code_of(each)} == {3}
 
 
 @pytest.mark.parametrize("count", [-1, 10**400])

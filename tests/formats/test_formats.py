@@ -28,6 +28,12 @@ def encoded(body: Any, *, prompt_tokens: int | None = None, **fields: Any) -> En
     return encode_row(row(**fields), reply)
 
 
+def test_items_are_in_the_order_of_the_inputs() -> None:
+    """An endpoint may send them in another one."""
+    items = [{"index": 10, "embedding": [1]}, {"index": 2, "embedding": [2]}]
+    assert b'[{"index":2,"embedding":[2]},{"index":10,' in encoded({"data": items}).line
+
+
 def chat(number: int = 1, **message: Any) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{number:032x}",

@@ -88,17 +88,24 @@ def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd) -> 
     asked: list[list[str]] = []
 
     def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:
-        return [SimpleNamespace(call=[each["content"] for each in rows[0]["messages"]])]
+        texts = [each["content"] for each in rows[0]["messages"]]
+        return [SimpleNamespace(call=SimpleNamespace(key=("c", 0), texts=texts))]
 
-    def stream(texts: list[str]) -> Iterator[bytes]:
-        asked.append(texts)
+    def stream(call: Any) -> Iterator[bytes]:
+        asked.append(texts := call.texts)
         if texts == ["stop"]:
             yield b'{"choices":[{"delta":{"content":"half"}}]}'
             raise KeyboardInterrupt
+        if texts[-1] == "proxy":
+            yield b"<html>Bad Gateway</html>"
+        if texts[-1] == "too long":
+            yield b'{"error":{"message":"too long","param":"input_tokens"}}'
 
     own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
     session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
     with pytest.raises(StopIteration):
-        Chat(session, iter(["stop", "empty", "on"]).__next__).run()
-    assert asked == [["stop"], ["stop", "half", "empty"], ["stop", "half", "on"]]
+        Chat(session, iter(["stop", "empty", "too long", "proxy", "on"]).__next__).run()
+    texts = [each[-1] for each in asked]
+    assert texts == ["stop", "empty", "too long", "too long", "proxy", "on"]
+    assert asked[-1] == ["stop", "half", "on"], "a refusal costs no earlier turn"
     assert "stopped: the model sees what it has said" in capfd.readouterr().err

@@ -99,10 +99,10 @@ def test_a_chunk_of_another_worker_is_among_mine_once_it_is_done() -> None:
     work.set_job({"own": 10, "other": 7})
     work.opened(chunk("other", 7, left=2))
     assert state(work) == (5, 17, 0, 1)
-    work.closed("other", "released")
+    work.closed(work.open["other"], "released")
     assert state(work) == (0, 17, 0, 1)
     work.opened(chunk("other", 7, left=0))
-    work.closed("other", "done")
+    work.closed(work.open["other"], "done")
     assert state(work) == (7, 17, 1, 2)
 
 

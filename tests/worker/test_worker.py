@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core import layout
+from batchinfer.core.codec import raw
 from batchinfer.core.errors import (
     ErrorRateExceeded,
     InputError,
@@ -20,6 +21,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
@@ -32,8 +34,10 @@ from making import (
     finish_process,
     finished_chunks,
     make_job,
+    output_key,
     output_lines,
     put_job,
+    read_marker,
     run_worker_here,
     run_worker_process,
     said,
@@ -272,6 +276,22 @@ class TestBadRows:
                 run_worker_here(job, run, *most)
         assert run_worker_here(job, run, "--max-error-rate", "0.25")["status"] == "SUCCESS"
 
+    def test_rows_that_were_resumed_are_among_those_that_did_not_fail(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(
+            job, rows=200, per_chunk=100, make_row=lambda row: {"prompt": "x" if row > 30 else ""}
+        )
+        run_worker_here(job, run)
+        store, name = open_store(str(run)), "part-00001"
+        marker = read_marker(store, name)
+        lines = store.get(output_key(store, name)).data.splitlines()
+        rows = [FinishedRow(line=n, ok=True, output=raw(line)) for n, line in enumerate(lines)]
+        sums = {"chunk_sha256": marker.chunk_sha256, "fingerprint": marker.fingerprint}
+        write_segment(store, layout.segment_key(name, "w", 1), encode_rows(rows)[0], **sums)
+        store.delete([layout.marker_key(name)])
+        done = run_worker_here(job, run, "--max-error-rate", "0.2")
+        assert (done["status"], done["rows_resumed"]) == ("SUCCESS", 100)
+
     def test_a_marker_that_is_cut_is_no_success(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=4, per_chunk=2)
@@ -280,6 +300,19 @@ class TestBadRows:
         marker.write_bytes(marker.read_bytes()[:-40])
         assert run_worker_here(job, run)["request_count"] == 2
         assert json.loads(marker.read_bytes())["rows_ok"] == 2
+
+    @pytest.mark.parametrize("again", [[], ["--retry-errors"]])
+    def test_a_marker_of_a_repair_that_is_cut_is_no_success(
+        self, tmp_path: Path, again: list[str]
+    ) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=4, per_chunk=2, make_row=lambda row: {"prompt": "x" if row else ""})
+        run_worker_here(job, run)
+        run_worker_here(job, run, "--retry-errors")
+        marker = run / "outputs/part-00000.succeed.1"
+        marker.write_bytes(marker.read_bytes()[:-40])
+        assert run_worker_here(job, run, *again)["status"] == "SUCCESS"
+        assert json.loads(marker.read_bytes())["rows_error"] == 1
 
     def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
         self, tmp_path: Path
