@@ -307,9 +307,7 @@ class HttpEngine:
             self._has_news.set()
 
     async def _send(self, target: Target, call: Call, *, is_list: bool) -> Reply:
-        """Send a call until it has an answer, or has failed so often that the row must be at fault.
-
-        One text of a list may be at fault, and nobody can see it, so a list is given up after two failures.
+        """Send a call until it has an answer, or has failed so often that the row must be at fault: a list twice.
 
         Raises:
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
@@ -336,9 +334,8 @@ class HttpEngine:
                 return reply
             is_busy = verdict == "busy" or found.wait_seconds is not None
             num_failed += not is_busy
-            self._outage.note_failure(
-                target, reply, 0 if is_busy or not found.status else num_failed
-            )
+            counted = 0 if is_busy or not found.status else num_failed
+            self._outage.note_failure(target, reply, counted)
             if is_busy:
                 target.pause(found.wait_seconds)
                 continue
