@@ -83,7 +83,7 @@ def _write_rows(rows: Iterable[Any], path: Path) -> None:
             row = {"messages": row} if isinstance(row, list | tuple) else row
             try:
                 file.write(codec.encode(dict(row)) + b"\n")
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise errors.InputError(
                     f"data: item {index}, a {type(item).__name__}, cannot be a row ({error})",
                     hint="give texts, lists of messages, or dictionaries of what JSON can hold",

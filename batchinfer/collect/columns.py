@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ import msgspec
 
 from batchinfer.collect.answers import Answers, quoted, rows_of
 from batchinfer.core.json_text import is_deep
+from batchinfer.core.units import many
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
@@ -222,6 +226,8 @@ def num_broken(column: Any) -> int:
 
 # --------------------------------------------------------------------------- vectors
 
+_decode_vector = msgspec.json.Decoder(list[float | None] | str).decode
+_decode_vectors = msgspec.json.Decoder(list[list[float | None]]).decode
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
@@ -250,26 +256,45 @@ class VectorColumn:
             self.name = "rewards" if is_reward else "token_embeddings"
         elif is_list:
             self.name += "s"
-        self.type = pa.list_(pa.float32(), most if least == most > 0 else -1)
+        self._length = most if least == most > 0 else -1
+        self._num_odd = 0
+        self.type = pa.list_(pa.float32(), self._length)
         if self._is_number:
             self.type = pa.float32()
         for is_so in (self._is_nested, is_list):
             self.type = pa.list_(self.type) if is_so else self.type
 
     def array(self, table: Any) -> Any:
-        """Return this column of a table as an Arrow array, of that of the JSON texts."""
+        """Return this column of a table as an Arrow array, of its JSON texts. What is no vector becomes null."""
         import pyarrow as pa
 
-        return pa.array(map(self._value, table[self.name].to_pylist()), self.type)
+        found = [self._value(text) for text in table[self.name].to_pylist()]
+        if self._num_odd:
+            logger.warning("%s cannot be read: null here", many(self._num_odd, "vector"))
+            self._num_odd = 0
+        return pa.array(found, self.type)
 
     def _value(self, text: Any) -> Any:
-        import numpy as np
-
         if text is None or isinstance(text, list):
             return text and list(map(self._value, text))
-        value = msgspec.json.decode(text)
+        try:
+            return self._vectors(text) if self._is_nested else self._vector(text)
+        except ValueError:
+            self._num_odd += 1
+            return None
+
+    def _vectors(self, text: str) -> Any:
+        try:
+            return _decode_vectors(text)
+        except msgspec.ValidationError:
+            return [self._vector(text)]
+
+    def _vector(self, text: str) -> Any:
+        import numpy as np
+
+        value = _decode_vector(text)
         if isinstance(value, str):
-            value = np.frombuffer(base64.b64decode(value), "<f4")
-        if self._is_nested and not isinstance(value[0], list):
-            return [value]
+            value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
+        if len(value) != self._length > 0:
+            raise ValueError("another length")
         return value[0] if self._is_number else value

@@ -121,15 +121,17 @@ def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
 def _is_answer(call: Call, body: bytes) -> bool:
     """Whether the body of a status 200 is an answer to a call: whole JSON, no error, with what such answers hold."""
     field = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
-    if field is None and not call.content_type.startswith("application/json"):
-        return bool(body)  # a transcription may be plain text
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):
-        return False
+        is_file = not call.content_type.startswith("application/json")
+        return is_file and bool(body)  # a transcription may be plain text
     has_error = bytes(found.get("error", b"null")) != b"null"
-    has_answer = field is None or _ITEMS.match(bytes(found.get(field, b"")))
-    return bool(has_answer) and not has_error
+    if field is None:
+        has_answer = "text" not in found or bytes(found["text"]).startswith(b'"')
+    else:
+        has_answer = _ITEMS.match(bytes(found.get(field, b""))) is not None
+    return has_answer and not has_error
 
 
 def failure_of(reply: Reply) -> Failure | None:

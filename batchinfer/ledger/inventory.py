@@ -6,6 +6,7 @@ and remove objects while they are read here.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, ObjectNotFound
+from batchinfer.core.errors import InputError, ObjectNotFound, StorageError
 from batchinfer.core.records import Claim, Marker, WorkerLease
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.storage import ObjectInfo, Store
@@ -188,6 +189,15 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
+    if found.run is None:
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(layout.RUN_KEY)
+            found.add(store.list(""))
+            if found.run is None:
+                raise StorageError(
+                    f"{store.url}: the listing lacks {layout.RUN_KEY}, which is there",
+                    hint="check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place",
+                )
     places = {
         (name, generation): info
         for name, generations in found.marker_infos.items()
@@ -250,11 +260,15 @@ def read_markers(
 ) -> dict[str, Marker]:
     """Read markers, given by their chunk and generation: one request each.
 
-    Those that are gone or cannot be read are left out; `verify` tells of them.
+    Those that are gone, cannot be read or name another chunk are left out; `verify` tells of them.
     """
     infos = {
         name: ObjectInfo(layout.marker_key(name, generation), 0, "")
         for name, generation in generations.items()
     }
     found = read_records(store, infos, Marker, num_readers)
-    return {name: each.record for name, each in found.items() if each.record is not None}
+    return {
+        name: each.record
+        for name, each in found.items()
+        if each.record and layout.chunk_of_output(layout.output_key(each.record.output)) == name
+    }

@@ -74,7 +74,8 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     """Read a chunk's marker, and check that the output that it names exists.
 
     Returns:
-        (marker, etag). The marker is None if none is stored, if it cannot be read, or if its output is gone. The etag
+        (marker, etag). The marker is None if none is stored, if it cannot be read or is of another chunk, or if its
+            output is gone or has another size. The etag
         is the stored object's, also if that cannot be read; it is "" if no marker is stored.
     """
     key = layout.marker_key(chunk, generation)
@@ -84,7 +85,10 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
         return None, ""
     try:
         marker = codec.decode(data, Marker, name=key)
-        store.stat(layout.output_key(marker.output))
+        output = layout.output_key(marker.output)
+        size = store.stat(output).bytes
+        if marker.output_bytes != size or layout.chunk_of_output(output) != chunk:
+            raise InputError(f"{key}: is of another chunk, or its output has another size")
     except InputError as error:
         logger.warning("%s; the chunk is done again", error)
     except ObjectNotFound:

@@ -115,12 +115,17 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
     )
 
 
-def cut(text: str, most: int = MAX_TEXT) -> str:
+def cut(value: object, most: int = MAX_TEXT) -> str:
     """A text, cut after `most` characters. A text that was cut ends with the number of characters left out.
+
+    A server may have sent something else in a text's place.
 
     >>> cut("abcdef", 3)
     'abc… (3 more characters)'
+    >>> cut(None)
+    'None'
     """
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
 
 

@@ -67,7 +67,12 @@ _RULES = [
     Rule("404 FileNotFoundError NotFoundError", ObjectNotFound, "no such object"),
     Rule("AlreadyExistsError", AlreadyExists, "exists with other bytes, expected none"),
     Rule("PreconditionError", PreconditionFailed, "is not the version that was expected"),
-    Rule("PermissionDeniedError", AccessDenied, "the store refused access ({said})", "{rights}"),
+    Rule(
+        "401 403 PermissionDeniedError",
+        AccessDenied,
+        "the store refused access ({said})",
+        "{rights}",
+    ),
     Rule("501 NotSupportedError", NotSupported, "the store does not support this ({said})"),
     Rule(
         "InvalidPathError",

@@ -26,6 +26,8 @@ from echo_server import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
+ITSELF: dict[str, Any] = {}
+ITSELF["it"] = ITSELF
 TABLE = pa.Table.from_pylist(ROWS)
 
 
@@ -180,6 +182,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
             for each in (3, {"prompt": "a"}, b"x", "What is 1 + 1?")
         ),
         ({"data": [1, 2]}, errors.UsageError, "item 0, a int, cannot be a row"),
+        ({"data": [ITSELF]}, errors.UsageError, "item 0, a dict, cannot be a row"),
         ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
         ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),

@@ -179,6 +179,20 @@ def test_embeddings_are_fixed_size_lists(form: Any, job: Path) -> None:
     assert "text" not in found.column_names
 
 
+ODD = (["1.0", "2", "3", "4"], "not base64!", as_base64([1])[:-2], {"a": 1}, 5, [1], True)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_no_vector_costs_only_its_own_cell(odd: Any, nested: bool, job: Path) -> None:
+    good = [[1, 2], [3, 4]] if nested else [1, 2, 3, 4]
+    given = [{"data": [{"embedding": odd if row == 1 else good}]} for row in range(ROWS)]
+    found = table(job, given, {"task": "token-embed" if nested else "embed"})
+    [column] = [name for name in found.column_names if "embedding" in name]
+    values = found[column].to_pylist()
+    assert [values[0], *values[2:]] == [good] * (ROWS - 1)
+
+
 FLOATS, DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
 
 

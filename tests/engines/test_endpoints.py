@@ -23,6 +23,7 @@ from batchinfer.core.records import Reply
 from batchinfer.engines import create_engine, endpoints, http, lists
 from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
+from batchinfer.engines.replies import judge
 from echo_server import fake_endpoint, raw, refusal, reply, slow_bytes
 from engine_contract import EngineContract, Flag, ListSource, body_of, call, calls, code_of, drive
 
@@ -116,6 +117,8 @@ def test_a_transcription_may_be_plain_text(endpoint, engine):
     asked = call(0, "/v1/audio/transcriptions")
     asked = msgspec.structs.replace(asked, content_type="multipart/form-data; boundary=b")
     assert engine.ask(asked).body == b"what was said"
+    for body, verdict in ((b'{"text": "a"}', "final"), (b'{"text": null}', "failed")):
+        assert judge(asked, 200, body)[1] == verdict
 
 
 def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint):

@@ -141,6 +141,14 @@ def test_lasting_trouble_is_said_at_once(
     assert server.num_requests == 1
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_listing_is_a_refused_access(scripted, status: int):
+    scripted((status, "Whatever"))
+    with pytest.raises(AccessDenied) as caught:
+        list(open_store("s3://bucket/job", retries=QUICK).list(""))
+    assert "s3:ListBucket" in caught.value.hint or "AWS_ACCESS_KEY_ID" in caught.value.hint
+
+
 NO_ANSWERS = {
     "no body": b"Content-Length: 900\r\n\r\n",
     "half a body": b"Content-Length: 900\r\n\r\n<?xml version='1.0'?>\n<ListBu",
