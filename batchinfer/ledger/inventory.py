@@ -6,7 +6,6 @@ and remove objects while they are read here.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, ObjectNotFound, StorageError
+from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Claim, Marker, WorkerLease
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.storage import ObjectInfo, Store
@@ -189,15 +188,6 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
-    if found.run is None:
-        with contextlib.suppress(ObjectNotFound):
-            store.stat(layout.RUN_KEY)
-            found.add(store.list(""))
-            if found.run is None:
-                raise StorageError(
-                    f"{store.url}: the listing lacks {layout.RUN_KEY}, which is there",
-                    hint="check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place",
-                )
     places = {
         (name, generation): info
         for name, generations in found.marker_infos.items()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, StorageError
+from batchinfer.core.errors import InputError
 from batchinfer.core.records import FORMAT_VERSION, Run
 from batchinfer.ledger.audit import Audit, RunTarget, find_target
 from batchinfer.ledger.inventory import take_inventory
@@ -40,17 +40,6 @@ def target_of(url: str, **options: str) -> RunTarget:
 def job(tmp_path: Path) -> str:
     make_job(tmp_path / "job", rows=30, per_chunk=10)
     return str(tmp_path / "job")
-
-
-def test_a_listing_that_lacks_what_is_there_is_no_empty_run(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A login page in the store's place is read as a listing without objects."""
-    write_run(f"{job}/runs/a", job)
-    store = open_store(f"{job}/runs/a")
-    monkeypatch.setattr(store, "list", lambda _: iter(()))
-    with pytest.raises(StorageError, match=r"lacks run\.json, which is there"):
-        take_inventory(store, now=0.0)
 
 
 def test_job_above_the_run_comes_before_the_recorded_place(job: str, tmp_path: Path) -> None:
