@@ -97,17 +97,19 @@ class StoreDestination:
         self._old: set[str] = set()
 
     def prepare(self, key: str) -> Collected | None:
-        """Return the record of the collection with this key that is there already; None if there is none.
+        """Return the record of the collection with this key that is there already; None if there is none, or not whole.
 
         Raises:
             InputError: Other data are there, which must not be replaced.
         """
         if self._name:
             return None
-        there = {info.key for info in self._store.list("")}
+        there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
         if is_taken and (record := _read_record(self._store.get(RECORD_KEY).data, key)):
-            return record
+            if record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
+                return record
+            is_taken = False
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))

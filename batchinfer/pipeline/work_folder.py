@@ -55,6 +55,8 @@ class CollectingRecord(Record, frozen=True, kw_only=True):
     """Options on which DEST's content depends, and the generation of the job."""
     rows: int = 0
     """Number of rows at DEST; 0 until DEST is complete."""
+    bytes: int = 0
+    """Size of all files at DEST then."""
 
 
 class WorkFolder:
@@ -246,9 +248,12 @@ class WorkFolder:
         check_options(self._collection())
         self._check_place()
         if record is not None and record.dest in (self._dest_from_work(), config.dest):
-            is_same = record.options == self._options() and self._is_there()
-            return record.rows if is_same else 0
-        if self._is_there():
+            there, least = self._bytes_there(), record.bytes
+            if there is None or there < least or record.options != self._options():
+                return 0
+            # To a folder, others may have added files.
+            return record.rows if there == least or not suffix_of(config.dest) else 0
+        if self._bytes_there() is not None:
             raise InputError(
                 f"{config.dest}: is there already, and no work of this command is at {config.work}",
                 hint="name another DEST, or move away what is there",
@@ -287,18 +292,19 @@ class WorkFolder:
         start = self.folder.resolve() if self.folder else Path()
         return os.path.relpath(local_path(dest).resolve(), start)
 
-    def _is_there(self) -> bool:
+    def _bytes_there(self) -> int | None:
+        """Return the size of what is at DEST; None if nothing is there."""
         dest = self.config.dest
         if dest.startswith("hf://"):
-            return False  # `collect` refuses other data there
+            return None  # `collect` refuses other data there
         if not suffix_of(dest):
-            return any(True for _ in self._open_store(dest).list(""))
+            sizes = [info.bytes for info in self._open_store(dest).list("")]
+            return sum(sizes) if sizes else None
         folder, name = split_name(dest)
         try:
-            self._open_store(folder).stat(name)
+            return self._open_store(folder).stat(name).bytes
         except ObjectNotFound:
-            return False
-        return True
+            return None
 
     def collect(self) -> dict[str, Any]:
         """Write DEST from the run, and return the result of `collect`."""
@@ -340,6 +346,7 @@ class WorkFolder:
             dest=self._dest_from_work(),
             options=self._options(),
             rows=rows,
+            bytes=(self._bytes_there() or 0) if rows else 0,
         )
         data = codec.encode_pretty(record)
         try:

@@ -255,7 +255,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
 _send = HttpEngine._send
 
 
-async def _send_or_die(engine: HttpEngine, target: Target, call: Call) -> Reply:
+async def _send_or_die(engine: HttpEngine, target: Target, call: Call, **how: bool) -> Reply:
     """Send a call. One that holds `DEATH` does what a server's last death does, with the row after it in flight."""
     while target.name == DEATH:  # noqa: ASYNC110 - until it is cancelled
         await asyncio.sleep(0.001)
@@ -269,7 +269,7 @@ async def _send_or_die(engine: HttpEngine, target: Target, call: Call) -> Reply:
             task.cancel()
             engine._deliver(target, Reply(key=key, status=0, body=message.encode()))
         engine._failure = EngineDied(message)
-    return await _send(engine, target, call)
+    return await _send(engine, target, call, **how)
 
 
 def _text(path: Path) -> str:

@@ -307,6 +307,22 @@ def test_starts_that_finish_no_row_do_not_use_it_up(
     assert len(answers(dest)) == 60
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "folder"])
+def test_a_dest_that_was_damaged_is_written_again(
+    run: Runner, rows: Path, tmp_path: Path, name: str
+) -> None:
+    dest = tmp_path / name
+    assert run(rows, "-o", dest) == 0
+    [file] = [dest] if dest.is_file() else list(dest.glob("*.parquet"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    assert run(rows, "-o", dest) == 0
+    assert run.result["status"] == "SUCCESS"
+    assert file.read_bytes() == whole
+    assert run(rows, "-o", dest) == 0
+    assert run.result["status"] == "UNCHANGED"
+
+
 def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_again(
     run: Runner, tmp_path: Path, dest: Path
 ) -> None:
