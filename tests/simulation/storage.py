@@ -146,9 +146,9 @@ class Server:
             keys = sorted(key for key in objects if key.startswith(prefix) and key > (after or ""))
         page = keys[: self._page_keys]
         # A listing of several pages shows the bucket as it is at each of them.
-        shown = self._shown.setdefault((process.name, prefix), [])
-        if not after:
-            shown.clear()
+        before = self._shown.get((process.name, prefix), [])
+        # Of a page whose reply was lost, the process has seen nothing: it asks for the same one again.
+        shown = self._shown[process.name, prefix] = [key for key in before if key <= (after or "")]
         self.watcher.listed(prefix, shown + keys, process)
         shown += page
         return [_meta(key, objects[key]) for key in page], len(page) < len(keys)
