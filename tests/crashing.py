@@ -24,7 +24,7 @@ from batchinfer.cli.main import main
 _CHANGES = {f"os.{name}" for name in ("link", "mkdir", "remove", "rename", "rmdir", "truncate")}
 """Python's audit events for changes to files, besides an opening for writing."""
 _WRITES = os.O_WRONLY | os.O_RDWR
-_ENDS = 2
+_ENDS = 4
 """Number of times in a row that the command comes to its end before the harness is done: with threads in it, it makes a
 folder twice now and then, so the number of its changes differs."""
 

@@ -260,5 +260,5 @@ def read_markers(
     return {
         name: each.record
         for name, each in found.items()
-        if each.record and layout.chunk_of_output(layout.output_key(each.record.output)) == name
+        if each.record and layout.chunk_of_output(each.record.output) == name
     }

@@ -86,7 +86,7 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     try:
         marker = codec.decode(data, Marker, name=key)
         store.stat(layout.output_key(marker.output))
-        if layout.chunk_of_output(layout.output_key(marker.output)) != chunk:
+        if layout.chunk_of_output(marker.output) != chunk:
             raise InputError(f"{key}: is of another chunk")
     except InputError as error:
         logger.warning("%s; the chunk is done again", error)

@@ -345,9 +345,14 @@ def refuse_errors(config: WorkerConfig, rows_ok: int, rows_done: int) -> None:
     rows_error, most = rows_done - rows_ok, config.max_error_rate
     rate, is_every = rows_error / rows_done, rows_ok == 0 and most != 1
     is_over = most is not None and rate > most and rows_error >= config.min_errors
+    message = "every row of the run failed"
+    if rows_ok:
+        message = (
+            f"{rate:.1%} of the rows of the run failed, --max-error-rate allows {most or 0:.1%}"
+        )
     if is_every or (is_over and not config.retry_errors):
         raise ErrorRateExceeded(
-            f"{f'{rate:.1%} of the rows' if rows_ok else 'every row'} of the run failed",
+            message,
             hint="fix the prompt options or the data; --retry-errors asks failed rows again, `batchinfer status` "
             "counts the errors, and --max-error-rate 1 accepts such a run",
         )

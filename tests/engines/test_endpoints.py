@@ -384,7 +384,7 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
         assert info.num_replicas == 2
         drive(engine, ListSource(calls(100)))
         assert min(len(endpoint.bodies), len(other.bodies)) > 20
-        for fault in (refusal(503), refusal(500), PASSING["502 page"], raw(b"")):
+        for fault in (refusal(503), refusal(500), PASSING["502 page"], raw(b""), *GONE.values()):
             other.rule = lambda *_, fault=fault: fault
             found = drive(engine, ListSource(calls(100)))
             assert {code_of(each) for each in found.values()} == {""}

@@ -146,7 +146,7 @@ def test_a_refused_listing_is_a_refused_access(scripted, status: int):
     scripted((status, "Whatever"))
     with pytest.raises(AccessDenied) as caught:
         list(open_store("s3://bucket/job", retries=QUICK).list(""))
-    assert "s3:ListBucket" in caught.value.hint or "AWS_ACCESS_KEY_ID" in caught.value.hint
+    assert "s3:ListBucket" in caught.value.hint
 
 
 NO_ANSWERS = {
