@@ -106,10 +106,9 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        if is_taken and (record := _read_record(self._store.get(RECORD_KEY).data, key)):
-            if record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
-                return record
-            is_taken = False
+        record = _read_record(self._store.get(RECORD_KEY).data, key) if is_taken else None
+        if record and record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
+            return record
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))

@@ -242,17 +242,22 @@ class WorkFolder:
 
         Raises:
             ConfigError: DEST is in the work folder or a source.
-            InputError: DEST cannot be made, or something else is there.
+            InputError: DEST cannot be made, or something else is there, or it was changed since.
         """
         config, record = self.config, self._record()
         check_options(self._collection())
         self._check_place()
         if record is not None and record.dest in (self._dest_from_work(), config.dest):
-            there, least = self._bytes_there(), record.bytes
-            if there is None or there < least or record.options != self._options():
+            there, left = self._bytes_there(), record.bytes
+            if there is None or record.options != self._options() or not record.rows:
                 return 0
             # To a folder, others may have added files.
-            return record.rows if there == least or not suffix_of(config.dest) else 0
+            if there < left or (there > left and suffix_of(config.dest)):
+                raise InputError(
+                    f"{config.dest}: has {there:,} bytes, and this command left {left:,}",
+                    hint="move away what is there, and the same command writes the answers again",
+                )
+            return record.rows
         if self._bytes_there() is not None:
             raise InputError(
                 f"{config.dest}: is there already, and no work of this command is at {config.work}",

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -308,7 +309,7 @@ def test_starts_that_finish_no_row_do_not_use_it_up(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "folder"])
-def test_a_dest_that_was_damaged_is_written_again(
+def test_a_dest_that_was_changed_is_neither_vouched_for_nor_replaced(
     run: Runner, rows: Path, tmp_path: Path, name: str
 ) -> None:
     dest = tmp_path / name
@@ -316,8 +317,11 @@ def test_a_dest_that_was_damaged_is_written_again(
     [file] = [dest] if dest.is_file() else list(dest.glob("*.parquet"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-9])
+    assert run(rows, "-o", dest) == 2
+    assert "writes the answers again" in run.err
+    assert file.read_bytes() == whole[:-9]
+    shutil.move(dest, tmp_path / "away")
     assert run(rows, "-o", dest) == 0
-    assert run.result["status"] == "SUCCESS"
     assert file.read_bytes() == whole
     assert run(rows, "-o", dest) == 0
     assert run.result["status"] == "UNCHANGED"
