@@ -10,8 +10,8 @@ cores. The last line is one JSON object.
     python benchmarks/throughput.py --ways batchinfer,run_batch    # see --help
 
 The way `quiet` is the worker with `--disable-log-stats`: the server then counts nothing, so there are no steps. What a
-request costs the worker itself, from chunk to published line, is measured apart: over two servers that answer with the
-prompt and over more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate`
+request costs the worker itself, from chunk to published line, is measured apart, and not with --gpu: over two servers
+that answer with the prompt and over more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate`
 at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
 
 The way `ray` is Ray Data LLM with its defaults. Ray is no dependency; a folder on the path is enough:
@@ -181,8 +181,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, s3_stub.serving() as endpoint:
         os.environ |= s3_stub.variables(endpoint)
         bench = Bench(Path(folder), arguments)
-        own = spread(bench.own() for _ in range(arguments.repeats))
-        print(f"the worker's own CPU: {own:.0f} us a request", flush=True)
+        own = None
+        if not arguments.gpu:
+            own = spread(bench.own() for _ in range(arguments.repeats))
+            print(f"the worker's own CPU: {own:.0f} us a request", flush=True)
         runs = alternate(bench.chosen(arguments.ways), arguments.repeats)
         tokens = sum(each["max_tokens"] for each in bench.requests)
     report(runs, len(bench.requests), tokens, own)
@@ -200,7 +202,7 @@ def summarize(measured: list[Measured]) -> dict[str, Spread]:
     }
 
 
-def report(runs: dict[str, list[Measured]], prompts: int, tokens: int, own: Spread) -> None:
+def report(runs: dict[str, list[Measured]], prompts: int, tokens: int, own: Spread | None) -> None:
     """Print the table and the last JSON line; figures are medians over the repeats, per 1000 requests."""
     table = {name: summarize(measured) for name, measured in runs.items()}
     repeats = len(next(iter(runs.values())))
@@ -233,7 +235,7 @@ def report(runs: dict[str, list[Measured]], prompts: int, tokens: int, own: Spre
         "prompts": prompts,
         "tokens": tokens,
         "repeats": repeats,
-        **own.entries("own_us_a_request", 1),
+        **(own.entries("own_us_a_request", 1) if own else {}),
         "ways": {name: entries(way) for name, way in table.items()},
         "ratios": ratios(medians),
     }

@@ -71,7 +71,10 @@ def count_steps(engine: Any) -> list[None]:
 
 def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
     """Run vLLM's own batch runner. Time counts once the engine is loaded."""
-    from vllm.entrypoints.launchers import run_batch as runner
+    try:
+        from vllm.entrypoints.launchers import run_batch as runner
+    except ImportError:  # older releases
+        from vllm.entrypoints.openai import run_batch as runner
 
     begin = time.monotonic()
     num_requests = len(path.read_bytes().splitlines())
