@@ -368,6 +368,7 @@ class TestBadInput:
         assert caught.value.exit_status == 34
         assert "part-00003" in caught.value.message
         assert "sha256" in caught.value.message
+        assert "restore it" in caught.value.message, "what to do with it"
         assert len(finished_chunks(open_store(f"{job}/runs/a"))) == 9
 
 
