@@ -86,28 +86,24 @@ def state(work: Workload) -> tuple[int, int | None, int, int]:
     return work.rows_done, work.rows, work.chunks_done, work.chunks
 
 
-def test_the_total_is_that_of_the_job_and_the_own_share_is_named() -> None:
+def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once_it_is_done() -> (
+    None
+):
     """A worker with an eighth of the job said that under one minute was left of eleven."""
     work = Workload()
     work.set_own({"own": 10})
     assert (work.rows, work.own_rows) == (10, 10)
-    work.set_job({"own": 10, "other": 70})
-    assert (work.rows, work.own_rows) == (80, 10)
-    work.done("other")
-    assert state(work) == (70, 80, 0, 1), "another worker did it"
-
-
-def test_a_chunk_of_another_worker_is_among_mine_once_it_is_done() -> None:
-    work = Workload()
-    work.set_own({"own": 10})
-    work.set_job({"own": 10, "other": 7})
+    work.set_job({"own": 10, "other": 7, "third": 70})
+    assert (work.rows, work.own_rows) == (87, 10)
+    work.done("third")
+    assert state(work) == (70, 87, 0, 1), "another worker did it"
     work.opened(chunk("other", 7, left=2))
-    assert state(work) == (5, 17, 0, 1)
+    assert state(work) == (75, 87, 0, 1)
     work.closed(work.open["other"], "released")
-    assert state(work) == (0, 17, 0, 1)
+    assert state(work) == (70, 87, 0, 1)
     work.opened(chunk("other", 7, left=0))
     work.closed(work.open["other"], "done")
-    assert state(work) == (7, 17, 1, 2)
+    assert state(work) == (77, 87, 1, 2)
 
 
 def test_progress_of_a_start_without_rows_has_no_rate() -> None:
