@@ -9,7 +9,6 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
 from batchinfer.split.splitting import command as split
-from batchinfer.worker.command import command as worker
 from making import make_job, run_worker_here
 
 
@@ -55,17 +54,15 @@ def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    job = str(tmp_path / "job")
-    split.main([str(tmp_path / "a.jsonl"), "--output", job], standalone_mode=False)
+    job, batch = tmp_path / "job", ("--prompt-column", "", "--request-format", "openai-batch")
+    split.main([str(tmp_path / "a.jsonl"), "--output", str(job)], standalone_mode=False)
     caplog.clear()
-    options = ["--job", job, "--engine", "echo", "--request-format", "openai-batch"]
-    worker.main(options, standalone_mode=False)
+    run_worker_here(job, tmp_path / "run", *batch)
     assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text
 
 
 def test_a_rehearsal_says_what_it_does_not_check(
-    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ["--job", job, "--output", str(tmp_path / "run"), "--prompt-column", "prompt"]
-    worker.main([*options, "--engine", "echo", "--model", "no/such"], standalone_mode=False)
+    run_worker_here(job, f"{job}/runs/a", "--model", "no/such")
     assert "neither the model nor the lengths of prompts are checked" in caplog.text
