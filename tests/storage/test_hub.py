@@ -14,7 +14,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
-from batchinfer.storage.opening import open_store
+from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError
 from fixtures_hub import Fault, Hub
 
@@ -63,6 +63,7 @@ def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
         lambda: store.put_file("k", tmp_path / "file"),
         lambda: store.replace("k", b"1", "etag"),
         lambda: store.delete(["k"]),
+        lambda: check_preconditions(store),
     ):
         with pytest.raises(AccessDenied, match="read-only"):
             verb()

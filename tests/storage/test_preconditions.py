@@ -13,7 +13,6 @@ from batchinfer.core.errors import (
     PreconditionFailed,
 )
 from batchinfer.storage import opening
-from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders
 from batchinfer.storage.retrying import NotSupported
@@ -99,11 +98,6 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
     shutil.copytree(run, copy)
     run_worker_here(job, copy)
     assert tried == [run, copy]
-
-
-def test_read_only_store_is_access_denied():
-    with pytest.raises(AccessDenied, match="read-only"):
-        check_preconditions(ReadOnlyStore("http://127.0.0.1/x"))
 
 
 def test_probe_that_cannot_be_removed_is_only_a_warning(caplog):

@@ -135,38 +135,22 @@ def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(
 # --------------------------------------------------------------------------- the cache
 
 
-def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
-    begun = threading.Barrier(8)
-    server.answers["/a"] = plain(200, RED)
-    each = fetcher()
-    found: list[Any] = []
-
-    def work() -> None:
-        begun.wait()
-        found.append(each.fetch_now([MediaRef(place=f"{server.url}/a")]))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert server.seen == ["/a"]
-    assert found == [[RED]] * 8
-
-
-def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_dead: bool) -> None:
     cache = MediaCache(1 << 20)
     asked: list[str] = []
     all_begun, is_over = threading.Barrier(9), threading.Event()
 
-    def fail() -> bytes:
-        asked.append("dead")
+    def fetch() -> bytes:
+        asked.append("link")
         is_over.wait(60)
-        raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+        if is_dead:
+            raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+        return RED
 
     def ask() -> bytes:
         all_begun.wait()
-        return cache.get("dead", fail)
+        return cache.get("link", fetch)
 
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(ask) for _ in range(8)]
@@ -174,12 +158,14 @@ def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() 
         time.sleep(0.2)
         begun = time.monotonic()
         for number in range(300):
-            assert cache.get(f"good {number}", lambda: RED) == RED
+            assert cache.get(f"good {number}", lambda: BLUE) == BLUE
         assert time.monotonic() - begun < 30
         is_over.set()
-    assert all(isinstance(each.exception(), RowProblem) for each in waiting)
-    assert asked == ["dead"]
-    assert cache.get("dead", lambda: RED) == RED, "the next row asks again"
+    found = [type(each.exception()) if is_dead else each.result() for each in waiting]
+    assert found == [RowProblem if is_dead else RED] * 8
+    assert asked == ["link"]
+    # After a failure, the next row asks again.
+    assert cache.get("link", lambda: BLUE) == (BLUE if is_dead else RED)
 
 
 def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately() -> None:

@@ -19,7 +19,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.worker.progress import Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
-from making import make_job, run_worker_here, worker_arguments
+from making import make_job, worker_arguments
 from models import write_model_stub
 from terminal import Terminal
 
@@ -65,14 +65,6 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     assert len(line) <= 71
     telemetry.workload.open = {}
     assert describe(telemetry) == line.replace("≤138h left", "others have the rest")
-
-
-def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:
-    make_job(tmp_path / "job", rows=60, per_chunk=5, workers=2)
-    result = run_worker_here(tmp_path / "job", tmp_path / "run", index=0)
-    assert (result["chunks_total"], result["chunks_done"]) == (12, 12)
-    again = run_worker_here(tmp_path / "job", tmp_path / "run", index=1)
-    assert (again["chunks_total"], again["chunks_done"], again["chunks_skipped"]) == (6, 0, 6)
 
 
 # --------------------------------------------------------------------------- the numbers of a workload
