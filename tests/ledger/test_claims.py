@@ -100,6 +100,8 @@ class TestLease:
         for write in (earlier.renew, earlier.close):
             with pytest.raises(Superseded):
                 write(worker_record())
+        with pytest.raises(Superseded):
+            earlier.require()
         lease.renew(worker_record())
         assert lease.is_held()
 

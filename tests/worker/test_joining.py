@@ -9,6 +9,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
 from batchinfer.split.splitting import command as split
+from batchinfer.worker.command import command as worker
 from making import make_job, run_worker_here
 
 
@@ -51,14 +52,18 @@ def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
 def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without --output, the run lies in the job, however that is named."""
     request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    job, batch = tmp_path / "job", ("--prompt-column", "", "--request-format", "openai-batch")
-    split.main([str(tmp_path / "a.jsonl"), "--output", str(job)], standalone_mode=False)
+    job, options = str(tmp_path / "job"), ["--engine", "echo", "--request-format", "openai-batch"]
+    split.main([str(tmp_path / "a.jsonl"), "--output", job], standalone_mode=False)
     caplog.clear()
-    run_worker_here(job, tmp_path / "run", *batch)
+    worker.main(["--job", job, *options], standalone_mode=False)
     assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text
+    manifest = f"{job}/manifests/all.txt"
+    again = worker.main(["--manifest", manifest, *options], standalone_mode=False)
+    assert again["chunks_skipped"] == 3
 
 
 def test_a_rehearsal_says_what_it_does_not_check(
