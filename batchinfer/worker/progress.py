@@ -97,7 +97,7 @@ def describe(telemetry: Telemetry) -> str:
         parts.append(f"{units.short(rate)}/s")
         parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s")
         if not work.open and work.rows > work.rows_done:
-            parts.append("others have the rest")
+            parts.append("waiting for chunks")
         elif work.rows > work.rows_done:
             most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
             parts.append(f"{most}{_duration((work.rows - work.rows_done) / rate)} left")

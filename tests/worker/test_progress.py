@@ -64,7 +64,7 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     assert line == "88.9M/100M rows (own 25M), 22.2/s, 250k tok/s, ≤138h left, 12.3k failed"
     assert len(line) <= 71
     telemetry.workload.open = {}
-    assert describe(telemetry) == line.replace("≤138h left", "others have the rest")
+    assert describe(telemetry) == line.replace("≤138h left", "waiting for chunks")
 
 
 # --------------------------------------------------------------------------- the numbers of a workload
