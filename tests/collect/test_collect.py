@@ -295,7 +295,11 @@ def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
     texts = ["[1,\n 2]\r\n", '"x"', "[NaN]", "[1,]", "[" * 5000 + "]" * 5000]
     finish_run(job, job / "runs/a", lambda row: chat(texts[row % 5]))
     collect(job / "runs/a", tmp_path / "a.jsonl", answer_json=True)
-    assert [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]] == [[1, 2], "x", *texts[2:]]
+    assert [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]] == [
+        [1, 2],
+        "x",
+        *texts[2:],
+    ]
 
 
 def test_answers_with_arbitrary_names_are_collected_in_little_memory(
