@@ -512,7 +512,7 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     key = output_key(store, "part-00001")
     lines = store.get(key).data.splitlines(keepends=True)
     swapped, fewer = [lines[1], lines[0], *lines[2:]], lines[:-1]
-    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"]):
+    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"], [*fewer, lines[-1][:-1]]):
         data = b"".join(changed)
         overwrite(store, key, data)
         change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
