@@ -288,6 +288,29 @@ def test_json_answers_without_a_schema_have_the_types_that_they_share(
     assert lines_of(tmp_path / "a.jsonl")[1]["answer_b"] == {"x": 1}
 
 
+def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
+    job: Path, tmp_path: Path
+) -> None:
+    """DuckDB takes more for JSON than readers of JSON Lines do."""
+    texts = ["[1,\n 2]\r\n", '"x"', "[NaN]", "[1,]", "[" * 5000 + "]" * 5000]
+    finish_run(job, job / "runs/a", lambda row: chat(texts[row % 5]))
+    collect(job / "runs/a", tmp_path / "a.jsonl", answer_json=True)
+    assert [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]] == [
+        [1, 2],
+        "x",
+        *texts[2:],
+    ]
+
+
+def test_answers_with_arbitrary_names_are_collected_in_little_memory(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MEMORY", "100MB")
+    objects = [{f"{row} {n}": n for n in range(200)} for row in range(ROWS)]
+    found = table(job, [chat(json.dumps(each)) for each in objects], answer_json=True)
+    assert list(map(json.loads, found["answer"].to_pylist())) == objects
+
+
 @pytest.mark.parametrize("text", [DEEP, NAMES], ids=["nested deep", "arbitrary names"])
 def test_answers_that_no_columns_fit_are_one_column_of_text(job: Path, text: str) -> None:
     rows = table(job, [chat(text)], answer_json=True).to_pylist()
@@ -489,7 +512,7 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     key = output_key(store, "part-00001")
     lines = store.get(key).data.splitlines(keepends=True)
     swapped, fewer = [lines[1], lines[0], *lines[2:]], lines[:-1]
-    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"]):
+    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"], [*fewer, lines[-1][:-1]]):
         data = b"".join(changed)
         overwrite(store, key, data)
         change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))

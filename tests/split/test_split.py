@@ -363,6 +363,7 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
     place = make_list(tmp_path / "data")
     result = split([], tmp_path / "job", by_reference=str(place), num_workers=2)
     assert (result["rows"], result["chunks"], result["columns"]) == (4, 2, ["prompt", "n"])
+    assert result["broken_lines"] == 1
     assert not (tmp_path / "job/chunks").exists()
     assert [chunk.name for chunk in job_at(tmp_path / "job").chunks] == ["b", "a"]
     assert (
