@@ -11,8 +11,8 @@ cores. The last line is one JSON object.
 
 The way `quiet` is the worker with `--disable-log-stats`: the server then counts nothing, so there are no steps. What a
 request costs the worker itself, from chunk to published line, is measured apart, and not with --gpu: over two servers
-that answer with the prompt and over more rows, and without what a job of one row costs. The bounds of the project: `steps_of_one_generate`
-at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
+that answer with the prompt and over more rows, and without what a job of one row costs. The bounds of the project:
+`steps_of_one_generate` at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
 
 The way `ray` is Ray Data LLM with its defaults. Ray is no dependency; a folder on the path is enough:
 

@@ -96,7 +96,9 @@ def describe(telemetry: Telemetry) -> str:
         rate = counts.rows_done / seconds
         parts.append(f"{units.short(rate)}/s")
         parts.append(f"{units.short(counts.completion_tokens / seconds)} tok/s")
-        if work.rows > work.rows_done:
+        if not work.open and work.rows > work.rows_done:
+            parts.append("waiting for chunks")
+        elif work.rows > work.rows_done:
             most = "\N{LESS-THAN OR EQUAL TO}" if own else ""
             parts.append(f"{most}{_duration((work.rows - work.rows_done) / rate)} left")
     if counts.rows_error:

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _END_LOADING_SECONDS = 15.0
+_MOST_WATCHED = 8
+"""Most chunks of whose owners a start looks at the leases while its engine loads."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -185,6 +187,9 @@ class _Start:
         checkpointed = self._await(with_checkpoints)
         access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
+        # Where a worker is gone, the time in which its chunks are still its own passes while the engine loads.
+        begun = [ref.name for ref in membership.assignment.chunks if ref.name in checkpointed]
+        submit(partial(access.claims.watch, begun[:_MOST_WATCHED]))
         self._log_work(membership.assignment.chunks, checkpointed)
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
         if info is None:

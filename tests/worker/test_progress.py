@@ -52,7 +52,9 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     telemetry = cast(
         "Telemetry",
         SimpleNamespace(
-            workload=SimpleNamespace(rows=99_999_999, rows_done=88_888_888, own_rows=25_000_000),
+            workload=SimpleNamespace(
+                rows=99_999_999, rows_done=88_888_888, own_rows=25_000_000, open={"part-00000"}
+            ),
             counts=SimpleNamespace(rows_done=88_888, completion_tokens=10**9, rows_error=12_345),
             is_loading=False,
             busy_seconds=4000.0,
@@ -61,6 +63,8 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     line = describe(telemetry)
     assert line == "88.9M/100M rows (own 25M), 22.2/s, 250k tok/s, ≤138h left, 12.3k failed"
     assert len(line) <= 71
+    telemetry.workload.open = {}
+    assert describe(telemetry) == line.replace("≤138h left", "waiting for chunks")
 
 
 def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from batchinfer.worker.ring import Ring
 from batchinfer.worker.worker_config import Environment, RunAccess
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
+from simulation.stage import Stage
 
 LEASE_SECONDS = 120.0
 
@@ -200,6 +201,16 @@ def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
     idle.tick(seconds=20.0)
     idle.tick(seconds=20.0)
     assert idle.ring.is_finished
+
+
+def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads() -> None:
+    """A machine that was lost came back under another name: its GPU was idle for a whole lease more."""
+    with Stage([["a"], ["b"]]) as stage:
+        stage.let_another_hold("part-00000", "part-00001", beats=1)
+        stage.put(layout.segment_key("part-00000", "w9.n", 0), b"")
+        stage.engine.load_seconds = 60.0  # some 100 in this scene
+        assert stage.run(lease_seconds=120.0).is_success
+        assert stage.scheduler.now < 150.0
 
 
 def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded() -> None:
