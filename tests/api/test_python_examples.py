@@ -57,23 +57,29 @@ def test_the_third_splits_a_generator(folder: Path) -> None:
     assert shown(EXAMPLES[2], folder) == "1000 rows in 20 chunks\n"
 
 
+@pytest.fixture
+def shared(demo_url: str) -> str:
+    """What an example has in the place of `MODEL`: the server of all tests. `make demo` starts one for the user."""
+    return f'{MODEL}, engine="openai", base_url="{demo_url}"'
+
+
 @pytest.mark.vllm
-def test_readmes_example_prints_what_it_says(folder: Path) -> None:
+def test_readmes_example_prints_what_it_says(folder: Path, shared: str) -> None:
     [code] = [block for block in README if block.lstrip().startswith("import batchinfer")]
+    assert MODEL in code
     (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
-    assert shown(textwrap.dedent(code), folder) == code.rpartition("# ")[2]
+    out = shown(textwrap.dedent(code).replace(MODEL, shared), folder)
+    assert out == code.rpartition("# ")[2]
 
 
 @pytest.mark.vllm
-def test_the_notebook_runs(folder: Path, demo_url: str) -> None:
-    """README's example has a server of its own."""
+def test_the_notebook_runs(folder: Path, shared: str) -> None:
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(ROOT / "examples/run.ipynb", as_version=4)
     source = notebook.cells[1].source
     assert all(common in source for common in (MODEL, *QUESTIONS))
-    shared = f'{MODEL}, engine="openai", base_url="{demo_url}"'
     notebook.cells[1].source = source.replace(MODEL, shared)
     client = NotebookClient(
         notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(folder)}}

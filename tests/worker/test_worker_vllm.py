@@ -240,24 +240,6 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     )
 
 
-def test_sigterm_while_it_loads_ends_it_with_75_and_no_process_left(
-    tmp_path: Path, source: Path
-) -> None:
-    job, run = str(tmp_path / "job"), str(tmp_path / "run")
-    split(source, job)
-    process = start_process(
-        worker(job, run, *GREEDY, "--max-num-seqs", "2", "--grace-seconds", "3")
-    )
-    wait_until(lambda: bool(descendants(process.pid)), "the engine's process")
-    time.sleep(2)
-    children = descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
-    stopped = finish_process(process, timeout_seconds=WAIT_SECONDS)
-    assert stopped.status == 75, stopped.stderr
-    assert "Traceback" not in stopped.stderr
-    assert are_gone(children, WAIT_SECONDS)
-
-
 def _command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
