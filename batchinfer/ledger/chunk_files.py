@@ -14,7 +14,9 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 _BLOCK_BYTES = 1 << 20
 _READ_BYTES = 1 << 17
-_RESTORE = "restore it: of what split has made, the same split into another place makes the same chunks"
+_RESTORE = (
+    "restore it: of what split has made, the same split into another place makes the same chunks"
+)
 
 
 class LocalChunk(NamedTuple):
