@@ -25,6 +25,7 @@ from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
+from fakes import meanwhile
 from finished_run import chat, finish_run
 from making import change_marker, make_job, output_key, overwrite, run_worker_here
 from samples import SCHEMAS
@@ -350,10 +351,15 @@ def test_rows_of_many_blocks_and_windows_are_all_there(
 ) -> None:
     whole = table_of(run, tmp_path, with_source=True)
     assert whole["_row"].to_pylist() == list(range(ROWS))
-    for block, window in ((1, 1), (3000, 5000), (5000, 3000)):
+    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
+    for block, window in ((1, 1), (1500, 1500), (3000, 5000), (5000, 3000)):
         monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
         monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
         assert table_of(run, tmp_path, with_source=True) == whole
+        files = tmp_path / f"lines-{block}"
+        collect(run, files, format="lines", shard_rows=5)
+        counts = [path.read_bytes().count(b"\n") for path in files.glob("part-*")]
+        assert counts == [5] * (ROWS // 5), "whatever is read at a time"
 
 
 def test_the_lines_of_small_chunks_become_rows_together(
@@ -492,18 +498,10 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
 def test_damage_is_noticed_before_a_row_is_written(
     how: str, run: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    select = collecting.select
-
-    def damaging(*arguments: Any, **options: Any) -> Any:
-        found = select(*arguments, **options)
-        path = run / output_key(open_store(str(run)), "part-00001")
-        if how == "gone":
-            path.unlink(missing_ok=True)
-        else:
-            path.write_bytes(path.read_bytes().replace(b"answer 13", b"answer 31"))
-        return found
-
-    monkeypatch.setattr(collecting, "select", damaging)
+    path = run / output_key(open_store(str(run)), "part-00001")
+    data = path.read_bytes().replace(b"answer 13", b"answer 31")
+    damage = path.unlink if how == "gone" else lambda: path.write_bytes(data)
+    meanwhile(monkeypatch, collecting, "_open_dest", damage)
     with pytest.raises(RunUnsound, match="part-00001"):
         collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -545,17 +543,6 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError):
             collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_files_have_as_many_rows_as_asked_for_whatever_is_read_at_a_time(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
-    for name in ("_BLOCK_BYTES", "_WINDOW_BYTES"):
-        monkeypatch.setattr(f"batchinfer.collect.answers.{name}", 1500)
-    collect(run, tmp_path / "out", format="lines", shard_rows=5)
-    counts = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "out").glob("part-*"))]
-    assert counts == [5] * (ROWS // 5)
 
 
 def test_a_run_of_another_job_is_refused(run: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from batchinfer.core import codec, layout
@@ -50,19 +49,17 @@ def test_job_above_the_run_comes_before_the_recorded_place(job: str, tmp_path: P
     assert list(found.expected) == ["part-00000", "part-00001", "part-00002"]
 
 
-def test_recorded_job_is_taken_where_the_one_above_is_another(job: str, tmp_path: Path) -> None:
+def test_recorded_job_is_taken_where_the_one_above_is_another_which_the_audit_finds_alone(
+    job: str, tmp_path: Path
+) -> None:
     other = str(tmp_path / "other")
     make_job(other, rows=5, per_chunk=5)
     write_run(f"{other}/runs/a", job, recorded=job)
     assert target_of(f"{other}/runs/a").job_url == job
-
-
-def test_only_another_job_is_left_for_the_audit_to_find(job: str, tmp_path: Path) -> None:
-    other = str(tmp_path / "other")
-    make_job(other, rows=5, per_chunk=5)
-    write_run(f"{other}/runs/a", job)
-    found = target_of(f"{other}/runs/a")
-    audit = Audit(found, take_inventory(open_store(f"{other}/runs/a"), now=0.0))
+    write_run(f"{other}/runs/b", job)
+    audit = Audit(
+        target_of(f"{other}/runs/b"), take_inventory(open_store(f"{other}/runs/b"), now=0.0)
+    )
     audit.check_all()
     assert "job" in {finding.fix for finding in audit.findings}
 
@@ -76,19 +73,6 @@ def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"no job\.json there"):
         target_of(lost, job_url=str(tmp_path))
     assert target_of(lost, job_url=job).job_url == job
-
-
-def test_places_of_a_job_are_named_once() -> None:
-    run = Run(
-        format_version=1,
-        fingerprint="f",
-        nonce="n",
-        config={},
-        recorded={"job": "s3://b/job/"},
-    )
-    assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"]
-    assert job_places(msgspec.structs.replace(run, recorded={}), "s3://b/elsewhere") == []
-    assert job_places(None, "s3://b/a.batchinfer/run") == ["s3://b/a.batchinfer/job"]  # it loads
 
 
 @pytest.mark.parametrize(
@@ -105,14 +89,19 @@ def test_places_of_a_job_are_named_once() -> None:
         ("s3://b/job", "/out", False),
         ("/data/job", "s3://b/out", False),
         ("hf://datasets/o/other/job", "hf://datasets/o/n/out", False),
+        ("", "s3://b/elsewhere", False),
     ],
 )
 def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
     recorded: str, run_url: str, *, is_followed: bool
 ) -> None:
     """Who can write run.json must not choose whom we ask."""
-    run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded={"job": recorded})
+    places = {"job": recorded} if recorded else {}
+    run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded=places)
     assert job_places(run, run_url) == ([recorded] if is_followed else [])
+    places["job"] = "s3://b/job/"
+    assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"], "it is named once"
+    assert job_places(None, "s3://b/a.batchinfer/run") == ["s3://b/a.batchinfer/job"]  # it loads
 
 
 def test_a_job_in_another_place_is_read_only_when_asked_for(job: str, tmp_path: Path) -> None:

@@ -34,16 +34,9 @@ def encoded(*rows: FinishedRow) -> bytes:
     return encode_rows(rows)[0]
 
 
-def segment(
-    store: MemoryStore,
-    records: bytes,
-    seq: int = 1,
-    *,
-    sha256: str = SHA256,
-    fingerprint: str = "f",
-) -> str:
+def segment(store: MemoryStore, records: bytes, seq: int = 1, **of: str) -> str:
     key = layout.segment_key(CHUNK, "w0", seq)
-    write_segment(store, key, records, chunk_sha256=sha256, fingerprint=fingerprint)
+    write_segment(store, key, records, **({"chunk_sha256": SHA256, "fingerprint": "f"} | of))
     return key
 
 
@@ -60,8 +53,8 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
 ) -> None:
     keys = [
         segment(store, encoded(row(0)), 1),
-        segment(store, encoded(row(1)), 2, sha256="b" * 64),
-        segment(store, encode_deaths([2], 1), 3, sha256="b" * 64),
+        segment(store, encoded(row(1)), 2, chunk_sha256="b" * 64),
+        segment(store, encode_deaths([2], 1), 3, chunk_sha256="b" * 64),
         segment(store, encoded(row(2)), 4, fingerprint="of another configuration"),
         segment(store, encoded(row(2)), 5, fingerprint=""),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -52,11 +53,9 @@ def claim_of(store: MemoryStore) -> Claim:
 
 def lose_record(store: MemoryStore, damage: bytes | None) -> None:
     """Remove the record of worker a, or damage it."""
-    key = layout.worker_key("a")
-    if damage is None:
-        store.delete([key])
-    else:
-        store.replace(key, damage, store.stat(key).etag)
+    store.delete([layout.worker_key("a")])
+    if damage is not None:
+        put_raw(store, layout.worker_key("a"), damage)
 
 
 class TestLease:
@@ -66,13 +65,9 @@ class TestLease:
         """An upload that was still under way published its chunk, which others had taken over by the record."""
         lease = take_lease(store, "w0", clock)
         seen: list[bool] = []
-        replace = store.replace
-
-        def look_and_replace(key: str, data: bytes, etag: str) -> str:
-            seen.append(lease.is_held())
-            return replace(key, data, etag)
-
-        monkeypatch.setattr(store, "replace", look_and_replace)
+        replace = mock.Mock(wraps=store.replace)
+        replace.side_effect = lambda *_: seen.append(lease.is_held()) or mock.DEFAULT
+        monkeypatch.setattr(store, "replace", replace)
         lease.close(worker_record())
         assert seen == [False]
         with pytest.raises(LeaseLapsed, match="has ended"):
@@ -81,11 +76,10 @@ class TestLease:
         assert not lease.is_held()
 
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
-        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+        self, store: MemoryStore, clock: FakeClock
     ) -> None:
         lease = take_lease(store, "w0", clock)
-        with monkeypatch.context() as patched:
-            patched.setattr(store, "replace", _fail)
+        with mock.patch.object(store, "replace", side_effect=StorageError("away")):
             clock.sleep(100)
             assert not lease.renew(worker_record())
         clock.sleep(30)
@@ -106,12 +100,10 @@ class TestLease:
         for write in (earlier.renew, earlier.close):
             with pytest.raises(Superseded):
                 write(worker_record())
+        with pytest.raises(Superseded):
+            earlier.require()
         lease.renew(worker_record())
         assert lease.is_held()
-
-
-def _fail(*_: object) -> str:
-    raise StorageError("the bucket is away")
 
 
 class TestClaims:

@@ -4,6 +4,10 @@ output. Claims are in test_claims.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from batchinfer.core import codec, layout
@@ -22,10 +26,9 @@ MARKER = layout.marker_key(CHUNK)
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> str:
-    url = f"memory://{request.node.name}"
-    make_job(url, rows=30, per_chunk=10)
-    return url
+def job(memory_url: str) -> str:
+    make_job(memory_url, rows=30, per_chunk=10)
+    return memory_url
 
 
 def test_markers_that_were_swapped_are_replaced(job: str) -> None:
@@ -38,20 +41,20 @@ def test_markers_that_were_swapped_are_replaced(job: str) -> None:
     assert read_marker(run, CHUNK).chunk == f"chunks/{CHUNK}.jsonl"
 
 
-@pytest.mark.parametrize("damage", [None, b"", b'{"output":"part-', b"x" * 600])
-def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(
-    job: str, damage: bytes | None
-) -> None:
+@pytest.mark.parametrize("damage", [None, b"", b'{"output":"part-', b"x" * 600, slice(-40)])
+def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(job: str, damage: Any) -> None:
     run = open_store(f"{job}/runs/a")
     run_worker_here(job, run.url)
     before = read_marker(run, CHUNK)
-    if damage is not None:
-        overwrite(run, MARKER, damage)
-    if damage is None or len(damage) > SMALLEST_MARKER_BYTES:
-        run.delete(
-            [layout.output_key(before.output)]
-        )  # a listing cannot tell a long text from a marker
-    assert set(finished_chunks(run)) == {"part-00000", "part-00002"}
+    if isinstance(damage, slice):
+        overwrite(run, MARKER, run.get(MARKER).data[damage])
+    else:
+        if damage is not None:
+            overwrite(run, MARKER, damage)
+        if damage is None or len(damage) > SMALLEST_MARKER_BYTES:
+            # A listing cannot tell a long text from a marker.
+            run.delete([layout.output_key(before.output)])
+        assert set(finished_chunks(run)) == {"part-00000", "part-00002"}
 
     result = run_worker_here(job, run.url)
 
@@ -60,3 +63,15 @@ def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(
     data = run.get(layout.output_key(marker.output)).data
     assert (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
     assert marker.nonce != before.nonce
+
+
+@pytest.mark.parametrize("again", [[], ["--retry-errors"]])
+def test_a_marker_of_a_repair_that_is_cut_is_no_success(tmp_path: Path, again: list[str]) -> None:
+    job, run = tmp_path / "job", tmp_path / "run"
+    make_job(job, rows=4, per_chunk=2, make_row=lambda row: {"prompt": "x" if row else ""})
+    run_worker_here(job, run)
+    run_worker_here(job, run, "--retry-errors")
+    marker = run / "outputs/part-00000.succeed.1"
+    marker.write_bytes(marker.read_bytes()[:-40])
+    assert run_worker_here(job, run, *again)["status"] == "SUCCESS"
+    assert json.loads(marker.read_bytes())["rows_error"] == 1

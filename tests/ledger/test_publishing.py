@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -44,15 +44,10 @@ def test_the_lease_is_asked_for_right_before_every_write(
         store.create(layout.marker_key(CHUNK), marker)
     events: list[str] = []
     for name in ("create", "put_file", "replace"):
-        write = getattr(store, name)
-
-        def recorded(
-            *arguments: object, write: Callable[..., str] = write, **options: object
-        ) -> str:
-            events.append("write")
-            return write(*arguments, **options)
-
-        monkeypatch.setattr(store, name, recorded)
+        note = Mock(
+            side_effect=lambda *_: events.append("write") or DEFAULT, wraps=getattr(store, name)
+        )
+        monkeypatch.setattr(store, name, note)
     ours = Publisher(store, nonce="n1", require_lease=lambda: events.append("lease"))
     published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert published.is_ours
@@ -94,10 +89,7 @@ def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
 ) -> None:
     """Some buckets grant no right to delete; segments left behind do no harm."""
 
-    def refuse(_keys: object) -> None:
-        raise error
-
-    monkeypatch.setattr(store, "delete", refuse)
+    monkeypatch.setattr(store, "delete", Mock(side_effect=error))
     published = publisher(store, "n1").publish(
         built(tmp_path), marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
     )

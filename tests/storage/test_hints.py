@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -25,76 +24,54 @@ from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable
 from fake_gcs import serving_gcs
+from fixtures_s3 import s3_client
+from web_server import HttpServer
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
-FINE = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
-ANSWER = (
-    b"HTTP/1.1 %d X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n"
-    b"Connection: close\r\n\r\n%s"
-)
+START = b"HTTP/1.1 %d X\r\nConnection: close\r\n"
+LENGTH = b"Content-Length: %d\r\n\r\n"
+FINE = b'ETag: "e"\r\n' + LENGTH % 0
 
 
-class Scripted:
-    """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up.
+class Handler(BaseHTTPRequestHandler):
+    """Gives the scripted answers of its server in turn, and 200 with an ETag when they are used up.
 
     An answer is a status with a code, or the rest of a reply of status 200.
     """
 
-    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str] | bytes) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.answers = list(answers)
-        self.num_requests = 0
-        threading.Thread(target=self._serve, daemon=True).start()
+    protocol_version = "HTTP/1.1"
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def answer(self) -> None:
+        self.close_connection = True
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.num_requests += 1
+        status, rest = 200, self.server.answers.pop(0) if self.server.answers else FINE
+        if isinstance(rest, tuple):
+            status, code = rest
+            body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+            body *= self.command != "HEAD"
+            rest = b"Content-Type: application/xml\r\n" + LENGTH % len(body) + body
+        self.wfile.write(START % status + rest)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection:
-                request = b""
-                while b"\r\n\r\n" not in request:
-                    request += connection.recv(1 << 16)
-                if b"100-continue" in request:
-                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    connection.recv(1 << 16)
-                self.num_requests += 1
-                if not self.answers:
-                    connection.sendall(FINE)
-                    continue
-                answer = self.answers.pop(0)
-                if isinstance(answer, bytes):
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + answer)
-                    continue
-                status, code, *more = answer
-                message = more[0] if more else "no"
-                body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-                if request.startswith(b"HEAD "):
-                    body = b""
-                connection.sendall(ANSWER % (status, len(body), body))
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815 - http.server finds them by name
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
 def scripted(
     s3_environment: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Scripted]]:
-    made: list[Scripted] = []
+) -> Iterator[Callable[..., HttpServer]]:
+    with contextlib.ExitStack() as stack:
 
-    def make(*answers: tuple[int, str] | bytes) -> Scripted:
-        made.append(Scripted(*answers))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made[-1].url)
-        return made[-1]
+        def make(*answers: tuple[int, str] | bytes) -> HttpServer:
+            server = HttpServer(Handler, answers=list(answers), num_requests=0)
+            stack.callback(server.close)
+            monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+            return server
 
-    yield make
-    for server in made:
-        server.close()
+        yield make
 
 
 @pytest.mark.parametrize(
@@ -231,36 +208,42 @@ def test_a_store_that_has_answered_before_is_given_its_two_minutes(scripted, mon
     store = open_store("s3://bucket/job", retries=QUICK)
     store.create("k", b"1")
     server.close()
-    with pytest.raises(StorageError, match="after 3 attempts"):
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
         store.create("k", b"1")
+    assert type(caught.value) is StorageError
+    assert caught.value.hint
 
 
-def test_missing_credentials_are_access_denied(s3_environment, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
+    """Put what AWS's two files say in the place of the keys that variables hold."""
+
+    def put(config: str, keys: str) -> None:
+        for name, text in (("AWS_CONFIG_FILE", config), ("AWS_SHARED_CREDENTIALS_FILE", keys)):
+            (tmp_path / name).write_text(text)
+            monkeypatch.setenv(name, str(tmp_path / name))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+    return put
+
+
+def test_missing_credentials_are_access_denied(s3_environment, credentials):
+    credentials("", "")
     with pytest.raises(AccessDenied, match="credentials are missing") as caught:
         open_store("s3://bucket/job", retries=QUICK).get("k")
     assert "AWS_PROFILE" in caught.value.hint
 
 
-def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, tmp_path: Path):
+def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials):
     url = s3_url("job")
     endpoint = open_store(url).create("k", b"1") and os.environ["AWS_ENDPOINT_URL"]
-    (tmp_path / "config").write_text(
-        f"[profile mine]\nendpoint_url = {endpoint}\nregion = us-east-1\n"
+    credentials(
+        f"[profile mine]\nendpoint_url = {endpoint}\nregion = us-east-1\n",
+        "[mine]\naws_access_key_id = testing\naws_secret_access_key = testing\n",
     )
-    (tmp_path / "credentials").write_text(
-        "[mine]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
-    )
-    for name in (
-        "AWS_ENDPOINT_URL",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_DEFAULT_REGION",
-    ):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert open_store(url).get("k").data == b"1"
     monkeypatch.setenv("AWS_PROFILE", "nobody")
@@ -269,7 +252,7 @@ def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, tmp_path: P
 
 
 def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
-    s3_url, monkeypatch, tmp_path: Path
+    s3_url, credentials, tmp_path: Path
 ):
     """A program gives them, as a metadata server does, and fails the first time."""
     url = s3_url("job")
@@ -279,10 +262,7 @@ def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
         """echo '{"Version": 1, "AccessKeyId": "testing", "SecretAccessKey": "testing"}'\n"""
     )
     script.chmod(0o755)
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = {script}\n")
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    credentials(f"[default]\ncredential_process = {script}\n", "")
     assert open_store(url, retries=QUICK).create("k", b"1")
     assert (tmp_path / "asked").exists()
 
@@ -308,23 +288,15 @@ def test_a_configuration_that_cannot_work_is_refused_before_a_request(
     assert caught.value.hint
 
 
-def test_an_object_of_a_name_that_no_listing_gets_past_is_named(s3_url, s3_environment):
-    """`a//b` is a key for S3, and no path."""
-    from fixtures_s3 import s3_client
-
-    url = s3_url("job")
+def test_a_listing_leaves_out_the_folders_of_web_consoles_and_names_a_key_that_is_no_path(
+    s3_url, s3_environment
+):
+    """`a//b` is a key for S3."""
+    url, client = s3_url("job"), s3_client(s3_environment)
     bucket = url.split("/")[2]
-    s3_client(s3_environment).put_object(Bucket=bucket, Key="job/a//b", Body=b"1")
+    for key in ("job/", "job/outputs/", "job/outputs/a"):
+        client.put_object(Bucket=bucket, Key=key, Body=b"1" * key.endswith("a"))
+    assert [info.key for info in open_store(url).list()] == ["outputs/a"]
+    client.put_object(Bucket=bucket, Key="job/a//b", Body=b"1")
     with pytest.raises(InputError, match="a//b"):
         list(open_store(url).list())
-
-
-def test_the_objects_by_which_web_consoles_show_folders_are_none(s3_url, s3_environment):
-    from fixtures_s3 import s3_client
-
-    url = s3_url("job")
-    for key in ("job/", "job/outputs/", "job/outputs/a"):
-        s3_client(s3_environment).put_object(
-            Bucket=url.split("/")[2], Key=key, Body=b"1" * key.endswith("a")
-        )
-    assert [info.key for info in open_store(url).list()] == ["outputs/a"]

@@ -14,7 +14,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
-from batchinfer.storage.opening import open_store
+from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError
 from fixtures_hub import Fault, Hub
 
@@ -43,7 +43,7 @@ def store(request: pytest.FixtureRequest, web_url: str) -> ReadOnlyStore:
     )
 
 
-def test_objects_can_be_read(store: ReadOnlyStore, tmp_path: Path):
+def test_objects_can_be_read_and_absent_ones_are_not_found(store: ReadOnlyStore, tmp_path: Path):
     held = store.get("data/a.txt")
     assert held.data == b"alpha"
     assert held.etag
@@ -52,9 +52,6 @@ def test_objects_can_be_read(store: ReadOnlyStore, tmp_path: Path):
     assert found.etag != held.etag
     store.download("data/b/c.txt", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == FILES["data/b/c.txt"]
-
-
-def test_absent_objects_are_not_found(store: ReadOnlyStore, tmp_path: Path):
     for verb in (store.get, store.stat, lambda key: store.download(key, tmp_path / "copy")):
         with pytest.raises(ObjectNotFound, match=r"data/nothing\.txt"):
             verb("data/nothing.txt")
@@ -66,12 +63,13 @@ def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
         lambda: store.put_file("k", tmp_path / "file"),
         lambda: store.replace("k", b"1", "etag"),
         lambda: store.delete(["k"]),
+        lambda: check_preconditions(store),
     ):
         with pytest.raises(AccessDenied, match="read-only"):
             verb()
 
 
-def test_repository_is_listed_in_key_order(web_url: str, hub: Hub):
+def test_a_repository_is_listed_in_key_order_and_a_web_server_not_at_all(web_url: str, hub: Hub):
     store = open_store(f"hf://{REPOSITORY}")
     assert [(found.key, found.bytes) for found in store.list()] == [
         ("README.md", 9),
@@ -82,9 +80,6 @@ def test_repository_is_listed_in_key_order(web_url: str, hub: Hub):
     inside = open_store(f"hf://{REPOSITORY}@{hub.branches['org/name']['main']}/data")
     assert [found.key for found in inside.list()] == ["a.txt", "b/c.txt"]
     assert inside.get("a.txt").data == b"alpha"
-
-
-def test_web_server_cannot_be_listed(web_url: str):
     with pytest.raises(InputError, match="listed"):
         open_store(web_url).list()
 
@@ -114,6 +109,11 @@ def make_error(kind: type[Exception], status: int | None = None) -> Exception:
     return error
 
 
+def outage_behind(error: Exception) -> Exception:
+    error.__cause__ = ConnectionError("no route")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
@@ -133,6 +133,7 @@ def make_error(kind: type[Exception], status: int | None = None) -> Exception:
         (make_error(client_errors.HfHubHTTPError), TransientError, "again"),
         (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
         (FileNotFoundError("x"), ObjectNotFound, ""),
+        (outage_behind(FileNotFoundError("x")), TransientError, ""),
     ],
 )
 def test_an_error_of_the_hub_is_said_in_our_words(
@@ -143,13 +144,6 @@ def test_an_error_of_the_hub_is_said_in_our_words(
     assert type(caught.value) is raised
     assert said in f"{caught.value.message} {caught.value.hint}"
     assert caught.value.__cause__ is error
-
-
-def test_an_outage_behind_a_file_that_is_not_found_is_an_outage() -> None:
-    outage = FileNotFoundError("x")
-    outage.__cause__ = ConnectionError("no route")
-    with pytest.raises(TransientError), hub_errors("the subject"):
-        raise outage
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), InputError("ours")])

@@ -11,13 +11,11 @@ from batchinfer.core.errors import (
     AlreadyExists,
     ConfigError,
     PreconditionFailed,
-    StorageError,
 )
 from batchinfer.storage import opening
-from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders
-from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from batchinfer.storage.retrying import NotSupported
 from fakes import MemoryStore, forget
 from making import make_job, run_worker_here
 
@@ -102,28 +100,9 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
     assert tried == [run, copy]
 
 
-def test_read_only_store_is_access_denied():
-    with pytest.raises(AccessDenied, match="read-only"):
-        check_preconditions(ReadOnlyStore("http://127.0.0.1/x"))
-
-
 def test_probe_that_cannot_be_removed_is_only_a_warning(caplog):
     check_preconditions(Undeletable(URL))
     assert "cannot remove the probe" in caplog.text
-
-
-def test_transient_errors_end_as_storage_errors_that_count():
-    tries: list[int] = []
-
-    def fail() -> None:
-        tries.append(1)
-        raise TransientError("flaky", hint="look")
-
-    with pytest.raises(StorageError, match=r"flaky \(after 3 attempts\)") as caught:
-        retried(RetryPolicy(attempts=3, first_pause_seconds=0.001), fail)
-    assert type(caught.value) is StorageError
-    assert caught.value.hint == "look"
-    assert len(tries) == 3
 
 
 def test_a_probe_of_a_folder_that_is_not_there_leaves_none_of_the_folders_that_it_made(tmp_path):

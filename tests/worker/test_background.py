@@ -65,11 +65,7 @@ def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
     release = threading.Event()
     job = background.submit(release.wait)
     release.set()
-    for _ in range(100):
-        background.wait(30)
-        if job.done():
-            break
-    assert job.done()
+    finish(background, job)
 
 
 def test_repeating_work_runs_until_it_is_cancelled(background: Background) -> None:

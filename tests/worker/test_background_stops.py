@@ -12,45 +12,44 @@ from batchinfer.worker.background import Stopper, WhileLoading, install_signal_h
 from fakes import FakeClock
 
 
-def test_a_request_takes_effect_at_once_for_new_rows_and_after_the_grace_for_running_ones() -> None:
-    clock = FakeClock()
-    stopper = Stopper(clock, grace_seconds=20)
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def stopper(clock: FakeClock) -> Stopper:
+    made = Stopper(clock, grace_seconds=20)
+    install_signal_handlers(made)
+    return made
+
+
+def test_a_request_takes_effect_at_once_for_new_rows_and_after_the_grace_for_running_ones(
+    stopper: Stopper, clock: FakeClock
+) -> None:
     assert (stopper.is_requested, stopper.is_set()) == (False, False)
-    stopper.request(Interrupted("first"))
+    stopper.request(StopRequested("by hand"))
     assert (stopper.is_requested, stopper.is_set(), stopper.seconds_left) == (True, False, 20)
     assert WhileLoading(stopper).is_set()
-    clock.sleep(20)
-    assert stopper.is_set()
-
-
-def test_the_first_reason_stands() -> None:
-    clock = FakeClock()
-    stopper = Stopper(clock, grace_seconds=20)
-    stopper.request(StopRequested("by hand"))
     clock.sleep(10)
     stopper.request(Interrupted("later"))
-    assert isinstance(stopper.error, StopRequested)
-    assert stopper.seconds_left == 10
-
-
-def test_the_first_signal_after_a_notice_leaves_the_grace() -> None:
-    """A cloud announces the end of a machine and sends its signal at about the same time."""
-    stopper = Stopper(FakeClock(), grace_seconds=20)
-    install_signal_handlers(stopper)
-    stopper.request(Interrupted("the cloud takes the machine"))
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert not stopper.is_set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    assert isinstance(stopper.error, StopRequested), "the first reason stands"
+    assert (stopper.is_set(), stopper.seconds_left) == (False, 10)
+    clock.sleep(10)
     assert stopper.is_set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_the_grace(number: signal.Signals) -> None:
-    stopper = Stopper(FakeClock(), grace_seconds=20)
-    install_signal_handlers(stopper)
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_second_signal_ends_the_grace_and_the_first_one_after_a_notice_leaves_it(
+    stopper: Stopper, number: signal.Signals, *, is_announced: bool
+) -> None:
+    """A cloud announces the end of a machine and sends its signal at about the same time."""
+    if is_announced:
+        stopper.request(Interrupted("the cloud takes the machine"))
     os.kill(os.getpid(), number)
     assert (stopper.is_requested, stopper.is_set()) == (True, False)
     assert isinstance(stopper.error, Interrupted)
-    assert number.name in stopper.error.message
+    assert ("the cloud" if is_announced else number.name) in stopper.error.message
     os.kill(os.getpid(), number)
     assert stopper.is_set()

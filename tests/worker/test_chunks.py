@@ -23,11 +23,13 @@ from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
 from fakes import marker_record
+from making import overwrite
 
 NUM_SEGMENTS = 24
 ROWS_EACH = 250
 ROW_BYTES = 8000
-TOTAL_BYTES = NUM_SEGMENTS * ROWS_EACH * ROW_BYTES
+NUM_ROWS = NUM_SEGMENTS * ROWS_EACH
+REF = ChunkRef(name="texts", root="job", key="texts.jsonl")
 
 
 @pytest.fixture
@@ -42,12 +44,12 @@ def scratch(tmp_path: Path) -> Iterator[Scratch]:
     made.close()
 
 
-def put_chunk(tmp_path: Path) -> tuple[Store, str]:
-    """A chunk of short rows; return its store and its sha256."""
-    source = open_store(str(tmp_path / "job"))
-    data = b"{}\n" * (NUM_SEGMENTS * ROWS_EACH)
-    source.create("texts.jsonl", data)
-    return source, codec.sha256(data)
+@pytest.fixture
+def source(tmp_path: Path) -> Store:
+    """A job's folder with a chunk of short rows."""
+    made = open_store(str(tmp_path / "job"))
+    made.create(REF.key, b"{}\n" * NUM_ROWS)
+    return made
 
 
 def output_line(line: int) -> bytes:
@@ -55,17 +57,12 @@ def output_line(line: int) -> bytes:
     return b'{"_row":%d,"_id":"","status":200,"body":{"choices":[{"text":"%s"}]}}' % (line, text)
 
 
-def publisher(run: Store) -> Publisher:
-    return Publisher(run, nonce="n", require_lease=lambda: None)
-
-
 def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened:
-    claims = SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True)
     access = SimpleNamespace(
         store=run,
         fingerprint="f",
-        claims=claims,
-        publisher=publisher(run),
+        claims=SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True),
+        publisher=Publisher(run, nonce="n", require_lease=lambda: None),
         scratch=scratch,
         source_at=lambda _url: source,
         checkpointed=(),
@@ -73,63 +70,47 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
     return open_chunk(ref, cast("RunAccess", access), now=0.0)
 
 
-def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
-    """Open a chunk all of whose rows are finished already; return the most bytes that were held meanwhile."""
+def test_taking_up_segments_takes_the_memory_of_one_of_them(
+    run: Store, source: Store, scratch: Scratch
+) -> None:
+    """All rows of the chunk are finished already."""
+    sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
+    for index in range(NUM_SEGMENTS):
+        lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
+        rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
+        write_segment(run, layout.segment_key("texts", "w0", index), encode_rows(rows)[0], **sums)
     tracemalloc.start()
     try:
-        chunk = opened(ref, run, source, scratch)
+        chunk = opened(REF, run, source, scratch)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert isinstance(chunk, OpenChunk)
-    num_rows = NUM_SEGMENTS * ROWS_EACH
-    assert (chunk.num_left, chunk.counts.rows_resumed, chunk.counts.rows_ok) == (
-        0,
-        num_rows,
-        num_rows,
-    )
+    counts = chunk.counts
+    assert (chunk.num_left, counts.rows_resumed, counts.rows_ok) == (0, NUM_ROWS, NUM_ROWS)
     for line, payload in enumerate(chunk.spool.payloads()):
         assert payload == output_line(line)
     chunk.close()
-    return peak
-
-
-def test_taking_up_segments_takes_the_memory_of_one_of_them(
-    run: Store, scratch: Scratch, tmp_path: Path
-) -> None:
-    source, sha256 = put_chunk(tmp_path)
-    for index in range(NUM_SEGMENTS):
-        lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
-        rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
-        write_segment(
-            run,
-            layout.segment_key("texts", "w0", index),
-            encode_rows(rows)[0],
-            chunk_sha256=sha256,
-            fingerprint="f",
-        )
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+    assert peak < NUM_ROWS * ROW_BYTES / 3
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
-    run: Store, scratch: Scratch, tmp_path: Path
+    run: Store, source: Store, scratch: Scratch
 ) -> None:
     """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
-    data = b"{}\n" * 3
-    source = open_store(str(tmp_path / "job"))
-    source.create("texts.jsonl", data)
     failed = b'{"_row":0,"_id":"0","status":400,"error":{"code":"c","message":"m"}}'
-    lines = [failed, output_line(1), output_line(2)]
-    built = build_output(scratch.new_path("output"), iter(lines))
+    built = build_output(scratch.new_path("output"), iter([failed, output_line(1), output_line(2)]))
     marker = marker_record(
-        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=2, rows_error=1
+        chunk=REF.key,
+        chunk_sha256=codec.sha256(source.get(REF.key).data),
+        rows_ok=2,
+        rows_error=1,
     )
-    published = publisher(run).publish(built, marker, chunk="texts", leftovers=[])
-    key = layout.output_key(published.marker.output)
-    run.delete([key])
-    run.create(key, b"\n".join([failed, output_line(2), b""]))
-    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1, base=0)
+    publisher = Publisher(run, nonce="n", require_lease=lambda: None)
+    published = publisher.publish(built, marker, chunk="texts", leftovers=[])
+    overwrite(
+        run, layout.output_key(published.marker.output), failed + b"\n" + output_line(2) + b"\n"
+    )
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
-        opened(ref, run, source, scratch)
+        opened(REF._replace(generation=1, base=0), run, source, scratch)
     assert "--redo texts" in caught.value.hint

@@ -39,13 +39,14 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def options(endpoint: FakeEndpoint, *more: str) -> list[str]:
-    base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+def asked_of(endpoint: FakeEndpoint) -> list[str]:
+    return ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+
+
+def worker(job: Path, endpoint: FakeEndpoint, *more: str, run: str = "runs/a") -> list[str]:
+    """The words of a worker over the job's prompts, if `more` does not name another column."""
+    base = ["worker", "--job", str(job), "--output", str(job / run), *asked_of(endpoint)]
     return [*base, "--prompt-column", "prompt", *more]
-
-
-def worker(job: Path, endpoint: FakeEndpoint, *more: str) -> list[str]:
-    return ["worker", "--job", str(job), "--output", str(job / "runs/a"), *options(endpoint, *more)]
 
 
 Told = Callable[..., tuple[int, dict[str, Any], str]]
@@ -99,8 +100,8 @@ def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "word {i} b"}}\n' for i in range(20)))
     dest = tmp_path / "a.jsonl"
     endpoint.rule = lambda text, _body: refusal(400, f"no {KEY}") if text == "word 7 b" else None
-    base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-    status, result, log = call("run", str(tmp_path / "x.jsonl"), "-o", str(dest), *base)
+    words = ["run", str(tmp_path / "x.jsonl"), "-o", str(dest), *asked_of(endpoint)]
+    status, result, log = call(*words)
     assert (status, result["rows"], result["rows_error"]) == (0, 20, 1), log
     rows = [json.loads(line) for line in dest.read_text().splitlines()]
     assert [row["text"] for row in rows] == [None if i == 7 else f"word {i} b" for i in range(20)]
@@ -133,14 +134,12 @@ def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
         url, body = asked[index]
         return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": body}
 
-    make_job(tmp_path / "job", rows=6, per_chunk=6, make_row=make_row)
-    status, result, log = call(
-        "worker", "--job", str(tmp_path / "job"), "--output", str(tmp_path / "run"),
-        "--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model",
-        "--request-format", "openai-batch", "--temperature", "0",
-    )  # fmt: skip
+    job = tmp_path / "job"
+    make_job(job, rows=6, per_chunk=6, make_row=make_row)
+    batch = ("--prompt-column", "", "--request-format", "openai-batch", "--temperature", "0")
+    status, result, log = call(*worker(job, endpoint, *batch))
     assert (status, result["errors"]) == (0, {"unknown_url": 1}), log
-    found = output_lines(tmp_path / "run")
+    found = output_lines(job / "runs/a")
     assert [line["_id"] for line in found] == [f"r{index}" for index in range(6)]
     assert [choice["text"] for choice in found[1]["body"]["choices"]] == ["d e fd e"]
     assert len(found[0]["body"]["choices"]) == 2
@@ -153,35 +152,23 @@ def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
 
 
 def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_path, call):
-    make_job(
-        tmp_path / "job",
-        rows=2,
-        per_chunk=2,
-        make_row=lambda i: {
-            "ids": [5, 6, i],
-            "name": f"n{i}",
-            "talk": [{"role": "user", "content": f"q {i}"}],
-        },
-    )
-    (tmp_path / "t.jinja").write_text("Say {{ name }}")
-    ways = {
-        "ids": (["--prompt-column", "ids"], ["5 6 0", "5 6 1"]),
-        "template": (["--prompt-template", str(tmp_path / "t.jinja")], ["Say n0", "Say n1"]),
-        "talk": (
-            ["--messages-column", "talk", "--system-prompt", "S"],
-            ["q 0", "q 1"],
-        ),
-    }
-    for name, (way, expected) in ways.items():
-        run = tmp_path / name
-        base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-        status, _, log = call(
-            "worker", "--job", str(tmp_path / "job"), "--output", str(run), *base, *way
-        )
+    def make_row(index: int) -> dict[str, Any]:
+        talk = [{"role": "user", "content": f"q {index}"}]
+        return {"ids": [5, 6, index], "name": f"n{index}", "talk": talk}
+
+    job, template = tmp_path / "job", tmp_path / "t.jinja"
+    make_job(job, rows=2, per_chunk=2, make_row=make_row)
+    template.write_text("Say {{ name }}")
+    no_column = ("--prompt-column", "")
+    for run, way, expected in (
+        ("ids", ("--prompt-column", "ids"), ["5 6 0", "5 6 1"]),
+        ("template", (*no_column, "--prompt-template", str(template)), ["Say n0", "Say n1"]),
+        ("talk", (*no_column, "--messages-column", "talk", "--system-prompt", "S"), ["q 0", "q 1"]),
+    ):
+        status, _, log = call(*worker(job, endpoint, *way, run=run))
         assert status == 0, log
-        assert [said(line) for line in output_lines(run)] == expected
-    last = endpoint.bodies[-1]
-    assert [message["role"] for message in last["messages"]] == ["system", "user"]
+        assert [said(line) for line in output_lines(job / run)] == expected
+    assert [each["role"] for each in endpoint.bodies[-1]["messages"]] == ["system", "user"]
 
 
 # --------------------------------------------------------------------------- what goes wrong
@@ -210,13 +197,10 @@ def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
     assert (status, result["error_count"]) == (33, 0)
     assert "answered nothing for 0.5 s" in log
     endpoint.rule = lambda _text, _body: None
-    moved = FakeEndpoint()
-    try:
+    with fake_endpoint() as moved:
         status, result, log = call(*worker(job, moved))
         assert (status, result["error_count"]) == (0, 0), log
         assert 0 < len(moved.texts) < 40, "a run goes on at another URL"
-    finally:
-        moved.close()
     assert [line["_row"] for line in output_lines(job / "runs/a")] == list(range(40))
 
 

@@ -8,19 +8,11 @@ from unittest.mock import Mock
 import pytest
 
 from batchinfer.core import layout
-from batchinfer.core.errors import (
-    Interrupted,
-    NoProgress,
-    StopRequested,
-    StorageError,
-)
+from batchinfer.core.errors import Interrupted, NoProgress, StopRequested, StorageError
 from batchinfer.worker.heartbeat import Heartbeat
 from fakes import FakeClock, MemoryStore, worker_record
 from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
-
-LEASE_SECONDS = 6.0
-OPTIONS = {"max_attempts": 2, "within_seconds": 1000.0}
 
 
 @pytest.fixture
@@ -38,51 +30,43 @@ def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
             stage.scheduler.after(kill_after, process.kill)
             kill_after = None
 
-    return stage.run(hook=hook, lease_seconds=LEASE_SECONDS, **OPTIONS)
-
-
-def run_stopped(stage: Stage, error: Interrupted | StopRequested, seconds: float) -> Ending:
-    stage.scheduler.after(seconds, lambda: stage.stop(error))
-    return run(stage)
+    return stage.run(hook=hook, max_attempts=2, within_seconds=1000.0)
 
 
 class TestStartsWithoutARow:
     def test_a_worker_that_is_stopped_while_it_loads_goes_on(self, stage: Stage) -> None:
         stage.engine.load_seconds = 1e6
         for error in [Interrupted("preempted"), StopRequested("stopped")] * 2:
-            assert run_stopped(stage, error, 20.0).error is error
+            stage.scheduler.after(20.0, lambda error=error: stage.stop(error))
+            assert run(stage).error is error
         stage.engine.load_seconds = 1.0
         assert run(stage).is_success
 
-    def test_a_machine_that_vanishes_while_it_waits_for_others_is_replaced_without_end(
-        self, stage: Stage
+    @pytest.mark.parametrize("is_loading", [False, True])
+    def test_machines_that_vanish_are_replaced_without_end_unless_they_are_gone_while_they_load(
+        self, stage: Stage, *, is_loading: bool
     ) -> None:
         stage.let_another_hold("part-00000", "part-00001")
-        for _ in range(4):
+        stage.engine.load_seconds = 1e6 if is_loading else 1.0
+        for _ in range(2 if is_loading else 4):
             assert run(stage, kill_after=60.0).is_killed
-
-    def test_crashes_while_it_loads_come_to_an_end(self, stage: Stage) -> None:
-        stage.let_another_hold("part-00000", "part-00001")
-        stage.engine.load_seconds = 1e6
-        for _ in range(2):
-            assert run(stage, kill_after=60.0).is_killed
-        assert isinstance(run(stage).error, NoProgress)
+        if is_loading:
+            assert isinstance(run(stage).error, NoProgress)
 
 
-class TestHeart:
-    def test_heartbeats_that_take_longer_than_the_lease_end_the_worker(self) -> None:
-        """Each was written, so nothing was wrong, and nothing could ever be published."""
-        with Stage([["mine"] * 50]) as stage:
+def test_heartbeats_that_take_longer_than_the_lease_end_the_worker() -> None:
+    """Each was written, so nothing was wrong, and nothing could ever be published."""
+    with Stage([["mine"] * 50]) as stage:
 
-            def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
-                is_beat = method == "put_object" and layout.WORKERS in key
-                return 8.0 if is_beat and stage.scheduler.now > 1 else None
+        def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
+            is_beat = method == "put_object" and layout.WORKERS in key
+            return 8.0 if is_beat and stage.scheduler.now > 1 else None
 
-            ending = stage.run(hook=hook, lease_seconds=LEASE_SECONDS, within_seconds=200.0)
-            assert isinstance(ending.error, StorageError)
-            assert ending.error.exit_status == 34
-            assert "was written in time" in ending.error.message
-            assert "--lease-seconds" in ending.error.hint
+        ending = stage.run(hook=hook, within_seconds=200.0)
+    assert isinstance(ending.error, StorageError)
+    assert ending.error.exit_status == 34
+    assert "was written in time" in ending.error.message
+    assert "--lease-seconds" in ending.error.hint
 
 
 def heartbeat_of(store: MemoryStore, clock: FakeClock) -> tuple[Heartbeat, Mock]:

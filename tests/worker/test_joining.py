@@ -52,20 +52,22 @@ def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
 def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without --output, the run lies in the job, however that is named."""
     request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    job = str(tmp_path / "job")
+    job, options = str(tmp_path / "job"), ["--engine", "echo", "--request-format", "openai-batch"]
     split.main([str(tmp_path / "a.jsonl"), "--output", job], standalone_mode=False)
     caplog.clear()
-    options = ["--job", job, "--engine", "echo", "--request-format", "openai-batch"]
-    worker.main(options, standalone_mode=False)
+    worker.main(["--job", job, *options], standalone_mode=False)
     assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text
+    manifest = f"{job}/manifests/all.txt"
+    again = worker.main(["--manifest", manifest, *options], standalone_mode=False)
+    assert again["chunks_skipped"] == 3
 
 
 def test_a_rehearsal_says_what_it_does_not_check(
-    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ["--job", job, "--output", str(tmp_path / "run"), "--prompt-column", "prompt"]
-    worker.main([*options, "--engine", "echo", "--model", "no/such"], standalone_mode=False)
+    run_worker_here(job, f"{job}/runs/a", "--model", "no/such")
     assert "neither the model nor the lengths of prompts are checked" in caplog.text

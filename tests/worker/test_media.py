@@ -59,128 +59,98 @@ def fetcher(**limits: Any) -> MediaFetcher:
     return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store, Background())
 
 
-def fetched(place: str, **limits: Any) -> bytes:
+def outcome(place: str, **limits: Any) -> bytes | str:
+    """The bytes at a place, or the code of the row that names it."""
     found = fetcher(**limits).fetch_now([MediaRef(place=place)])
-    assert not isinstance(found, Failure), found
+    if isinstance(found, Failure):
+        assert found.message.startswith("image: ")
+        return found.code
     return found[0]
-
-
-def code_of(place: str, **limits: Any) -> str:
-    found = fetcher(**limits).fetch_now([MediaRef(place=place)])
-    assert isinstance(found, Failure)
-    assert found.message.startswith("image: ")
-    return found.code
 
 
 # --------------------------------------------------------------------------- one place
 
+FORBIDDEN, UNAVAILABLE, TOO_LARGE = "media_forbidden", "media_unavailable", "media_too_large"
 
-def test_what_is_at_a_place_arrives_as_it_was(server: WebServer, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(RED)
-    server.answers["/a.png"] = plain(200, RED)
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with an image, a link that leaves it, and a secret beside it. A bucket has the image, too."""
+    (tmp_path / "root" / "folder").mkdir(parents=True)
+    (tmp_path / "root" / "a.png").write_bytes(RED)
+    (tmp_path / "secret.png").write_bytes(RED)
+    (tmp_path / "root" / "link.png").symlink_to(tmp_path / "secret.png")
+    open_store("memory://pictures").delete(["deep/a.png"])
     open_store("memory://pictures").create("deep/a.png", RED)
-    for place in (
-        f"{server.url}/a.png",
-        "memory://pictures/deep/a.png",
-        "a.png",
-        str(tmp_path / "a.png"),
-        f"file://{tmp_path}/a.png",
-    ):
-        found = fetched(place, media_root=str(tmp_path), max_media_bytes=len(RED))
-        assert found == RED, place
-    assert fetched("a.png", media_root=server.url) == RED
-    assert fetched("a.png", media_root="memory://pictures/deep") == RED
-
-
-def test_an_image_in_a_bucket() -> None:
-    bucket = "memory://images"
-    open_store(bucket).create("a.png", RED)
-    assert fetched(f"{bucket}/a.png") == RED
-    assert code_of(f"{bucket}/b.png") == "media_unavailable"
-    assert code_of(f"{bucket}/a.png", max_media_bytes=10) == "media_too_large"
+    return tmp_path / "root"
 
 
 @pytest.mark.parametrize(
-    ("place", "code"),
+    ("media_root", "place", "expected"),
     [
-        ("/etc/hostname", "media_forbidden"),
-        ("file:///etc/hostname", "media_forbidden"),
-        ("../a.png", "media_forbidden"),
-        ("ftp://example.com/a.png", "media_forbidden"),
-        ("memory://pictures/none.png", "media_unavailable"),
-        ("memory://pictures/../none.png", "media_unavailable"),
-        ("http://nosuchhost.invalid/a.png", "media_unavailable"),
+        ("{root}", "a.png", RED),
+        ("{root}", "{root}/a.png", RED),
+        ("{root}", "file://{root}/a.png", RED),
+        ("{root}", "memory://pictures/deep/a.png", RED),
+        ("memory://pictures/deep", "a.png", RED),
+        ("", "{root}/a.png", FORBIDDEN),
+        ("", "file://{root}/a.png", FORBIDDEN),
+        ("", "../a.png", FORBIDDEN),
+        ("", "ftp://example.com/a.png", FORBIDDEN),
+        ("", "memory://pictures/none.png", UNAVAILABLE),
+        ("", "memory://pictures/../none.png", UNAVAILABLE),
+        ("", "http://nosuchhost.invalid/a.png", UNAVAILABLE),
+        *(("{root}", place, FORBIDDEN) for place in ("../secret.png", "{root}/../secret.png")),
+        *(("{root}", place, FORBIDDEN) for place in ("link.png", "x/../../secret.png")),
+        *(("{root}", place, UNAVAILABLE) for place in ("b.png", "folder", "a\0b", "x" * 300)),
+        ("memory://pictures/deep/here", "../a.png", UNAVAILABLE),
     ],
 )
-def test_a_place_that_cannot_be_used_fails_its_row(
-    place: str, code: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_at_a_place_arrives_as_it_was_and_a_path_does_not_leave_the_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch, media_root: str, place: str, expected: bytes | str
 ) -> None:
     nobody = Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "no such name"))
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    assert code_of(place) == code
+    limits = {"media_root": media_root.format(root=root), "max_media_bytes": len(RED)}
+    assert outcome(place.format(root=root), **limits) == expected
 
 
-def test_a_path_does_not_leave_the_root(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    (tmp_path / "secret.png").write_bytes(RED)
-    (root / "link.png").symlink_to(tmp_path / "secret.png")
-    (root / "folder").mkdir()
-    limits = {"media_root": str(root)}
-    for place in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "x/../../secret.png"):
-        assert code_of(place, **limits) == "media_forbidden", place
-    for place in ("none.png", "folder", "a\0b", "x" * 300):
-        assert code_of(place, **limits) == "media_unavailable", place
-    open_store("memory://below").create("a.png", RED)
-    assert code_of("../a.png", media_root="memory://below/here") == "media_unavailable"
-
-
-def test_a_web_server_that_fails(server: WebServer) -> None:
-    server.answers["/error"] = plain(500)
-    server.answers["/large"] = plain(200, RED)
-    server.answers["/again"] = in_turn(plain(502), plain(200, RED))
-    assert code_of(f"{server.url}/error") == "media_unavailable"
-    assert code_of(f"{server.url}/none") == "media_unavailable"
-    assert code_of(f"{server.url}/large", max_media_bytes=len(RED) - 1) == "media_too_large"
-    assert code_of(f"{server.url}/large", allow_private_urls=False) == "media_forbidden"
-    assert fetched(f"{server.url}/again") == RED
+def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(
+    server: WebServer, root: Path
+) -> None:
+    server.answers |= {
+        "/a.png": plain(200, RED),
+        "/error": plain(500),
+        "/again": in_turn(plain(502), plain(200, RED)),
+    }
+    for place in (f"{server.url}/a.png", "memory://pictures/deep/a.png", f"{server.url}/again"):
+        assert outcome(place) == RED
+    assert outcome("a.png", media_root=server.url) == RED
+    for place in (f"{server.url}/a.png", "memory://pictures/deep/a.png"):
+        assert outcome(place, max_media_bytes=len(RED) - 1) == TOO_LARGE
+    assert outcome(f"{server.url}/a.png", allow_private_urls=False) == FORBIDDEN
+    assert outcome(f"{server.url}/error") == outcome(f"{server.url}/none") == UNAVAILABLE
 
 
 # --------------------------------------------------------------------------- the cache
 
 
-def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
-    begun = threading.Barrier(8)
-    server.answers["/a"] = plain(200, RED)
-    each = fetcher()
-    found: list[Any] = []
-
-    def work() -> None:
-        begun.wait()
-        found.append(each.fetch_now([MediaRef(place=f"{server.url}/a")]))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert server.seen == ["/a"]
-    assert found == [[RED]] * 8
-
-
-def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_dead: bool) -> None:
     cache = MediaCache(1 << 20)
     asked: list[str] = []
     all_begun, is_over = threading.Barrier(9), threading.Event()
 
-    def fail() -> bytes:
-        asked.append("dead")
+    def fetch() -> bytes:
+        asked.append("link")
         is_over.wait(60)
-        raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+        if is_dead:
+            raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+        return RED
 
     def ask() -> bytes:
         all_begun.wait()
-        return cache.get("dead", fail)
+        return cache.get("link", fetch)
 
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(ask) for _ in range(8)]
@@ -188,12 +158,14 @@ def test_rows_of_one_dead_link_wait_for_one_request_and_keep_no_other_waiting() 
         time.sleep(0.2)
         begun = time.monotonic()
         for number in range(300):
-            assert cache.get(f"good {number}", lambda: RED) == RED
+            assert cache.get(f"good {number}", lambda: BLUE) == BLUE
         assert time.monotonic() - begun < 30
         is_over.set()
-    assert all(isinstance(each.exception(), RowProblem) for each in waiting)
-    assert asked == ["dead"]
-    assert cache.get("dead", lambda: RED) == RED, "the next row asks again"
+    found = [type(each.exception()) if is_dead else each.result() for each in waiting]
+    assert found == [RowProblem if is_dead else RED] * 8
+    assert asked == ["link"]
+    # After a failure, the next row asks again.
+    assert cache.get("link", lambda: BLUE) == (BLUE if is_dead else RED)
 
 
 def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from batchinfer.cli.main import main
 from batchinfer.ledger.metrics import families_of
 from fakes import worker_record
-from making import make_job, run_worker_here
+from making import Call, make_job, run_worker_here
 from metrics_reader import NAMES, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,15 +29,12 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_status_prints_the_same_names_and_the_last_figures(
-    job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    job: Path, tmp_path: Path, call: Call
 ) -> None:
     run = tmp_path / "run"
     limit = ("--worker-id", "w0", "--max-cost", "9", "--price-per-hour", "1")
     assert run_worker_here(job, run, *limit)["status"] == "SUCCESS"
-    assert main(["status", str(run), "--prometheus"]) == 0
-    sys.stdout.flush()
-    text = capfd.readouterr().out
-    seen = parse(text)
+    seen = parse(call("status", run, "--prometheus").out)
     assert {name for name, values in seen.items() if values} == NAMES
     labels = (("run", str(run)), ("worker", "w0"))
     assert seen["batchinfer_rows_total"][labels] == 600
@@ -67,12 +63,9 @@ def test_hostile_texts_stay_within_their_labels() -> None:
     name = 'w"} 1\nbatchinfer_rows_total{worker="other\x1b[2J\\'
     record = worker_record(id=name, errors={'x"}\n': 1, "fine": 2, "also not fine": 3})
 
-    class Collector:
-        def collect(self):
-            return families_of("s3://key:secret@bucket/run", [record])
-
     registry = CollectorRegistry()
-    registry.register(Collector())
+    found = families_of("s3://key:secret@bucket/run", [record])
+    registry.register(Mock(spec=["collect"], collect=lambda: found))
     text = generate_latest(registry).decode()
     assert "secret" not in text
     assert "\x1b" not in text
@@ -85,13 +78,12 @@ def test_hostile_texts_stay_within_their_labels() -> None:
     assert codes == {"invalid": 4, "fine": 2}
 
 
-class TestDocuments:
-    def test_every_query_of_the_dashboard_uses_metrics_that_exist(self) -> None:
-        board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
-        queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-        queries += [one["definition"] for one in board["templating"]["list"] if "definition" in one]
-        used = {name for query in queries for name in re.findall(r"batchinfer_\w+", query)}
-        assert len(queries) > 20
-        assert used == NAMES, "the dashboard shows every metric, and no other"
-        spent = [query for query in queries if "cost_dollars" in query]
-        assert all(query.startswith("sum(") for query in spent), "`launch` divides --max-cost"
+def test_every_query_of_the_dashboard_uses_metrics_that_exist() -> None:
+    board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [one["definition"] for one in board["templating"]["list"] if "definition" in one]
+    used = {name for query in queries for name in re.findall(r"batchinfer_\w+", query)}
+    assert len(queries) > 20
+    assert used == NAMES, "the dashboard shows every metric, and no other"
+    spent = [query for query in queries if "cost_dollars" in query]
+    assert all(query.startswith("sum(") for query in spent), "`launch` divides --max-cost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,12 +46,16 @@ def stored_run(stage: Stage) -> Run:
     return codec.decode(stage.objects()[layout.RUN_KEY], Run, name="run.json")
 
 
-def other_run(stage: Stage) -> bytes:
-    """The run.json of the same job with another temperature."""
+def remove_run(stage: Stage) -> None:
+    stage.server.delete(RUN + layout.RUN_KEY)
+
+
+def replace_run(stage: Stage) -> None:
+    """Put the run.json of the same job with another temperature."""
     run = stored_run(stage)
     config = run.config | {"prompt": msgspec.to_builtins(prompt_config(0.7))}
     changed = msgspec.structs.replace(run, config=config, fingerprint=codec.fingerprint(config))
-    return codec.encode_pretty(changed)
+    stage.put(layout.RUN_KEY, codec.encode_pretty(changed))
 
 
 def assert_refused(ending: Ending, *words: str) -> None:
@@ -61,45 +66,46 @@ def assert_refused(ending: Ending, *words: str) -> None:
         assert word in error.message + error.hint
 
 
-class TestAtTheStart:
-    def test_a_removed_run_does_not_go_on_with_other_options(self, stage: Stage) -> None:
-        run_first(stage)
-        stage.server.delete(RUN + layout.RUN_KEY)
-        before = stage.objects(layout.OUTPUTS)
-        num_taken = len(stage.taken)
-        assert_refused(stage.run(**OTHER), "part-00000", "clean", "--redo", "--output")
-        assert stage.objects(layout.OUTPUTS) == before
-        assert layout.RUN_KEY not in stage.objects()
-        assert len(stage.taken) == num_taken
+def assert_does_nothing(stage: Stage, *words: str, **options: Any) -> None:
+    """A worker with other options is refused, takes no row and writes no output."""
+    before, num_taken = stage.objects(layout.OUTPUTS), len(stage.taken)
+    assert_refused(stage.run(**OTHER, **options), *words, "clean", "--redo")
+    assert stage.objects(layout.OUTPUTS) == before
+    assert len(stage.taken) == num_taken
 
-    def test_a_removed_run_goes_on_with_the_same_options(self, stage: Stage) -> None:
+
+class TestAtTheStart:
+    @pytest.mark.parametrize("num_done", [1, 3])
+    def test_a_removed_run_goes_on_with_the_same_options_alone(
+        self, stage: Stage, num_done: int
+    ) -> None:
+        """Where nothing was left to do, nobody compared the options: any worker said SUCCESS."""
         run_first(stage)
-        run = stored_run(stage)
-        stage.server.delete(RUN + layout.RUN_KEY)
+        if num_done == 3:
+            assert stage.run().is_success
+        run, num_taken = stored_run(stage), len(stage.taken)
+        remove_run(stage)
+        assert_does_nothing(stage, "part-00000", "--output")
+        assert layout.RUN_KEY not in stage.objects()
         assert stage.run().is_success
         assert stored_run(stage).fingerprint == run.fingerprint
         assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
+        assert len(stage.taken) == num_taken + 6 * (3 - num_done)
 
-    def test_a_replaced_run_does_not_go_on(self, stage: Stage) -> None:
+    @pytest.mark.parametrize("num_done", [1, 3])
+    def test_a_replaced_run_does_not_go_on(self, stage: Stage, num_done: int) -> None:
         run_first(stage)
-        stage.put(layout.RUN_KEY, other_run(stage))
-        before = stage.objects(layout.OUTPUTS)
-        num_taken = len(stage.taken)
-        stage.engine.load_seconds = 100.0
-        began = stage.scheduler.now
-        assert_refused(stage.run(**OTHER), "part-00000")
+        if num_done == 3:
+            assert stage.run().is_success
+        replace_run(stage)
+        stage.engine.load_seconds, began = 100.0, stage.scheduler.now
+        assert_does_nothing(stage, *markers(stage))
         assert stage.scheduler.now < began + 50, "it waited for the engine"
-        assert stage.objects(layout.OUTPUTS) == before
-        assert len(stage.taken) == num_taken
 
     def test_a_run_that_is_complete_and_mixed_is_no_success(self, stage: Stage) -> None:
-        run_first(stage)
-        first = stored_run(stage)
         assert stage.run().is_success
-        stage.put(layout.RUN_KEY, other_run(stage))
-        assert_refused(stage.run(**OTHER), "part-00000", "part-00001")
-        stage.server.delete(RUN + layout.RUN_KEY)
-        name = layout.marker_key("part-00001")
+        first, name = stored_run(stage), layout.marker_key("part-00001")
+        remove_run(stage)
         marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
         stage.put(name, codec.encode(marker))
         assert_refused(stage.run(), "another", first.fingerprint)
@@ -107,13 +113,10 @@ class TestAtTheStart:
     def test_a_run_that_went_on_after_it_was_replaced_is_no_success(self, stage: Stage) -> None:
         """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
         stage.engine.row_seconds = 5.0
-        stage.scheduler.after(8.0, lambda: stage.put(layout.RUN_KEY, other_run(stage)))
+        stage.scheduler.after(8.0, lambda: replace_run(stage))
         assert_refused(stage.run(manifest=layout.worker_manifest(0, 3)))
-        before = set(markers(stage))
-        assert before
-        num_taken = len(stage.taken)
-        assert_refused(stage.run(**OTHER), *before, "clean", "--redo")
-        assert len(stage.taken) == num_taken
+        assert markers(stage)
+        assert_does_nothing(stage, *markers(stage))
 
     def test_only_markers_of_the_own_manifest_are_read(self, stage: Stage) -> None:
         run_first(stage)
@@ -127,20 +130,6 @@ class TestAtTheStart:
         assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
         assert read == {("part-00002", 0)}
 
-    def test_a_complete_run_whose_run_json_is_gone_gets_it_again_from_the_same_options_alone(
-        self, stage: Stage
-    ) -> None:
-        """Nothing was left to do, so that nobody compared the options: any worker said SUCCESS."""
-        assert stage.run().is_success
-        run = stage.objects().pop(layout.RUN_KEY)
-        stage.server.delete(RUN + layout.RUN_KEY)
-        num_taken = len(stage.taken)
-        assert_refused(stage.run(**OTHER), "part-00000", "clean", "--redo")
-        assert layout.RUN_KEY not in stage.objects()
-        assert stage.run().is_success
-        assert stored_run(stage).fingerprint == codec.decode(run, Run, name="run.json").fingerprint
-        assert len(stage.taken) == num_taken
-
 
 class TestRepair:
     def test_rows_of_another_configuration_are_not_taken_into_a_repair(self) -> None:
@@ -148,12 +137,10 @@ class TestRepair:
         with Stage([["a", "", "b"]]) as stage:
             assert stage.run().is_success
             marker, key = markers(stage)["part-00000"], layout.marker_key("part-00000")
-            stage.put(layout.RUN_KEY, other_run(stage))
+            replace_run(stage)
             stage.scheduler.now += 10.0
             stage.put(key, codec.encode(marker))
-            before = stage.objects(layout.OUTPUTS)
-            assert_refused(stage.run(retry_errors=True, **OTHER), "part-00000", "clean", "--redo")
-            assert stage.objects(layout.OUTPUTS) == before
+            assert_does_nothing(stage, "part-00000", retry_errors=True)
 
 
 class TestCheckpoints:
@@ -165,7 +152,7 @@ class TestCheckpoints:
         stage.scheduler.after(4.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run(checkpoint_seconds=0.2)
         assert not markers(stage)
-        stage.server.delete(RUN + layout.RUN_KEY)
+        remove_run(stage)
         saved = {
             (key.split("/")[1], codec.decode(line, dict, name=key)["line"])
             for key, data in stage.objects(layout.CHECKPOINTS).items()
@@ -195,7 +182,7 @@ class TestCheckpoints:
 class TestAtTheEnd:
     def test_a_run_that_is_replaced_while_a_worker_runs_is_no_success(self, stage: Stage) -> None:
         stage.engine.row_seconds = 5.0
-        stage.scheduler.after(8.0, lambda: stage.put(layout.RUN_KEY, other_run(stage)))
+        stage.scheduler.after(8.0, lambda: replace_run(stage))
         assert_refused(stage.run(), "temperature", "while this worker ran")
 
     def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(self, stage: Stage) -> None:
@@ -204,7 +191,7 @@ class TestAtTheEnd:
 
         def remove() -> None:
             before.append(stored_run(stage))
-            stage.server.delete(RUN + layout.RUN_KEY)
+            remove_run(stage)
 
         stage.scheduler.after(8.0, remove)
         assert stage.run().is_success

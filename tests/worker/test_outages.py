@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchinfer.core.errors import BatchinferError, StorageError
+from batchinfer.core.errors import StorageError
 from batchinfer.worker.worker_config import Limits
 from simulation.oracle import JOB
 from simulation.stage import Stage, when
@@ -64,5 +64,8 @@ def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:
     with Stage([["say a"], ["say b"]]) as stage:
         stage.server.put(DAMAGED, b"{}\n")
         ending = stage.run()
-        assert isinstance(ending.error, BatchinferError)
+        assert isinstance(ending.error, StorageError)
         assert ending.error.exit_status == 34
+        assert "part-00000" in ending.error.message
+        assert "sha256" in ending.error.message
+        assert len(stage.objects("outputs/")) == 2  # of the other chunk

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import base64
 import struct
-import wave
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.storage.opening import open_store
-from making import (
-    make_job,
-    output_lines,
-    read_marker,
-    run_worker_here,
-)
+from making import make_job, output_lines, read_marker, run_worker_here
+from models import sound
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     def make_row(index: int) -> dict[str, Any]:
-        documents = [f"number {index}", "another"]
-        return {
-            "prompt": f"text {index}",
-            "query": "which?",
-            "document": documents[0],
-            "all": documents,
-        }
+        first = f"number {index}"
+        row = {"prompt": f"text {index}", "query": "which?", "document": first}
+        return {**row, "all": [first, "another"]}
 
     make_job(tmp_path / "job", rows=30, per_chunk=10, make_row=make_row)
     return tmp_path / "job"
@@ -77,11 +68,9 @@ def test_vectors_are_base64_and_as_long_as_asked_for(job: Path) -> None:
 
 
 def test_sounds_are_transcribed(tmp_path: Path) -> None:
-    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
-        file.setnchannels(1), file.setsampwidth(2), file.setframerate(8000)
-        file.writeframes(b"\0\1" * 800)
-    sound = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
-    rows = [{"sound": {"bytes": sound, "path": "a.wav"}}, {"sound": "a.wav"}, {"sound": "b.wav"}]
+    (tmp_path / "a.wav").write_bytes(sound(220))
+    data = base64.b64encode(sound(220)).decode()
+    rows = [{"sound": {"bytes": data, "path": "a.wav"}}, {"sound": "a.wav"}, {"sound": "b.wav"}]
     make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
     options = ["--prompt-column", "", "--column", "audio=sound", "--media-root", str(tmp_path)]
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)

@@ -19,7 +19,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.worker.progress import Bar, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
-from making import make_job, run_worker_here, worker_arguments
+from making import make_job, worker_arguments
 from models import write_model_stub
 from terminal import Terminal
 
@@ -67,14 +67,6 @@ def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
     assert describe(telemetry) == line.replace("≤138h left", "waiting for chunks")
 
 
-def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:
-    make_job(tmp_path / "job", rows=60, per_chunk=5, workers=2)
-    result = run_worker_here(tmp_path / "job", tmp_path / "run", index=0)
-    assert (result["chunks_total"], result["chunks_done"]) == (12, 12)
-    again = run_worker_here(tmp_path / "job", tmp_path / "run", index=1)
-    assert (again["chunks_total"], again["chunks_done"], again["chunks_skipped"]) == (6, 0, 6)
-
-
 # --------------------------------------------------------------------------- the numbers of a workload
 
 
@@ -86,28 +78,24 @@ def state(work: Workload) -> tuple[int, int | None, int, int]:
     return work.rows_done, work.rows, work.chunks_done, work.chunks
 
 
-def test_the_total_is_that_of_the_job_and_the_own_share_is_named() -> None:
+def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once_it_is_done() -> (
+    None
+):
     """A worker with an eighth of the job said that under one minute was left of eleven."""
     work = Workload()
     work.set_own({"own": 10})
     assert (work.rows, work.own_rows) == (10, 10)
-    work.set_job({"own": 10, "other": 70})
-    assert (work.rows, work.own_rows) == (80, 10)
-    work.done("other")
-    assert state(work) == (70, 80, 0, 1), "another worker did it"
-
-
-def test_a_chunk_of_another_worker_is_among_mine_once_it_is_done() -> None:
-    work = Workload()
-    work.set_own({"own": 10})
-    work.set_job({"own": 10, "other": 7})
+    work.set_job({"own": 10, "other": 7, "third": 70})
+    assert (work.rows, work.own_rows) == (87, 10)
+    work.done("third")
+    assert state(work) == (70, 87, 0, 1), "another worker did it"
     work.opened(chunk("other", 7, left=2))
-    assert state(work) == (5, 17, 0, 1)
+    assert state(work) == (75, 87, 0, 1)
     work.closed(work.open["other"], "released")
-    assert state(work) == (0, 17, 0, 1)
+    assert state(work) == (70, 87, 0, 1)
     work.opened(chunk("other", 7, left=0))
     work.closed(work.open["other"], "done")
-    assert state(work) == (7, 17, 1, 2)
+    assert state(work) == (77, 87, 1, 2)
 
 
 def test_progress_of_a_start_without_rows_has_no_rate() -> None:

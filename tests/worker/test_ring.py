@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 from unittest import mock
@@ -16,12 +15,12 @@ from batchinfer.ledger import survey
 from batchinfer.ledger.claims import Claims, Lease, read_claim
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
-from batchinfer.storage import ObjectInfo
 from batchinfer.worker import ring
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.worker_config import Environment, RunAccess
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
+from making import overwrite
 from simulation.stage import Stage
 
 LEASE_SECONDS = 120.0
@@ -73,9 +72,7 @@ class Idle:
     def beat(self, worker_id: str, number: int) -> None:
         """Let another worker's heart beat."""
         record = lease_record(id=worker_id, nonce="n", lease_seconds=LEASE_SECONDS, beat=number)
-        key = layout.worker_key(worker_id)
-        self.memory.delete([key])
-        self.memory.create(key, codec.encode(record))
+        overwrite(self.memory, layout.worker_key(worker_id), codec.encode(record))
 
     def tick(self, *, seconds: float = 0.0) -> None:
         """Let time pass, begin a look if one is due, and take its result in."""
@@ -83,12 +80,12 @@ class Idle:
         self.ring.tick(is_hungry=True)
         self.ring.tick(is_hungry=False)
 
-    def find(self, most_ticks: int) -> ChunkRef | None:
-        """Ask for a chunk until there is one, every second."""
+    def find(self, most_ticks: int) -> str | None:
+        """Ask for a chunk until there is one, every second. Return its name."""
         for _ in range(most_ticks):
             found = self.ring.next()
             if found is not None or self.ring.is_finished:
-                return found
+                return found and found.name
             self.tick(seconds=1.0)
         raise AssertionError(f"no end after {most_ticks} s")
 
@@ -98,11 +95,9 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
     idle.finish(*idle.names[:3210], *idle.names[3211:])
     idle.tick()
     assert idle.store.requests["list"] <= 3  # a block of the run, not all of it
-    found = idle.find(most_ticks=10)
-    assert found is not None
-    assert found.name == idle.names[3210]
-    idle.ring.started(found.name)
-    idle.ring.ended(found.name, is_done=True)
+    assert idle.find(most_ticks=10) == idle.names[3210]
+    idle.ring.started(idle.names[3210])
+    idle.ring.ended(idle.names[3210], is_done=True)
     assert idle.find(most_ticks=10) is None
     assert idle.store.requests["list"] <= 16
 
@@ -141,24 +136,13 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
     idle = Idle("away", 3000)
     idle.finish(*idle.names[1:])
-    is_away = True
-    listed = idle.memory.list
-
-    def fail(prefix: str = "") -> Iterator[ObjectInfo]:
-        if is_away:
-            raise StorageError("away")
-        return listed(prefix)
-
-    idle.memory.list = fail  # type: ignore[method-assign]
-    for _ in range(20):
-        idle.tick(seconds=0.2)
-    assert idle.store.requests["list"] == 1
-    idle.tick(seconds=11.0)
-    assert idle.store.requests["list"] == 2
-    is_away = False
-    found = idle.find(most_ticks=60)
-    assert found is not None
-    assert found.name == idle.names[0]
+    with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
+        for _ in range(20):
+            idle.tick(seconds=0.2)
+        assert idle.store.requests["list"] == 1
+        idle.tick(seconds=11.0)
+        assert idle.store.requests["list"] == 2
+    assert idle.find(most_ticks=60) == idle.names[0]
 
 
 def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat() -> None:
@@ -218,10 +202,8 @@ def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded(
     idle = Idle("unpadded", 3000, is_padded=False)
     idle.finish(*idle.names[:-2])
     idle.claim(idle.names[-2], "other")
-    found = idle.find(most_ticks=30)
-    assert found is not None
-    assert found.name == idle.names[-1]
-    idle.finish(found.name)
+    assert idle.find(most_ticks=30) == idle.names[-1]
+    idle.finish(idle.names[-1])
     for _ in range(10):
         idle.tick(seconds=11.0)
     idle.store.requests.clear()

@@ -34,15 +34,15 @@ class Pictures:
     """A store in which everything is a picture of so many bytes."""
 
     def __init__(self, num_bytes: int = 100) -> None:
-        self.num_bytes = num_bytes
+        self.bytes = num_bytes
         self.fetched: list[str] = []
 
     def stat(self, key: str) -> Any:
-        return SimpleNamespace(bytes=self.num_bytes)
+        return self
 
     def get(self, key: str) -> Any:
         self.fetched.append(key)
-        return SimpleNamespace(data=b"\x89PNG".ljust(self.num_bytes, b"x"))
+        return SimpleNamespace(data=b"\x89PNG".ljust(self.bytes, b"x"))
 
 
 class AtOnce:
@@ -60,29 +60,17 @@ class AtOnce:
 
 
 class FetchesLater(AtOnce):
-    """A background that fetches images only once it is told to: all, or the first `num_fetched` rows' images."""
+    """A background that fetches images only once it is told to."""
 
-    def __init__(self) -> None:
-        self.has_fetched = False
-        self.num_fetched = 0
-        self.num_begun = 0
-        self.num_waits = 0
+    has_fetched = False
+    num_begun = 0
 
-    def beside(self, num_threads: int) -> AtOnce:
-        if num_threads == 1:  # where calls are built
-            return self
+    def beside(self, num_threads: int) -> Any:
+        return self if num_threads == 1 else SimpleNamespace(submit=self.fetch)  # 1: builds calls
 
-        def submit(work: Callable[[], Any]) -> Any:
-            self.num_begun += 1
-            number = self.num_begun
-            return SimpleNamespace(
-                done=lambda: self.has_fetched or number <= self.num_fetched, result=work
-            )
-
-        return cast("AtOnce", SimpleNamespace(submit=submit))
-
-    def wait(self, timeout_seconds: float) -> None:
-        self.num_waits += 1
+    def fetch(self, work: Callable[[], Any]) -> Any:
+        self.num_begun += 1
+        return SimpleNamespace(done=lambda: self.has_fetched, result=work)
 
 
 class ChunksPutByHand:
@@ -183,6 +171,16 @@ def take_all(stream: RowStream, rounds: int = 50) -> list[Call]:
     return found
 
 
+def answer_all(stream: RowStream, held: list[Call]) -> list[int]:
+    """Answer these rows, then those that come after them; how many they were at a time."""
+    numbers = []
+    while held:
+        numbers.append(len(held))
+        stream.handle([answer(call) for call in held])
+        held = take_all(stream)
+    return numbers
+
+
 def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
     """Rows of a megabyte took 420 MB with 512 sequences."""
     for name in ("first", "second"):
@@ -193,11 +191,7 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
     stream.handle([answer(call) for call in held[:3]])
     more = take_all(stream)
     assert len(more) == 3
-    rest = held[3:] + more
-    while rest:
-        stream.handle([answer(call) for call in rest])
-        rest = take_all(stream)
-        assert len(rest) <= 8
+    assert max(answer_all(stream, held[3:] + more)) <= 8
     assert len(chunks.finished) == 40
 
 
@@ -219,43 +213,40 @@ def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> N
     assert background.num_begun == NUM_THREADS
 
 
-def suspects_with_images(chunks: ChunksPutByHand, name: str, number: int) -> None:
-    chunks.put(name, number, [RED]).deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
-
-
 def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
     chunks: ChunksPutByHand,
 ) -> None:
-    suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
+    num_rows = 2 * NUM_THREADS + 1
+    chunk = chunks.put("first", num_rows, [RED])
+    chunk.deaths = dict.fromkeys(range(num_rows), Deaths(2, 4 * num_rows))
     stream = stream_over(chunks, prompt=WITH_IMAGES)
-    while group := take_all(stream):
-        stream.handle([answer(call) for call in group])
-    assert len(chunks.finished) == 2 * NUM_THREADS + 1
+    answer_all(stream, take_all(stream))
+    assert len(chunks.finished) == num_rows
 
 
-def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
+def over_pictures(chunks: ChunksPutByHand, num_bytes: int) -> tuple[RowStream, Pictures]:
+    """A stream over 40 rows, each with a picture of its own, with memory for 8 MiB of rows."""
     chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.png' for i in range(40)])
-    pictures = Pictures(num_bytes=3 * MIB // 4)  # a megabyte as base64
+    pictures = Pictures(num_bytes)
     stream = stream_over(
         chunks, max_in_flight=100, max_row_memory=8, prompt=WITH_IMAGES, pictures=pictures
     )
+    return stream, pictures
+
+
+def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
+    stream, pictures = over_pictures(chunks, 3 * MIB // 4)  # a megabyte as base64
     held = take_all(stream)
     # Rows that are fetched at the same time count before they are there: none comes on top.
     assert len(held) == len(pictures.fetched) == 7
-    stream.handle([answer(call) for call in held])
-    while rest := take_all(stream):
-        stream.handle([answer(call) for call in rest])
+    answer_all(stream, held)
     assert len(chunks.finished) == len(pictures.fetched) == 40
 
 
 def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks: ChunksPutByHand) -> None:
-    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.png' for i in range(40)])
-    pictures = Pictures(num_bytes=9 * MIB)
-    stream = stream_over(
-        chunks, max_in_flight=100, max_row_memory=8, prompt=WITH_IMAGES, pictures=pictures
-    )
+    stream, pictures = over_pictures(chunks, 9 * MIB)
     [huge] = take_all(stream)
-    pictures.num_bytes = 100
+    pictures.bytes = 100
     stream.handle([answer(huge)])
     assert len(take_all(stream)) == 39
 
@@ -273,23 +264,15 @@ def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
 def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 3, texts=["x" * 3 * MIB])
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=1)
-    for _ in range(3):
-        [call] = take_all(stream)
-        stream.handle([answer(call)])
-    assert len(chunks.finished) == 3
+    assert answer_all(stream, take_all(stream)) == [1, 1, 1]
 
 
 def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
     chunk = chunks.put("first", 40, texts=["x" * MIB])
     chunk.deaths = {line: Deaths(2, 160) for line in range(40)}
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=5)
-    rounds = 0
-    while held := take_all(stream):
-        assert len(held) <= 5
-        stream.handle([answer(call) for call in held])
-        rounds += 1
-    assert len(chunks.finished) == 40
-    assert rounds == 10, "four rows with their lines' ends fit"
+    # Four rows with their lines' ends fit.
+    assert answer_all(stream, take_all(stream)) == [4] * 10
 
 
 def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:

@@ -31,33 +31,27 @@ def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> Finis
     )
 
 
-def make_telemetry(clock: FakeClock) -> Telemetry:
-    return Telemetry("w0", clock, host={"cloud": "aws"})
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def open_chunk(folder: Path, name: str, num_rows: int, started: float) -> OpenChunk:
-    return OpenChunk(
-        ChunkRef(name=name, root="job", key=f"chunks/{name}.jsonl"),
-        LocalChunk(folder / name, num_rows, ""),
-        Spool(folder / f"{name}.spool", num_rows),
-        num_rows=num_rows,
-        started=started,
-    )
+def start_after(clock: FakeClock, before: Worker | None = None) -> Telemetry:
+    """The telemetry of a start after the one that left this record, ten minutes later."""
+    clock.seconds += 600
+    made = Telemetry("w0", clock, host={"cloud": "aws"})
+    made.begin(before and lease_record(), before)
+    return made
 
 
 # --------------------------------------------------------------------------- over epochs
 
 
-def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
+def test_closing_the_engine_is_not_time_in_which_it_worked(clock: FakeClock) -> None:
     """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
-    clock = FakeClock()
-    telemetry = make_telemetry(clock)
-    telemetry.begin(None, None)
-    telemetry.engine_ready(
-        EngineInfo(
-            name="echo", version="", model="m", max_model_len=1, max_num_seqs=1, max_in_flight=1
-        )
-    )
+    telemetry = start_after(clock)
+    sizes = {"max_model_len": 1, "max_num_seqs": 1, "max_in_flight": 1}
+    telemetry.engine_ready(EngineInfo(name="echo", version="", model="m", **sizes))
     clock.seconds += 20
     assert telemetry.busy_seconds == 20
     telemetry.set_state("done")
@@ -65,15 +59,25 @@ def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
     assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
 
 
-def test_counters_add_up_over_epochs() -> None:
-    clock = FakeClock()
-    first = make_telemetry(clock)
-    first.begin(None, None)
+def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(
+    clock: FakeClock, tmp_path: Path
+) -> None:
+    first = start_after(clock)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
+    chunk = OpenChunk(
+        ChunkRef(name="part-00000", root="job", key="chunks/part-00000.jsonl"),
+        LocalChunk(tmp_path / "part-00000", 4, ""),
+        Spool(tmp_path / "part-00000.spool", 4),
+        num_rows=4,
+        started=clock.seconds,
+    )
+    first.chunk_opened(chunk)
+    chunk.finish([finished(0)])
+    chunk.close()
     before = first.snapshot()
-    clock.seconds += 600
-    second = make_telemetry(clock)
-    second.begin(lease_record(), before)
+    assert before.open_chunks == {"part-00000": 1}
+    second = start_after(clock, before)
+    assert second.snapshot().open_chunks == {}
     second.rows_finished([finished(2)])
     record = second.snapshot()
     assert (record.rows_done, record.rows_ok, record.rows_error) == (3, 2, 1)
@@ -84,31 +88,14 @@ def test_counters_add_up_over_epochs() -> None:
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
-def test_the_record_counts_the_finished_rows_of_each_open_chunk(tmp_path: Path) -> None:
-    clock = FakeClock()
-    first = make_telemetry(clock)
-    first.begin(None, None)
-    chunk = open_chunk(tmp_path, "part-00000", 4, clock.seconds)
-    first.chunk_opened(chunk)
-    chunk.finish([finished(0)])
-    before = msgspec.structs.replace(first.snapshot(), heartbeat=clock.seconds, state="running")
-    assert before.open_chunks == {"part-00000": 1}
-    clock.seconds += 900
-    record = make_telemetry(clock).begin(lease_record(), before)
-    assert record.open_chunks == {}
-    assert len(record.starts) == 2
-    chunk.close()
-
-
 # --------------------------------------------------------------------------- bounds
 
 
-def test_a_record_is_bounded_whatever_happens() -> None:
-    clock = FakeClock()
+def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
     record: Worker | None = None
     for _ in range(MAX_STARTS + 5):
-        telemetry_ = make_telemetry(clock)
-        record = telemetry_.begin(lease_record(), record)
+        telemetry_ = start_after(clock, record)
+        record = telemetry_.snapshot()
     for index in range(3 * MAX_CODES):
         code = f"code_{index}"
         telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
@@ -130,7 +117,7 @@ def test_a_record_is_bounded_whatever_happens() -> None:
 
 
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
-    telemetry_ = make_telemetry(FakeClock())
+    telemetry_ = start_after(FakeClock())
     for preemptions in (0, 3, 9):
         telemetry_.note_engine_stats(EngineStats(steps=10, preemptions=preemptions))
     (record,) = caplog.records
