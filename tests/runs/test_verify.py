@@ -295,6 +295,7 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     Path(run, MARKER).write_bytes(b"")
     done = run_process(["verify", run, "--job", moved])
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
+    assert "2 of 3 chunks are done and sound; 1 corrupt" in done.stderr
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
 
