@@ -57,7 +57,7 @@ check: setup-light ## lint, format, types, import layers, links of the docs
 	$(PY) -m mypy
 	.venv/bin/lint-imports
 	.venv/bin/hadolint examples/docker/*Dockerfile
-	$(PY) -m mkdocs build --quiet
+	$(PY) -m mkdocs build
 
 bench: setup ## measure everything, in a quick form; one script: make bench ARGS="split --rows 1000"
 ifneq ($(strip $(ARGS)),)

@@ -32,7 +32,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put tables of the code in their places, and name files outside of docs/, which the site does not have."""
+    """Put tables of the code in their places, and name files outside of docs/, which the site does not have.
+
+    mkdocs takes no block for code whose first line has more than the language, and ignores headings after it.
+    """
+    markdown = re.sub(r"^(```\w+) \S+$", r"\1", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"<!-- table: (\w+) -->", lambda found: _TABLES[found[1]](), markdown)
     outside = r"\[([^\]]+)\]\(((?:\.\./)+(?!decisions/|docs/)[\w./-]*)\)"
     return re.sub(outside, lambda found: f"{found[1]} (`{found[2].lstrip('./')}`)", markdown)

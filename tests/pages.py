@@ -29,7 +29,7 @@ def steps_of(text: str) -> list[Step]:
     found: list[Step] = []
     for fenced, indented in _BLOCK.findall(text):
         block = fenced or textwrap.dedent(indented)
-        if not _COMMAND.search(block):
+        if not (fenced or _COMMAND.search(block)):
             continue
         if not block.startswith("$ "):
             for command in whole(block):

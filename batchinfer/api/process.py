@@ -135,7 +135,7 @@ def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
     """Raise the error that a command has printed: its last lines are the message and the hints."""
     kept = [line for line in lines if not (line.startswith("hint: ") and "options.yaml" in line)]
     text = "\n".join(kept) or f"ended with exit status {status}"
-    found = re.split(r"^(?:error|Error): ", text, flags=re.MULTILINE)
+    found = re.split(r"^error: ", text, flags=re.MULTILINE)
     message, _, hint = (found[-1] if len(found) > 1 else kept[-1]).partition("\nhint: ")
     kind = errors.BatchinferError if status == 1 else _ERRORS.get(status, errors.BatchinferError)
     error = kind(message, hint=hint)

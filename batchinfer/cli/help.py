@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from typing import Any
 
@@ -56,6 +57,16 @@ class SectionCommand(click.Command):
                 **shared,
             ),
         ]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click.Command. Refuses an option in the place of another's value: most likely a variable is not set."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        takers = [one for one in options if not (one.is_flag or isinstance(one, HelpOption))]
+        known, taking = ({name for one in some for name in one.opts} for some in (options, takers))
+        for word, value in itertools.pairwise(args):
+            if word in taking and value in known:
+                ctx.fail(f"Option '{word}' requires an argument, and '{value}' follows it.")
+        return super().parse_args(ctx, args)
 
     def get_help(self, ctx: click.Context) -> str:
         """See click.Command. Without a section, everything is shown if it fits one screen."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -134,10 +133,14 @@ def _show(error: BatchinferError) -> None:
 
 def _show_click_error(error: click.ClickException) -> None:
     """Show click's own error about a command line, which repeats what the user typed."""
-    text = io.StringIO()
-    error.show(file=text)
-    for line in text.getvalue().rstrip("\n").split("\n"):
-        say(line)
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    if message.startswith("Usage: "):  # the help of a group that was called without a command
+        error.show()
+        return
+    say(f"error: {message}")
+    if context is not None:
+        usage = " ".join(context.get_usage().removeprefix("Usage: ").split())
+        say(f"hint: {usage}; `{context.command_path} --help` shows the options")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -50,7 +50,13 @@ class ServerCommand(SectionCommand):
         """See click.Command."""
         own, typed = divide(args, self.get_params(ctx))
         left_out = getattr(self.callback, LEFT_OUT, ())
-        rest = super().parse_args(ctx, own)
+        try:
+            rest = super().parse_args(ctx, own)
+        except click.MissingParameter as error:
+            if not typed or not isinstance(error.param, click.Argument):
+                raise
+            more = f"Write it before {typed[0]}, which takes all words after it."
+            raise click.MissingParameter(more, ctx, error.param) from error
         words = merge(ctx.meta.get(FROM_FILE, ()), from_variables(ctx), typed)
         for option, _ in grouped(words):
             name = option.partition("=")[0]
@@ -140,7 +146,8 @@ def check_name(name: str, known: Mapping[str, Any]) -> None:
     if near and name.startswith("--") and spelled not in _NO_MISSPELLING:
         raise ConfigError(
             f"No such option: {name}. Did you mean {near[0]}?",
-            hint=f"if the server has an option of this name, write it after `--`, as in `-- {name} …`",
+            hint="if the server has an option of this name, write it after `--`, as in "
+            f"`-- {name} …`; fields of requests without an option go by --sampling, as in top_k=40",
         )
 
 

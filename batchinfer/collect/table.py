@@ -232,10 +232,11 @@ class Collection:
             sql.register("rows", table)
             return table.filter(pa.array([fits for [fits] in rows_of(sql, query)], pa.bool_()))
         except duckdb.Error as error:
+            more = "" if self._config.with_source else ", and the source's with --with-source"
             raise ConfigError(
                 f"--where {self._config.where}: {str(error).splitlines()[0]}",
                 hint="SQL over the columns "
-                f"{', '.join(table.column_names)}; for example --where 'error_code IS NOT NULL'",
+                f"{', '.join(table.column_names)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
 
     def _encoded(self, table: Any) -> Any:

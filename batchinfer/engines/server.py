@@ -360,7 +360,7 @@ class OwnServer(Target):
             return EngineLoadError(message, hint=hint)
         what, hint, last = "the server does not start", "", self._last()
         if status in (2, 127):  # vLLM's own if options, the model or an adapter are wrong
-            hint = "see the options after --model"
+            hint = "see the options after --model; fields of requests go by --sampling NAME=VALUE"
             if missing := re.search(r"No module named '(\w+)", last):
                 hint = f"install the package {missing[1]}"
         elif _NO_MEMORY.search(last):

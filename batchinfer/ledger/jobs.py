@@ -89,8 +89,10 @@ def no_job(url: str) -> InputError:
         hint = f"name its folder: --job {quote(folder or '.')}"
     elif job := layout.job_above(url):
         hint = f"this is the place of a run; its job is --job {quote(job)}"
+    elif name.endswith(".txt"):
+        hint = f"a list of chunks goes by --manifest {quote(url)}"
     else:
-        hint = "make one of your data: batchinfer split SOURCE… --output JOB, then --job JOB"
+        hint = "check the place; a new one is made of your data: batchinfer split SOURCE… --output JOB, then --job JOB"
     return InputError(f"{url}: no job.json there", hint=hint)
 
 

@@ -32,6 +32,7 @@ _SHOWN = 200
 _SHOWN_CHUNKS = 3
 """Largest number of chunks that an error names."""
 _MEANINGS = {
+    "job_sha256": " (the run is of another job)",
     "model_identity": " (the model's files are not those with which the run began)",
 }
 """Explanations of differences in the configuration, by key."""
@@ -123,7 +124,8 @@ def no_run(store: Store) -> InputError:
         )
     return InputError(
         f"{store.url}: no run there (neither run.json nor workers nor outputs)",
-        hint="start a worker first, or check the URL: it is what --output says, by default JOB/runs/default",
+        hint="start a worker first, or check the URL: it is what --output says, by default JOB/runs/default; "
+        "of `batchinfer run -o DEST` it is DEST.batchinfer/run",
     )
 
 

@@ -75,10 +75,11 @@ def _plan(options: dict[str, Any]) -> Plan:
     given = values_of(Plan, options) | {name: options[name] for name in ("job", "model")}
     wrong = [f"--{name}" for name in ("run", "on") if not given[name]]
     wrong += [f"--env {pair!r}" for pair in given["env"] if not re.match(r"[A-Za-z_]\w*=", pair)]
+    wrong += ["--secret" for name in given["secret"] if "=" in name]
     if not re.fullmatch(r"([A-Za-z][\w-]*(:[1-9]\d*)?)?", given["gpu"]):
         wrong += [f"--gpu {given['gpu']!r}"]
     if wrong:
-        known = "--env NAME=VALUE, --gpu L4:2, --on slurm, --run s3://bucket/job/runs/first"
+        known = "--env NAME=VALUE, --gpu L4:2, --on slurm, --run s3://bucket/job/runs/first, --secret NAME"
         raise ConfigError(f"{wrong[0]}: expected a value, as in {known}")
     for name, owner in (("sky_arg", "skypilot"), ("sbatch_arg", "slurm"), ("image", "kubernetes")):
         if given[name] and given["on"] != owner:

@@ -30,7 +30,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Marker, Record
 from batchinfer.core.tasks import GENERATE
-from batchinfer.engines import is_remote
+from batchinfer.engines import create_engine, is_remote
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.pipes import recognise
 from batchinfer.pipeline.run import PipelineConfig
@@ -147,6 +147,7 @@ class WorkFolder:
                 f"would not work: {units.many(len(errors), 'problem')}\n" + "\n".join(errors),
                 hint="nothing was written",
             )
+        create_engine(engine_config(options))  # refuses what is not installed here
 
     def split(self, counted: Sources) -> None:
         """Make the job if there is none. If the sources still have all of its files, append those that it lacks.

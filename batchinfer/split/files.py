@@ -360,7 +360,10 @@ def _translated(url: str, error: Exception) -> Exception:
     if isinstance(error, PermissionError):
         return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return InputError(f"{url}: no such file, folder or bucket", hint="check the spelling")
+        hint = "check the spelling"
+        if re.fullmatch(r"[\w-]+/[\w-]+", url):
+            hint += f"; a data set of the Hub is hf://datasets/{url}"
+        return InputError(f"{url}: no such file, folder or bucket", hint=hint)
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

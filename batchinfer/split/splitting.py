@@ -39,7 +39,7 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     SECTION: ClassVar[str] = "options"
 
     sources: Annotated[list[str], NO_OPTION]
-    output: Annotated[str, Opt(metavar="JOB", is_first=True)]
+    output: Annotated[str, Opt(short="-o", metavar="JOB", is_first=True)]
     """Folder or URL of the job; made if it is not there."""
     num_chunks: Annotated[Count | None, FIRST] = None
     """Make so many chunks. Default: chunks of about a minute, at least 50 for each worker."""

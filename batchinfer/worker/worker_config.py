@@ -80,7 +80,7 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
 
     job: Annotated[str | None, Opt(section="input", metavar="URL", is_first=True)] = None
     """Job that `batchinfer split` wrote: path or URL."""
-    output: Annotated[str, Opt(section="input", metavar="RUN", is_first=True)]
+    output: Annotated[str, Opt(short="-o", section="input", metavar="RUN", is_first=True)]
     """Place of the run. Default: JOB/runs/default."""
     manifests: Annotated[
         list[str],

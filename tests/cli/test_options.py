@@ -87,6 +87,11 @@ def commands(parent: click.Group = group, *before: str) -> dict[tuple[str, ...],
     return found
 
 
+def test_the_place_to_write_to_has_one_short_name() -> None:
+    options = [option.opts for command in commands().values() for option in command.params]
+    assert {tuple(opts) for opts in options if "--output" in opts} == {("-o", "--output")}
+
+
 @pytest.mark.parametrize("words", [(), *commands()], ids=" ".join)
 def test_help_of_every_command_fits_one_screen(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+from batchinfer.collect.answers import _OPTIONAL, _SEVERAL
 from batchinfer.core.counts import OTHER
 from batchinfer.core.records import Marker
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import GENERATE, Task
+from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import TASK_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,18 @@ def test_every_field_of_a_marker_is_documented() -> None:
     section = FORMAT.split("### Markers")[1].split("### ")[0]
     first_cells = "".join(re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", first_cells)) == set(Marker.__struct_fields__)
+
+
+def test_every_column_of_tables_is_documented() -> None:
+    section = FORMAT.split("### Tables")[1].split("### ")[0]
+    first_cells = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    assert {*_SEVERAL, *_OPTIONAL} <= set(re.findall(r"`(\w+)`", first_cells))
+
+
+def test_every_command_of_chat_is_on_its_page() -> None:
+    page = (ROOT / "docs/generate-and-chat.md").read_text(encoding="utf-8")
+    for name in (name for name in vars(Chat) if name.startswith("do_")):
+        assert f"\n| `/{name.removeprefix('do_')}" in page, name
 
 
 def test_every_task_has_a_path_and_is_in_the_table() -> None:

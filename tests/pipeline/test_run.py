@@ -24,6 +24,7 @@ from batchinfer.core.errors import EngineLoadError
 from batchinfer.pipeline.running import running_alone
 from fixtures_hub import Hub
 from making import Call, finish_process, start_process
+from models import write_model_stub
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
 TEXTS = [row["text"] for row in ROWS]
@@ -189,6 +190,15 @@ def test_other_data_is_refused(run: Runner, rows: Path, dest: Path) -> None:
     assert "differs in the sources' files" in run.err
     assert "name another DEST" in run.err
     assert len(answers(dest)) == 60
+
+
+def test_without_vllm_nothing_is_written(
+    call: Call, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    done = call("run", rows, "-o", dest, "--model", write_model_stub(rows.parent / "model"))
+    assert (done.status, "package vllm is not installed" in done.err) == (2, True)
+    assert {path.name for path in rows.parent.iterdir()} == {"rows.jsonl", "model"}
 
 
 def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(
