@@ -74,6 +74,16 @@ def call(capfd: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
+def memory_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """URL of a place in memory, the test's own."""
+    from fakes import forget
+
+    url = f"memory://{request.node.name}"
+    yield url
+    forget(url)
+
+
+@pytest.fixture
 def echo_never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines `echo` of this process load until they are stopped."""
 

@@ -10,12 +10,11 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from web_server import HttpServer
+from web_server import Handler, HttpServer
 
 BUCKET = "my-bucket"
 
@@ -32,7 +31,7 @@ class Held(NamedTuple):
         return f'"{hashlib.md5(self.data, usedforsecurity=False).hexdigest()}"'
 
 
-class Handler(BaseHTTPRequestHandler):
+class BucketHandler(Handler):
     """One request to one bucket of objects, `server.objects`."""
 
     protocol_version = "HTTP/1.1"
@@ -92,23 +91,17 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, f"<ListBucketResult>{items}{token}</ListBucketResult>".encode())
 
     def answer(self, status: int, body: bytes, held: Held | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        headers = {"Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}
         if held is not None:
-            self.send_header("ETag", held.etag)
-            self.send_header("x-goog-generation", str(held.generation))
-            self.send_header("Last-Modified", "Fri, 02 Jan 2026 03:04:05 GMT")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            headers |= {"ETag": held.etag, "x-goog-generation": str(held.generation)}
+        self.reply(status, body, headers)
 
 
 @contextlib.contextmanager
 def serving_gcs() -> Iterator[str]:
     """Yield the address of a server whose one bucket is `BUCKET`."""
-    server = HttpServer(Handler, objects={}, lock=threading.Lock(), generations=itertools.count(1))
+    server = HttpServer(
+        BucketHandler, objects={}, lock=threading.Lock(), generations=itertools.count(1)
+    )
     with contextlib.closing(server):
         yield server.url

@@ -81,6 +81,18 @@ def marker_record(**values: Any) -> Marker:
     )
 
 
+def meanwhile(monkeypatch: Any, owner: Any, step: str, act: Callable[[], object]) -> None:
+    """Let somebody else act just before the next call of a function, and only then."""
+    original = getattr(owner, step)
+
+    def step_after(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, step, original)
+        act()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, step, step_after)
+
+
 class Done:
     """Work that was done at once."""
 

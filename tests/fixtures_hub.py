@@ -15,7 +15,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from urllib.parse import parse_qs, unquote
 import pytest
 
 from batchinfer.storage.retrying import RetryPolicy
-from web_server import HttpServer
+from web_server import Handler, HttpServer
 
 TOKEN = "hf_test"
 QUICK = RetryPolicy(attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.01)
@@ -76,7 +75,7 @@ class Hub:
     @contextlib.contextmanager
     def serving(self) -> Iterator[str]:
         """Serve on a free port of 127.0.0.1; yields the endpoint's URL."""
-        with contextlib.closing(HttpServer(Handler, hub=self)) as server:
+        with contextlib.closing(HttpServer(HubHandler, hub=self)) as server:
             yield server.url
 
     def put(self, repo: str, branch: str, files: dict[str, bytes]) -> str:
@@ -115,15 +114,12 @@ class Hub:
         return None
 
 
-class Handler(BaseHTTPRequestHandler):
+class HubHandler(Handler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # a reply in one packet: two of them would wait for each other
     disable_nagle_algorithm = True
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
+    def handle_one(self) -> None:
         self.hub: Hub = self.server.hub
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.path, _, self.query = unquote(self.path).partition("?")
@@ -141,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         return self.connection.shutdown(socket.SHUT_RDWR)
 
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - http.server's names
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_one  # noqa: N815 - http.server's names
 
     def serve(self) -> None:
         try:
@@ -165,14 +161,6 @@ class Handler(BaseHTTPRequestHandler):
         last = int(wanted[1]) + len(part) - 1
         headers["Content-Range"] = f"bytes {wanted[1]}-{last}/{len(value)}"
         return self.reply(206, part, headers)
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def found(self) -> Any:
         """Do what is asked. Returns the answer, with a commit where it is of one."""

@@ -8,7 +8,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,23 @@ class HttpServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Writes whole answers, and nothing on the terminal."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def reply(
+        self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 class LoopThread:
@@ -74,16 +91,13 @@ class WebServer:
         self.answers: dict[str, Callable[[Any], None]] = {}
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                pass
-
+        class Written(Handler):
             def do_GET(self) -> None:
                 outer.seen.append(self.path)
                 with contextlib.suppress(OSError):
                     outer.answers.get(self.path, plain(404, b"no"))(self)
 
-        self._server = HttpServer(Handler)
+        self._server = HttpServer(Written)
         self.url = self._server.url
 
     def close(self) -> None:
@@ -92,14 +106,9 @@ class WebServer:
 
 
 def plain(status: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
-    def send(handler: Any) -> None:
-        handler.send_response(status)
-        for name, value in {"content_length": str(len(body)), **headers}.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return send
+    """An answer; in a header's name, `_` stands for `-`."""
+    named = {name.replace("_", "-").title(): value for name, value in headers.items()}
+    return lambda handler: handler.reply(status, body, named)
 
 
 def in_turn(*answers: Callable[[Any], None]) -> Callable[[Any], None]:

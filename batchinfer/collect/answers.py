@@ -256,13 +256,15 @@ def _blocks(
 ) -> Iterator[tuple[bytes, Any, list[bytes], int]]:
     """Yield some output lines, where each ends, those of the chunk beside them, and the bytes for which they count.
 
-    Each line of both files has an end of line. Lines of one row at most exceed `_BLOCK_BYTES`.
+    Each line of the outputs has an end of line. Lines of one row at most exceed `_BLOCK_BYTES`.
     """
     import numpy as np
 
     below, data = itertools.chain(sources or (), itertools.repeat(b"")), b""
     while data := data or lines.read(_BLOCK_BYTES) + lines.readline():
         ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+        if not ends.size:
+            return  # a line without its end is no row
         ends = ends[: max(1, _BLOCK_BYTES // _ROW_BYTES)]
         beside, size = list[bytes](), 0
         while sources and len(beside) < len(ends) and size < _BLOCK_BYTES:

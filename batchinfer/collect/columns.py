@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,16 +44,23 @@ class JsonColumns:
         relation: SQL of a relation.
         value: SQL of its JSON values. Those that are no objects count as null.
         known: Types of members that are known beforehand, which a member has if its values allow it.
+        most_names: Most names that all objects together may have, else they have no columns.
     """
 
     def __init__(
-        self, sql: Any, relation: str, value: str, known: Mapping[str, str] | None = None
+        self,
+        sql: Any,
+        relation: str,
+        value: str,
+        known: Mapping[str, str] | None = None,
+        *,
+        most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
         shape = _group(sql, relation, self._value)
-        self.is_flat = shape != "JSON" and len(shape) <= MAX_NAMES
+        self.is_flat = shape != "JSON" and len(shape) <= most_names
         """Whether the objects have few members, none of them nested deep."""
-        shape = shape if isinstance(shape, dict) else {}
+        shape = shape if self.is_flat and isinstance(shape, dict) else {}
         folded = [name.casefold() for name in shape]
         shape = {
             name: "JSON" if not name or folded.count(name.casefold()) > 1 else kind
@@ -125,9 +133,11 @@ def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> di
         if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
             pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
             large[name] = f"bool_or(regexp_matches(({value})::VARCHAR, '{pattern}'))"
-    if large:
-        [row] = rows_of(sql, f"SELECT {', '.join(large.values())} FROM {relation}")
-        kinds |= {name: "JSON" for name, is_large in zip(large, row, strict=True) if is_large}
+    names = list(large)
+    for start in range(0, len(names), MAX_NAMES):  # each name takes memory
+        some = names[start : start + MAX_NAMES]
+        [row] = rows_of(sql, f"SELECT {', '.join(map(large.__getitem__, some))} FROM {relation}")
+        kinds |= {name: "JSON" for name, is_large in zip(some, row, strict=True) if is_large}
     return kinds
 
 

@@ -1,6 +1,6 @@
 CREATE MACRO texts(items) AS array_to_string(list_transform(items, lambda i: i.text), ' | ');
 CREATE MACRO compared(items) AS
-    list_transform(items, lambda i: (i.text, i.tool_calls, i.embedding, i.label, i.score));
+    list_transform(items, lambda i: (i.text, i.tool_calls, i.embedding, i.label, i.probs, i.score));
 
 -- The rows that run A or run B has done, side by side. *_ok is null where the run has not done the row.
 CREATE TABLE pairs AS
@@ -10,13 +10,13 @@ WITH joined AS (
         coalesce(a._id, b._id) AS id,
         CASE WHEN a._row IS NOT NULL THEN a.error_code IS NULL END AS a_ok,
         CASE WHEN b._row IS NOT NULL THEN b.error_code IS NULL END AS b_ok,
-        coalesce(a.error_code, texts(a.items), a.text) AS a_text,
-        coalesce(b.error_code, texts(b.items), b.text) AS b_text,
+        coalesce(a.error_code, texts(a.items), a.text, a.label) AS a_text,
+        coalesce(b.error_code, texts(b.items), b.text, b.label) AS b_text,
         a.completion_tokens AS a_tokens,
         b.completion_tokens AS b_tokens,
-        (a.text, a.tool_calls, a.embedding, a.label, a.score, a.results, compared(a.items))
+        (a.text, a.tool_calls, a.embedding, a.label, a.probs, a.score, a.results, compared(a.items))
             IS NOT DISTINCT FROM
-        (b.text, b.tool_calls, b.embedding, b.label, b.score, b.results, compared(b.items)) AS equal
+        (b.text, b.tool_calls, b.embedding, b.label, b.probs, b.score, b.results, compared(b.items)) AS equal
     FROM a FULL JOIN b ON a._row = b._row
 ), words AS (
     SELECT *,

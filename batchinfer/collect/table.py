@@ -12,6 +12,7 @@ from typing import Any
 from batchinfer.collect.answers import Answers, Selection, connect, rows_of
 from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.columns import (
+    MAX_NAMES,
     AnswerSchema,
     JsonColumns,
     VectorColumn,
@@ -96,7 +97,9 @@ class Collection:
         texts = own["text" if is_one else "texts"]
         if is_one:
             relation, value = "answers", "TRY_CAST(text AS JSON)"
-            members = JsonColumns(self._sql, relation, value, types_of(schema))
+            members = JsonColumns(
+                self._sql, relation, value, types_of(schema), most_names=MAX_NAMES
+            )
             if members.is_flat:
                 self._relation = f"(SELECT *, {members.struct} AS members FROM answers)"
                 columns = members.columns("members")
@@ -128,13 +131,13 @@ class Collection:
         if num_odd:
             logger.warning("%d lines of the source are no JSON objects", num_odd)
         found = JsonColumns(self._sql, "answers", value)
-        columns = found.columns("fields")
-        names = chosen(self._config.columns, [n for n in columns if n not in ("_row", "_id")])
-        if texts := [name for name in names if name in found.json_texts]:
+        names = chosen(self._config.columns, [n for n in found.kinds if n not in ("_row", "_id")])
+        found.kinds = {name: found.kinds[name] for name in names}
+        if texts := found.json_texts:
             text = "columns of the source whose values share no type are JSON text: %s"
             logger.warning(text, ", ".join(texts))
         self._relation = f"(SELECT *, {found.struct} AS fields FROM {self._relation})"
-        return {name: columns[name] for name in names}
+        return found.columns("fields")
 
     def _apart(self, name: str) -> str:
         """Return a name for a column of the answers that no column of the source has."""

@@ -162,7 +162,10 @@ def _cell(value: msgspec.Raw) -> str | None:
 def _raw(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_raw, value))
-    return None if value is None else msgspec.Raw(value.encode())
+    try:  # DuckDB takes NaN and a comma too many, and keeps line ends between values
+        return value and msgspec.Raw(msgspec.json.format(value, indent=-1).encode())
+    except (msgspec.DecodeError, RecursionError):
+        return value
 
 
 def _values(column: Any, name: str) -> list[msgspec.Raw]:

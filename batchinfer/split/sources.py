@@ -15,6 +15,7 @@ import msgspec
 
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, near
+from batchinfer.core.json_text import raw_members
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.chunk_files import fetch
@@ -274,10 +275,13 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         listed = store.get(name).data.decode()
     except ObjectNotFound as error:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error
+    except UnicodeDecodeError as error:
+        what = "is no text in UTF-8, expected a path or URL on each line"
+        raise InputError(f"{url}: {what}", hint="name files of rows as SOURCE") from error
     chunks: dict[str, Chunk] = {}
     described: list[SourceFile] = []
     columns: dict[str, None] = {}
-    row = 0
+    row = num_broken = 0
     with contextlib.closing(Scratch()) as scratch:
         for place in filter(None, map(str.strip, listed.split("\n"))):
             full = place if is_absolute(place) else join_url(store.url, place)
@@ -291,9 +295,10 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
             with local.path.open("rb") as file:
                 head = list(itertools.islice(file, text_lines.SAMPLE_LINES))
-            if not head:
-                raise InputError(f"{full}: holds no rows", hint="leave it out of the list")
-            columns.update(dict.fromkeys(text_lines.sample_columns(head, full)))
+                if not head:
+                    raise InputError(f"{full}: holds no rows", hint="leave it out of the list")
+                columns.update(dict.fromkeys(text_lines.sample_columns(head, full)))
+                num_broken += sum(raw_members(line) is None for line in itertools.chain(head, file))
             local.path.unlink()
             sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}
             chunks[stem] = Chunk(name=stem, first_row=row, sha256=local.sha256, file=full, **sizes)
@@ -308,4 +313,5 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         rows=row,
         chunks=list(chunks.values()),
         num_workers=1,
+        broken_lines=num_broken,
     )

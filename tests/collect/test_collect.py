@@ -25,6 +25,7 @@ from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
+from fakes import meanwhile
 from finished_run import chat, finish_run
 from making import change_marker, make_job, output_key, overwrite, run_worker_here
 from samples import SCHEMAS
@@ -288,6 +289,29 @@ def test_json_answers_without_a_schema_have_the_types_that_they_share(
     assert lines_of(tmp_path / "a.jsonl")[1]["answer_b"] == {"x": 1}
 
 
+def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
+    job: Path, tmp_path: Path
+) -> None:
+    """DuckDB takes more for JSON than readers of JSON Lines do."""
+    texts = ["[1,\n 2]\r\n", '"x"', "[NaN]", "[1,]", "[" * 5000 + "]" * 5000]
+    finish_run(job, job / "runs/a", lambda row: chat(texts[row % 5]))
+    collect(job / "runs/a", tmp_path / "a.jsonl", answer_json=True)
+    assert [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]] == [
+        [1, 2],
+        "x",
+        *texts[2:],
+    ]
+
+
+def test_answers_with_arbitrary_names_are_collected_in_little_memory(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MEMORY", "100MB")
+    objects = [{f"{row} {n}": n for n in range(200)} for row in range(ROWS)]
+    found = table(job, [chat(json.dumps(each)) for each in objects], answer_json=True)
+    assert list(map(json.loads, found["answer"].to_pylist())) == objects
+
+
 @pytest.mark.parametrize("text", [DEEP, NAMES], ids=["nested deep", "arbitrary names"])
 def test_answers_that_no_columns_fit_are_one_column_of_text(job: Path, text: str) -> None:
     rows = table(job, [chat(text)], answer_json=True).to_pylist()
@@ -327,10 +351,15 @@ def test_rows_of_many_blocks_and_windows_are_all_there(
 ) -> None:
     whole = table_of(run, tmp_path, with_source=True)
     assert whole["_row"].to_pylist() == list(range(ROWS))
-    for block, window in ((1, 1), (3000, 5000), (5000, 3000)):
+    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
+    for block, window in ((1, 1), (1500, 1500), (3000, 5000), (5000, 3000)):
         monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
         monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
         assert table_of(run, tmp_path, with_source=True) == whole
+        files = tmp_path / f"lines-{block}"
+        collect(run, files, format="lines", shard_rows=5)
+        counts = [path.read_bytes().count(b"\n") for path in files.glob("part-*")]
+        assert counts == [5] * (ROWS // 5), "whatever is read at a time"
 
 
 def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,18 +472,10 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
 def test_damage_is_noticed_before_a_row_is_written(
     how: str, run: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    select = collecting.select
-
-    def damaging(*arguments: Any, **options: Any) -> Any:
-        found = select(*arguments, **options)
-        path = run / output_key(open_store(str(run)), "part-00001")
-        if how == "gone":
-            path.unlink(missing_ok=True)
-        else:
-            path.write_bytes(path.read_bytes().replace(b"answer 13", b"answer 31"))
-        return found
-
-    monkeypatch.setattr(collecting, "select", damaging)
+    path = run / output_key(open_store(str(run)), "part-00001")
+    data = path.read_bytes().replace(b"answer 13", b"answer 31")
+    damage = path.unlink if how == "gone" else lambda: path.write_bytes(data)
+    meanwhile(monkeypatch, collecting, "_open_dest", damage)
     with pytest.raises(RunUnsound, match="part-00001"):
         collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -489,24 +510,13 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     key = output_key(store, "part-00001")
     lines = store.get(key).data.splitlines(keepends=True)
     swapped, fewer = [lines[1], lines[0], *lines[2:]], lines[:-1]
-    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"]):
+    for changed in (swapped, fewer, [*fewer, b"\n"], [*fewer, b"{\n"], [*fewer, lines[-1][:-1]]):
         data = b"".join(changed)
         overwrite(store, key, data)
         change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
         with pytest.raises(InputError):
             collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_files_have_as_many_rows_as_asked_for_whatever_is_read_at_a_time(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
-    for name in ("_BLOCK_BYTES", "_WINDOW_BYTES"):
-        monkeypatch.setattr(f"batchinfer.collect.answers.{name}", 1500)
-    collect(run, tmp_path / "out", format="lines", shard_rows=5)
-    counts = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "out").glob("part-*"))]
-    assert counts == [5] * (ROWS // 5)
 
 
 def test_a_run_of_another_job_is_refused(run: Path, tmp_path: Path) -> None:

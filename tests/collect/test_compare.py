@@ -75,6 +75,18 @@ def test_the_rows_that_differ_most_come_first(runs: tuple[str, str]) -> None:
     assert len(found) == 15 + 2  # those that failed in one run only count, too
 
 
+def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=4, per_chunk=4)
+    runs = [str(tmp_path / f"job/runs/{name}") for name in "ab"]
+    kinds = [[("x", 0.9)] * 4, [("x", 0.9), ("x", 0.8), ("y", 0.9), ("y", 0.9)]]
+    for run, told in zip(runs, kinds, strict=True):
+        given = [{"data": [{"label": label, "probs": [share]}]} for label, share in told]
+        finish_run(tmp_path / "job", run, given.__getitem__, prompt={"task": "classify"})
+    found = compare(*runs)
+    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (1, 3)
+    assert found["changes"] == [{"A": "x", "B": "y", "rows": 2}]
+
+
 def test_a_run_that_has_done_nothing_yet_misses_every_row(
     runs: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,23 +174,13 @@ def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: Hub, run: s
 # --------------------------------------------------------------------------- who may write
 
 
-def wrong_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-
-
-def no_rights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("token", ["hf_wrong", TOKEN])
+def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
+    hub: Hub, run: str, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
     hub.make(REPO)
     hub.has_rights = False
-
-
-@pytest.mark.parametrize("trouble", [wrong_token, no_rights])
-def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
-    hub: Hub,
-    run: str,
-    monkeypatch: pytest.MonkeyPatch,
-    trouble: Callable[[Hub, pytest.MonkeyPatch], None],
-) -> None:
-    trouble(hub, monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("batchinfer.collect.collecting.Collection", None)  # a use of it would fail
     with pytest.raises(AccessDenied, match=re.escape(DEST)) as caught:
         collect(run)

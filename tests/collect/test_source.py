@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect import source
+from batchinfer.collect import answers, source
 from batchinfer.collect.source import ParquetSource, RowTaker
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.split.splitting import SplitConfig, run_split
@@ -97,6 +97,16 @@ def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
     found = found.select(list(COLUMNS))
     assert found.schema.types == wanted.schema.types
     assert str(found.to_pylist()) == str(wanted.to_pylist())  # NaN is not equal to itself
+
+
+def test_columns_beyond_number_are_looked_at_and_one_of_them_is_taken_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MEMORY", "100MB")
+    lines = [b'{"k%d":%d.5,"n":%d}' % (row, row, row) for row in range(500)]
+    run = finished_lines(tmp_path, lines, per_chunk=500)
+    found = table_of(run, tmp_path, with_source=True, columns=["n"])
+    assert found["n"].to_pylist() == list(range(500))
 
 
 def test_chosen_rows_and_columns(tmp_path: Path) -> None:

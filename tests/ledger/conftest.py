@@ -8,6 +8,6 @@ from fakes import MemoryStore
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest) -> MemoryStore:
+def store(memory_url: str) -> MemoryStore:
     """A store of the test's own."""
-    return MemoryStore(f"memory://{request.node.name}")
+    return MemoryStore(memory_url)

@@ -26,10 +26,9 @@ MARKER = layout.marker_key(CHUNK)
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> str:
-    url = f"memory://{request.node.name}"
-    make_job(url, rows=30, per_chunk=10)
-    return url
+def job(memory_url: str) -> str:
+    make_job(memory_url, rows=30, per_chunk=10)
+    return memory_url
 
 
 def test_markers_that_were_swapped_are_replaced(job: str) -> None:

@@ -63,7 +63,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat: Terminal) ->
 
 def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(chat: Terminal) -> None:
     assert chat.settings_now() != chat.settings  # the line editor has its own
-    chat.send_signal(SIGTERM)
+    chat.kill(SIGTERM)
     assert chat.end() == 75
     assert chat.settings_now() == chat.settings
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +97,21 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
     assert came["DELETE claims/"] == 1
     assert came["LIST claims/"] == came["LIST outputs/"] == 1
     assert came["GET chunks/"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_2000_mixed_requests_bad_ones_among_them_are_all_answered_though_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    """The comparison of docs/migrating.md, our half of it: what it says is what comes out."""
+    script = ROOT / "benchmarks/compare_run_batch.py"
+    command = [sys.executable, script, "--only", "batchinfer", "--work-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["batchinfer"]["first"]["exit_status"] == -9
+    assert result["batchinfer"]["second"]["result"]["request_count"] < 2000
+    found = result["check"]
+    assert (found["requests"], found["answers"], found["errors"]) == (2000, 1950, 50)
+    assert found["greedy_chats_right"] > 0.9 * found["greedy_chats"]

@@ -10,10 +10,9 @@ from typing import cast
 import pytest
 
 import making
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.worker.worker_config import Limits
-from fakes import lease_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
@@ -247,24 +246,6 @@ def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
         assert saved_lines(stage) == {0, 1, 2, 3}
 
 
-def beat_for_ever(
-    stage: Stage,
-    chunks: list[str],
-    *,
-    frozen_seconds: float = 1.5,
-) -> None:
-    """Let another worker hold chunks and be alive. Its second heartbeat may be late."""
-    for chunk in chunks:
-        stage.let_another_hold(chunk, beats=1)
-
-    def beat(count: int = 1) -> None:
-        record = lease_record(id="w9", nonce="n", lease_seconds=6.0, beat=count)
-        stage.put(layout.worker_key("w9"), codec.encode(record))
-        stage.scheduler.after(frozen_seconds if count == 1 else 1.5, lambda: beat(count + 1))
-
-    beat()
-
-
 def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
     with Stage([["mine"], ["theirs"]]) as stage:
         assert stage.run("w0").is_success
@@ -283,7 +264,8 @@ def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
     theirs = [f"part-{index:05d}" for index in range(1, 13)]
     with Stage([["mine"], *[["say so"] * 30 for _ in theirs]], num_workers=13) as stage:
         stage.engine.max_in_flight = 2
-        beat_for_ever(stage, theirs, frozen_seconds=13.0)
+        stage.let_another_hold(*theirs, beats=1)
+        stage.scheduler.after(13.0, stage.let_another_hold)
         taken: list[set[str]] = []
 
         def look() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore, forget
+from fakes import MemoryStore
 from making import change_marker, make_job, overwrite, put_raw, run_worker_here
 
 CHUNK, UNDONE = "part-00001", "part-00002"
@@ -50,11 +50,9 @@ class LaterClock(SystemClock):
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> Iterator[str]:
-    url = f"memory://{request.node.name}"
-    make_job(url, rows=30, per_chunk=10, workers=3)
-    yield url
-    forget(url)
+def job(memory_url: str) -> str:
+    make_job(memory_url, rows=30, per_chunk=10, workers=3)
+    return memory_url
 
 
 @pytest.fixture

@@ -37,11 +37,6 @@ INJECTIONS = (
 )
 
 
-@pytest.fixture
-def root(request: pytest.FixtureRequest) -> str:
-    return f"memory://{request.node.name}"
-
-
 def report(run: str, output: str, **values: Any) -> None:
     config = ReportConfig(look=RunConfig(run=run), output=output, **values)
     run_report(
@@ -65,15 +60,15 @@ def text_of(page: str) -> str:
 # --------------------------------------------------------------------------- what is on the page
 
 
-def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
     page = make(run)
     assert ids(page) >= SECTIONS
     for word in ("sky-2026-000", "prompt_too_long", "running", "time left"):
         assert word in text_of(page)
     assert f"<code>{run.replace('/', '/<wbr>')}</code>" in page, "a path is broken after a slash"
     assert "break-all" not in page
-    done = write_in_memory(f"{root}/b", SMALL._replace(done_share=1.0))
+    done = write_in_memory(f"{memory_url}/b", SMALL._replace(done_share=1.0))
     page = make(done)
     assert "time left" not in page
     store = in_memory(done)
@@ -82,15 +77,15 @@ def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(root: st
     store.create("outputs/part-00020.0.jsonl", b"x")
     store.create(layout.marker_key("part-00020"), store.get(layout.marker_key("part-00003")).data)
     assert tokens in text_of(make(done)), "a marker of no chunk counts nothing"
-    nobody = f"{root}/runs/nobody"
+    nobody = f"{memory_url}/runs/nobody"
     in_memory(nobody).create(layout.RUN_KEY, in_memory(run).get(layout.RUN_KEY).data)
     page = make(nobody)
     assert "empty" in page
     assert ids(page) == {"totals", "settings"}
 
 
-def test_each_drawing_ends_at_the_sum_of_all_minutes(root: str) -> None:
-    page = make(write_in_memory(root, SMALL))
+def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url: str) -> None:
+    page = make(write_in_memory(memory_url, SMALL))
     minutes = [minute for worker in make_workers(SMALL) for minute in worker.minutes]
     rows = sum(minute.rows for minute in minutes)
     tops = dict(re.findall(r"<h3>([\w ]+) \(top: ([\d.k]+)\)", page))
@@ -105,8 +100,8 @@ def test_each_drawing_ends_at_the_sum_of_all_minutes(root: str) -> None:
 
 
 @pytest.mark.parametrize("heartbeat", [NOW, -1e300, 1e300])
-def test_damaged_times_and_minutes_break_nothing(root: str, heartbeat: float) -> None:
-    run = write_in_memory(root, SMALL)
+def test_damaged_times_and_minutes_break_nothing(memory_url: str, heartbeat: float) -> None:
+    run = write_in_memory(memory_url, SMALL)
     odd = Minute(
         minute=10**12, rows=1, prompt_tokens=1, completion_tokens=1, errors=0, length=10**15
     )
@@ -118,8 +113,8 @@ def test_damaged_times_and_minutes_break_nothing(root: str, heartbeat: float) ->
     assert len(make(run)) < 200_000
 
 
-def test_memory_does_not_grow_with_minutes(root: str) -> None:
-    run, record = write_in_memory(root, SMALL), make_workers(SMALL)[0]
+def test_memory_does_not_grow_with_minutes(memory_url: str) -> None:
+    run, record = write_in_memory(memory_url, SMALL), make_workers(SMALL)[0]
     joined = msgspec.structs.replace(record.minutes[0], length=1000)
     peaks = []
     for count in (1, 1000):
@@ -133,8 +128,8 @@ def test_memory_does_not_grow_with_minutes(root: str) -> None:
     assert peaks[1] < peaks[0] + 5_000_000
 
 
-def test_samples_show_rows_and_a_failed_one(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_samples_show_rows_and_a_failed_one(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     output = output_key(store, "part-00000")
     lines = store.get(output).data.split(b"\n")
@@ -149,9 +144,9 @@ def test_samples_show_rows_and_a_failed_one(root: str) -> None:
     assert ids(make(run)) >= SECTIONS - {"samples"}
 
 
-def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(root: str) -> None:
+def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: str) -> None:
     """Values are shown as they stand in the chunk, and columns beyond those that are shown are counted."""
-    run = write_in_memory(root, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
+    run = write_in_memory(memory_url, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
     wide = ",".join(f'"c{number}": {number}' for number in range(30))
     deep = "[" * 100_000 + "]" * 100_000
     rows = [
@@ -161,7 +156,7 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(root: str) ->
         "{}",
         "{}",
     ]
-    overwrite(in_memory(root), "chunks/part-00000.jsonl", "\n".join([*rows, ""]).encode())
+    overwrite(in_memory(memory_url), "chunks/part-00000.jsonl", "\n".join([*rows, ""]).encode())
     text = make(run)
     for word in ("1e400", "&#34;\\ud800&#34;", "[" * 2000, "11 more columns", "more characters)"):
         assert word in text
@@ -169,8 +164,8 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(root: str) ->
     assert len(text) < 200_000
 
 
-def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_a_marker_cannot_point_outside_the_outputs(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     store.create("secret", b'{"_row":0,"_id":"0","status":200,"body":{"text":"secret words"}}\n')
     key = layout.marker_key("part-00000")
@@ -179,9 +174,9 @@ def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
     assert "secret words" not in make(run)
 
 
-def test_workers_with_full_records_make_a_small_page(root: str) -> None:
+def test_workers_with_full_records_make_a_small_page(memory_url: str) -> None:
     shape = Shape(num_chunks=2000, rows_per_chunk=1, done_share=0.99, hours=23.0)
-    assert len(make(write_in_memory(root, shape)).encode()) < 500_000
+    assert len(make(write_in_memory(memory_url, shape)).encode()) < 500_000
 
 
 # --------------------------------------------------------------------------- where it goes

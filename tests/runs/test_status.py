@@ -27,11 +27,6 @@ from making import overwrite
 SMALL = Shape()
 
 
-@pytest.fixture
-def root(request: pytest.FixtureRequest) -> str:
-    return f"memory://{request.node.name}"
-
-
 def change_worker(run: str, name: str, *, at: float = NOW, **values: Any) -> None:
     key = layout.statistics_key(name)
     record = codec.decode(in_memory(run).get(key).data, Worker, name=key)
@@ -53,28 +48,30 @@ def shown(seen: Overview, width: int = 160) -> str:
 # --------------------------------------------------------------------------- what it finds
 
 
-def test_a_run_is_found_with_its_own_job_and_with_no_other(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_a_run_is_found_with_its_own_job_and_with_no_other(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
     seen = look(run)
-    assert (seen.chunks.done, seen.chunks.total, seen.job) == (12, 20, root)
+    assert (seen.chunks.done, seen.chunks.total, seen.job) == (12, 20, memory_url)
     assert (seen.state, len(seen.workers)) == ("running", 3)
-    elsewhere = f"{root}/other/place"
+    elsewhere = f"{memory_url}/other/place"
     record = codec.decode(in_memory(run).get(layout.RUN_KEY).data, Run, name="run.json")
-    record = msgspec.structs.replace(record, recorded={"job": root})
+    record = msgspec.structs.replace(record, recorded={"job": memory_url})
     in_memory(elsewhere).create(layout.RUN_KEY, codec.encode_pretty(record))
     assert look(elsewhere).chunks.total == 20
-    data = in_memory(root).get(layout.JOB_KEY).data
+    data = in_memory(memory_url).get(layout.JOB_KEY).data
     overwrite(
-        in_memory(root), layout.JOB_KEY, data.replace(b'"num_workers": 3', b'"num_workers": 4')
+        in_memory(memory_url),
+        layout.JOB_KEY,
+        data.replace(b'"num_workers": 3', b'"num_workers": 4'),
     )
-    for job in ("", root):
+    for job in ("", memory_url):
         with pytest.raises(InputError, match="is another job than the one that"):
             look(run, job=job)
 
 
-def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
+def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> None:
     shape = Shape(num_chunks=1200, rows_per_chunk=1, num_workers=5, done_share=1.0)
-    run = write_in_memory(root, shape)
+    run = write_in_memory(memory_url, shape)
     stores: list[CountingStore] = []
 
     def open_store(url: str) -> Store:
@@ -89,8 +86,8 @@ def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
     assert set(requests) <= {"get", "list"}, "status changes nothing"
 
 
-def test_what_cannot_be_read_is_noted_and_left_out(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     store.create("outputs/part-00019.succeed", b"{")
     store.create("workers/broken.json", b'{"id": 3}')
@@ -107,8 +104,8 @@ def test_what_cannot_be_read_is_noted_and_left_out(root: str) -> None:
     assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
 
 
-def test_records_that_vanish_while_they_are_read_are_left_out(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_records_that_vanish_while_they_are_read_are_left_out(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
 
     class Moving(MemoryStore):
         def get(self, key: str):
@@ -120,31 +117,31 @@ def test_records_that_vanish_while_they_are_read_are_left_out(root: str) -> None
     assert [view.id for view in seen.workers] == ["sky-2026-001", "sky-2026-002"]
 
 
-def test_a_run_whose_first_worker_still_loads_has_no_run_json(root: str) -> None:
-    run = write_in_memory(root, SMALL._replace(done_share=0.0))
+def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL._replace(done_share=0.0))
     in_memory(run).delete([layout.RUN_KEY])
     for record in make_workers(SMALL):
         change_worker(run, record.id, state="loading")
     seen = look(run)
     assert (seen.state, seen.model) == ("loading", "meta-llama/Llama-3.1-8B-Instruct")
-    put_worker(in_memory(f"{root}/else"), make_workers(SMALL)[0])
-    assert look(f"{root}/else", job=root).chunks.total == 20
+    put_worker(in_memory(f"{memory_url}/else"), make_workers(SMALL)[0])
+    assert look(f"{memory_url}/else", job=memory_url).chunks.total == 20
     with pytest.raises(InputError, match="no engine has loaded yet"):
-        look(f"{root}/else")
+        look(f"{memory_url}/else")
 
 
 # --------------------------------------------------------------------------- the screen
 
 
-def test_the_screen_has_every_worker_and_says_who_needs_a_look(root: str) -> None:
-    run = write_in_memory(root, SMALL._replace(num_workers=5))
+def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL._replace(num_workers=5))
     change_worker(run, "sky-2026-001", at=NOW - 300, heartbeat=NOW - 300)
     text = shown(look(run))
     for word in ("sky-2026-004", "gcp/us-central1", "12 of 20 done", "1 gone (sky-2026-001)"):
         assert word in text
     assert max(map(len, shown(look(run), width=80).splitlines())) <= 80
     assert "and 40 more" in shown(
-        look(write_in_memory(f"{root}/b", SMALL._replace(num_workers=100, num_chunks=100)))
+        look(write_in_memory(f"{memory_url}/b", SMALL._replace(num_workers=100, num_chunks=100)))
     )
 
 
@@ -154,10 +151,10 @@ def test_the_screen_has_every_worker_and_says_who_needs_a_look(root: str) -> Non
     ids=["stopped", "loading"],
 )
 def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
-    root: str, state: str, why: str
+    memory_url: str, state: str, why: str
 ) -> None:
     """It said that no row was finished lately, right after hundreds were."""
-    run = write_in_memory(root, SMALL)
+    run = write_in_memory(memory_url, SMALL)
     for record in make_workers(SMALL):
         change_worker(run, record.id, state=state, heartbeat=NOW, starts=[NOW], minutes=[])
     text = shown(look(run))
@@ -165,8 +162,8 @@ def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
     assert text.count(why) == 2
 
 
-def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(root: str) -> None:
-    run = write_in_memory(root, SMALL)
+def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> None:
+    run = write_in_memory(memory_url, SMALL)
 
     class Publishing(FakeClock):
         def sleep(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from batchinfer.runs.clean import command as clean
 from batchinfer.runs.stop import command as stop
 from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.bucket import BucketStore
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.command import command as worker
-from fakes import forget
 from making import (
     change_marker,
     make_job,
@@ -44,11 +43,9 @@ NO_CHUNK = "part-00077"
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> Iterator[str]:
-    url = f"memory://{request.node.name}"
-    make_job(url, rows=25, per_chunk=10, workers=2)
-    yield url
-    forget(url)
+def job(tmp_path: Path) -> str:
+    make_job(tmp_path / "job", rows=25, per_chunk=10, workers=2)
+    return str(tmp_path / "job")
 
 
 @pytest.fixture
@@ -56,12 +53,6 @@ def run(job: str) -> Store:
     """A finished run."""
     run_worker_here(job, f"{job}/runs/a")
     return open_store(f"{job}/runs/a")
-
-
-@pytest.fixture
-def local_job(tmp_path: Path) -> str:
-    make_job(tmp_path / "local-job", rows=25, per_chunk=10, workers=2)
-    return str(tmp_path / "local-job")
 
 
 def verify(run: str | Store, **options: Any) -> Verdict:
@@ -174,9 +165,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_is_found_and_the_commands_named_mend_it(local_job: str, name: str) -> None:
-    run = open_store(f"{local_job}/runs/a")
-    run_worker_here(local_job, run.url)
+def test_a_damage_is_found_and_the_commands_named_mend_it(run: Store, name: str) -> None:
     kind, subject, act = DAMAGES[name]
     act(run)
     for path in filter(Path.is_file, Path(run.url).rglob("*")):  # `clean` leaves the young alone
@@ -223,9 +212,10 @@ def test_the_marker_of_the_newest_generation_counts(run: Store) -> None:
     assert ("corrupt", CHUNK) in kinds(verify(run))
 
 
-def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(local_job: str) -> None:
-    run = open_store(f"{local_job}/runs/a")
-    run_worker_here(local_job, run.url, "--worker-id", "w7", index=0)
+def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
+    run: Store, job: str
+) -> None:
+    run_worker_here(job, run.url, "--worker-id", "w7")
     run.delete([MARKER, layout.marker_key("part-00002")])
     record = run.get(layout.worker_key("w7"))
     alive = record.data.replace(b'"done"', b'"running"')
@@ -292,11 +282,11 @@ def test_what_cannot_be_verified_is_refused(run: Store, case: str) -> None:
 
 
 def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_moved(
-    local_job: str, tmp_path: Path
+    job: str, tmp_path: Path
 ) -> None:
     run = str(tmp_path / "run")
-    run_worker_here(local_job, run)
-    moved = str(Path(local_job).rename(tmp_path / "moved"))
+    run_worker_here(job, run)
+    moved = str(Path(job).rename(tmp_path / "moved"))
     done = run_process(["verify", run])
     assert (done.status, "where its job lies" in done.stderr) == (2, True)
     done = run_process(["verify", run, "--job", moved, "--deep"])
@@ -312,14 +302,14 @@ def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.M
     url = f"{job}/many"
     make_job(url, rows=40, per_chunk=1)
     run_worker_here(url, f"{url}/runs/a")
-    store, listings, original = open_store(f"{url}/runs/a"), [], BucketStore.list
+    store, listings, original = open_store(f"{url}/runs/a"), [], LocalStore.list
 
-    def counting(self: BucketStore, prefix: str = "") -> Any:
+    def counting(self: LocalStore, prefix: str = "") -> Any:
         listings.append(prefix)
         return original(self, prefix)
 
     with monkeypatch.context() as patched:
-        patched.setattr(BucketStore, "list", counting)
+        patched.setattr(LocalStore, "list", counting)
         assert verify(store).result["chunks_sound"] == 40
     assert listings == [""]
     store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
@@ -331,36 +321,30 @@ def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.M
 
 HARD = "it's \"so\" $HOME `x` {{ prompt }}\nsecond, 'line' \N{SNOWMAN} "
 PLAIN = "--limit 13 --seed none --n 2 --as-chat --max-model-len 4096 --stop - --trust-remote-code"
-TEXTS = ["--model", "an echo", "--system-prompt", HARD, f"--chat-template=-{HARD}", "--stop", HARD]
+TEXTS = ["--model", "an echo", f"--chat-template=-{HARD}", "--stop", HARD]
 
 
-def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str) -> None:
+def test_the_worker_command_goes_on_with_the_run_as_it_is_where_options_named_files(
+    job: str, tmp_path: Path
+) -> None:
     """tests/cli/test_options.py proves how each option is spelled."""
-    run = f"{local_job}/runs/it's a"
-    run_worker_here(local_job, run, *PLAIN.split(), *TEXTS)
-    open_store(run).delete([layout.marker_key("part-00000")])
-    _, _, *arguments = shlex.split(verify(run).worker, comments=True)
-    assert "--trust-remote-code" not in arguments
-    # as the comment after the command says
-    worker.main([*arguments, "--trust-remote-code"], standalone_mode=False)
-    assert verify(run).is_sound
-
-
-def test_it_goes_on_where_options_named_files(local_job: str, tmp_path: Path) -> None:
     template, system = tmp_path / "t.jinja", tmp_path / "s"
     system.write_text(f"@{HARD}")  # looks as if it named a file
     template.write_text(f"{HARD}{{{{ prompt }}}}\n")
-    run = f"{local_job}/runs/a"
-    arguments = worker_arguments(local_job, run, "--prompt-template", str(template))
+    files = ("--prompt-template", str(template), "--system-prompt", f"@{system}")
+    run = f"{job}/runs/it's a"
+    arguments = worker_arguments(job, run, *files, *PLAIN.split(), *TEXTS)
     at = arguments.index("--prompt-column")
     del arguments[at : at + 2]
-    files = ("--as-chat", "--system-prompt", f"@{system}")
-    worker.main([*arguments[1:], *files], standalone_mode=False)
+    worker.main(arguments[1:], standalone_mode=False)
     for path in (template, system):
         path.unlink()
     open_store(run).delete([layout.marker_key("part-00000")])
+    command, _, comment = verify(run).worker.rpartition(" # ")
+    assert "--trust-remote-code" not in command
+    assert comment.startswith("--trust-remote-code left out")
     python = shlex.quote(sys.executable)
-    text = f'batchinfer() {{ {python} -m batchinfer "$@"; }}; {verify(run).worker}'
+    text = f'batchinfer() {{ {python} -m batchinfer "$@"; }}; {command} --trust-remote-code'
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert verify(run).is_sound

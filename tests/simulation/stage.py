@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +15,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Call, Claim, Reply, RowKey, WorkerLease
 from batchinfer.runs.clean import CleanConfig, run_clean
+from batchinfer.storage import Store
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.worker_config import Environment
 from making import put_job
@@ -39,12 +41,21 @@ class Ending(NamedTuple):
         return not self.is_killed and self.error is None
 
 
+class Outside(NamedTuple):
+    """Opens stores, and tells the time, beside the workers."""
+
+    open_store: Callable[[str], Store]
+    clock: SimClock
+
+
 Row = str | dict[str, Any]
 """A prompt, or a row with further columns."""
 
 
 class Stage:
     """A bucket with a job of these rows, by chunk. A context: its scratch folder goes with it."""
+
+    run_url = f"{BUCKET}run"
 
     def __init__(
         self, rows: Sequence[Sequence[Row]], *, num_workers: int = 1, seed: int = 0
@@ -143,12 +154,18 @@ class Stage:
 
         beat()
 
+    def outside(self) -> Outside:
+        """What a command works with that somebody runs at this instant."""
+        process = Process(self.scheduler, CLEANER)
+        return Outside(
+            partial(StillStore, server=self.server, process=process), SimClock(process, 0.0)
+        )
+
     def clean(self) -> None:
         """Run `batchinfer clean --yes` at this instant."""
-        process = Process(self.scheduler, CLEANER)
-        store = StillStore(f"{BUCKET}run", self.server, process)
-        config = CleanConfig(run=store.url, yes=True)
-        run_clean(config, store=store, clock=SimClock(process, 0.0))
+        open_store, clock = self.outside()
+        config = CleanConfig(run=self.run_url, yes=True)
+        run_clean(config, store=open_store(self.run_url), clock=clock)
 
     def stop(self, error: BatchinferError) -> None:
         """Ask the worker that runs to stop."""

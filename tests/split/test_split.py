@@ -19,10 +19,11 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import chunk_key, load_job
-from batchinfer.split.sources import Sources
+from batchinfer.split import writer
 from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
+from fakes import meanwhile
 from making import run_worker_here
 
 
@@ -200,55 +201,42 @@ def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
             split(source, tmp_path / "job", overwrite=overwrite)
 
 
-def test_a_split_that_meets_a_finished_one_gives_way(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def finish_another(folder: Path) -> None:
+    split(make_source(folder / "b.parquet", *range(50)), folder / "job", num_chunks=2)
+
+
+def replace_a_chunk(folder: Path) -> None:
+    (folder / "job/chunks/part-00000.jsonl").write_text("{}\n")
+
+
+def touch_the_source(folder: Path) -> None:
+    os.utime(folder / "a.parquet", ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "step", "act", "message"),
+    [
+        (writer, "write_chunks", finish_another, "another split wrote here at the same time"),
+        (writer, "complete_job", replace_a_chunk, "another split wrote here at the same time"),
+        (LocalStore, "put_file", touch_the_source, "changed while it was being split"),
+    ],
+)
+def test_what_others_change_meanwhile_makes_no_mixed_job(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    step: str,
+    act: Any,
+    message: str,
 ) -> None:
-    from batchinfer.split import writer
-
-    build = writer.write_chunks
-
-    def late(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(writer, "write_chunks", build)
-        split(make_source(tmp_path / "b.parquet", *range(50)), tmp_path / "job", num_chunks=2)
-        return build(*arguments, **options)
-
-    monkeypatch.setattr(writer, "write_chunks", late)
-    with pytest.raises(InputError, match="another split wrote here at the same time"):
+    meanwhile(monkeypatch, owner, step, lambda: act(tmp_path))
+    with pytest.raises(InputError, match=message):
         split(source, tmp_path / "job", num_chunks=2)
-    assert len(rows_at(tmp_path / "job")) == 50
-
-
-def test_a_chunk_that_another_split_has_replaced_makes_no_job(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchinfer.split import writer
-
-    build = writer.write_chunks
-
-    def early(*arguments: Any, **options: Any) -> Any:
-        job = build(*arguments, **options)
-        (tmp_path / "job/chunks/part-00000.jsonl").write_text("{}\n")
-        return job
-
-    monkeypatch.setattr(writer, "write_chunks", early)
-    with pytest.raises(InputError, match="another split wrote here at the same time"):
-        split(source, tmp_path / "job", num_chunks=2)
-    assert not (tmp_path / "job/job.json").exists()
-
-
-def test_a_source_that_is_written_anew_while_it_is_split_makes_no_job(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_file = LocalStore.put_file
-
-    def late(store: LocalStore, key: str, path: Path) -> None:
-        os.utime(source, ns=(1, 1))
-        put_file(store, key, path)
-
-    monkeypatch.setattr(LocalStore, "put_file", late)
-    with pytest.raises(InputError, match="changed while it was being split"):
-        split(source, tmp_path / "job")
-    assert not (tmp_path / "job/job.json").exists()
+    if act is finish_another:
+        assert len(rows_at(tmp_path / "job")) == 50
+    else:
+        assert not (tmp_path / "job/job.json").exists()
 
 
 def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) -> None:
@@ -322,14 +310,7 @@ def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
     grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (make_source(tmp_path / f"{n}.parquet", n) for n in (109, 110))
-    put_file = LocalStore.put_file
-
-    def late(store: LocalStore, key: str, path: Path) -> None:
-        monkeypatch.setattr(LocalStore, "put_file", put_file)
-        split(second, grown, append=True)
-        put_file(store, key, path)
-
-    monkeypatch.setattr(LocalStore, "put_file", late)
+    meanwhile(monkeypatch, LocalStore, "put_file", lambda: split(second, grown, append=True))
     with pytest.raises(InputError, match="another command changed the job meanwhile"):
         split(first, grown, append=True)
     split(first, grown, append=True)
@@ -363,6 +344,7 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
     place = make_list(tmp_path / "data")
     result = split([], tmp_path / "job", by_reference=str(place), num_workers=2)
     assert (result["rows"], result["chunks"], result["columns"]) == (4, 2, ["prompt", "n"])
+    assert result["broken_lines"] == 1
     assert not (tmp_path / "job/chunks").exists()
     assert [chunk.name for chunk in job_at(tmp_path / "job").chunks] == ["b", "a"]
     assert (
@@ -435,19 +417,3 @@ def test_memory_is_bounded_by_a_row_group(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.splitlines()[-1]))
     assert peaks[1] - peaks[0] < 100, peaks
-
-
-def test_a_source_that_changes_after_it_was_read_makes_no_job(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Sources.blocks
-
-    def blocks(self: Sources) -> Any:
-        found = list(real(self))
-        os.utime(source, ns=(1, 1))
-        yield from found
-
-    monkeypatch.setattr(Sources, "blocks", blocks)
-    with pytest.raises(InputError, match="changed while it was being split"):
-        split(source, tmp_path / "job")
-    assert load_job(str(tmp_path / "job"), open_store) is None
