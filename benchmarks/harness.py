@@ -240,6 +240,7 @@ def _name(command: list[str]) -> str:
     text = " ".join(command)
     for part, name in (
         ("-m batchinfer.worker", "worker"),  # first: it may name a server's command
+        ("stepped_worker.py", "worker"),
         ("guard.py", "guard"),
         ("vllm_serve", "server"),
         ("echo_server", "server"),

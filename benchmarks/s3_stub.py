@@ -48,6 +48,8 @@ _MARKED = "2026-01-01T00:00:01.000Z"
 """When markers were written: after run.json."""
 
 objects: dict[str, bytes] = {}
+uploads: dict[str, dict[int, bytes]] = {}
+"""Parts of uploads that have begun, by number."""
 keys: list[str] = []
 counts: Counter[str] = Counter()
 lock = threading.Lock()
@@ -93,6 +95,8 @@ def place(key: str) -> str:
     """
     if layout.MARKER_SUFFIX in key:
         return "markers"
+    if key.endswith(layout.STATISTICS_SUFFIX):
+        return "statistics"
     for folder in FOLDERS:
         if f"/{folder}" in f"/{key}":
             return folder
@@ -103,6 +107,13 @@ def count(method: str, key: str) -> None:
     """Count a request."""
     with lock:
         counts[f"{method} {place(key)}"] += 1
+
+
+def keep(key: str, data: bytes) -> None:
+    """Put an object. The lock must be held."""
+    if key not in objects:
+        bisect.insort(keys, key)
+    objects[key] = data
 
 
 def fill(num_chunks: int, num_markers: int) -> None:
@@ -172,7 +183,7 @@ def list_page(query: dict[str, list[str]]) -> bytes:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Enough of S3 for a worker over small chunks: there are no multipart uploads."""
+    """Enough of S3 for workers and commands."""
 
     protocol_version = "HTTP/1.1"
 
@@ -216,20 +227,41 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, data, hashlib.md5(data).hexdigest())
 
     def do_PUT(self) -> None:
-        """Store an object, unless a condition of the request is not met."""
+        """Store an object, unless a condition of the request is not met, or a part of a large one."""
         data = self._body()
-        key = unquote(urlsplit(self.path).path).removeprefix("/stub/")
+        place = urlsplit(self.path)
+        query = parse_qs(place.query)
+        key = unquote(place.path).removeprefix("/stub/")
         count("PUT", key)
+        if "uploadId" in query:
+            uploads[query["uploadId"][0]][int(query["partNumber"][0])] = data
+            self._send(200, b"", hashlib.md5(data).hexdigest())
+            return
         with lock:
             is_refused = self._is_refused(objects.get(key))
             if not is_refused:
-                if key not in objects:
-                    bisect.insort(keys, key)
-                objects[key] = data
+                keep(key, data)
         if is_refused:
             self._send(412, b"<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>")
         else:
             self._send(200, b"", hashlib.md5(data).hexdigest())
+
+    def _upload(self, key: str, query: dict[str, list[str]]) -> None:
+        """Begin an upload in parts, or make an object of its parts."""
+        body = f"<Bucket>stub</Bucket><Key>{escape(key)}</Key>"
+        count("POST", key)
+        with lock:
+            if "uploads" in query:
+                name, kind = f"upload-{len(uploads)}", "InitiateMultipartUploadResult"
+                uploads[name] = {}
+                body += f"<UploadId>{name}</UploadId>"
+            else:
+                parts, kind = uploads[query["uploadId"][0]], "CompleteMultipartUploadResult"
+                data = b"".join(parts[number] for number in sorted(parts))
+                parts.clear()
+                keep(key, data)
+                body += f'<ETag>"{hashlib.md5(data).hexdigest()}"</ETag>'
+        self._send(200, f"<{kind}>{body}</{kind}>".encode())
 
     def _is_refused(self, before: bytes | None) -> bool:
         if before is not None and self.headers.get("If-None-Match") == "*":
@@ -259,8 +291,13 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def do_POST(self) -> None:
-        """Delete a list of objects; counted as one request, at the place of the first object."""
-        doomed = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", self._body().decode())]
+        """Delete a list of objects, counted as one request at the place of the first; or see `_upload`."""
+        place, content = urlsplit(self.path), self._body()
+        query = parse_qs(place.query, keep_blank_values=True)
+        if query.keys() & {"uploads", "uploadId"}:
+            self._upload(unquote(place.path).removeprefix("/stub/"), query)
+            return
+        doomed = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", content.decode())]
         count("DELETE", doomed[0] if doomed else "")
         for key in doomed:
             self._remove(key)

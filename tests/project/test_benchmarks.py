@@ -29,6 +29,23 @@ def test_every_script_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "recovery.py --quick",
+        "bookkeeping.py --quick --only claims",
+        "bookkeeping.py --quick --only checkpoints",
+        "large_job.py --chunks 30",
+        "collect.py --rows 500 --repeat 1",
+    ],
+)
+def test_scripts_that_need_no_vllm_run(command: str) -> None:
+    """The first four had failed since the format of runs had changed."""
+    script, *options = command.split()
+    subprocess.run([sys.executable, ROOT / "benchmarks" / script, *options], check=True)
+
+
 def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_fails() -> None:
     from harness import environment, run
 
