@@ -1,7 +1,7 @@
 """What kills, slow workers and dead workers cost, against the least possible.
 
     python benchmarks/recovery.py            # echo and real vLLM on the CPU, about twelve minutes
-    python benchmarks/recovery.py --quick    # echo only, workers that help only, one run with kills: two minutes
+    python benchmarks/recovery.py --quick    # echo only, one run with kills: two minutes
 
 Real worker processes over the local disk. The echo engine answers after a random latency, so that a worker's speed is
 its latency and not this machine's. Prints a table, and one JSON object as the last line.
@@ -24,6 +24,8 @@ from typing import Any
 from harness import ROOT, as_line, print_table, write_job
 
 from batchinfer.core import layout
+from batchinfer.core.records import Worker
+from batchinfer.ledger.looks import read_workers
 from batchinfer.storage.opening import open_store
 
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
@@ -81,10 +83,9 @@ def hello(row: int) -> bytes:
     return as_line({"prompt": f"hello row {row} " + "x " * (row % 17)}, row)
 
 
-def records(run: Path) -> list[dict[str, Any]]:
+def records(run: Path) -> list[Worker]:
     """Return every worker's record."""
-    store = open_store(str(run))
-    return [json.loads(store.get(info.key).data) for info in store.list(layout.WORKERS)]
+    return [worker.record for worker in read_workers(open_store(str(run)))[0]]
 
 
 def makespan(folder: Path, *, case: str, latency: float) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def makespan(folder: Path, *, case: str, latency: float) -> dict[str, Any]:
         process.wait()
     ended = time.monotonic()
     seconds = ended - started
-    generated = sum(record["rows_done"] for record in records(run))
+    generated = sum(record.rows_done for record in records(run))
     return {
         "case": case,
         "seconds": round(seconds, 1),
@@ -130,11 +131,8 @@ def wait_for_first_rows(run: Path, began: float) -> float:
     """Wait until every worker has taken its first chunk; return the time."""
     store = open_store(str(run))
     while time.monotonic() - began < 60:
-        states = [
-            json.loads(store.get(info.key).data)["state"] for info in store.list(layout.WORKERS)
-        ]
         claims = sum(1 for _ in store.list(layout.CLAIMS))
-        if len(states) == WORKERS and claims >= WORKERS:
+        if len(records(run)) == WORKERS and claims >= WORKERS:
             return time.monotonic()
         time.sleep(0.02)
     raise TimeoutError("the workers did not start")

@@ -129,8 +129,8 @@ def finish(num_markers: int) -> None:
     """
     job = codec.decode(objects["job/job.json"], Job, name="job.json")
     first = job.chunks[0].name
-    line = objects[RUN + layout.output_key(layout.output_file(first, "0"))]
     marker = codec.decode(objects[RUN + layout.marker_key(first)], Marker, name=first)
+    line = objects[RUN + layout.output_key(marker.output)]
     for index, chunk in enumerate(job.chunks[1:num_markers], 1):
         file = layout.output_file(chunk.name, "0")
         data = line.replace(b'"_row":0,"_id":"0"', b'"_row":%d,"_id":"%d"' % (index, index))

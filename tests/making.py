@@ -123,6 +123,15 @@ def make_job(
     return put_job(open_store(str(url)).create, chunks, columns=list(make_row(0)), **options)
 
 
+def split(source: Any, output: str | Path, **options: Any) -> dict[str, Any]:
+    """Run `batchinfer split` of a source, or of a list of them, in this process, and return its result."""
+    from batchinfer.split.splitting import SplitConfig, run_split
+
+    sources = [str(each) for each in (source if isinstance(source, list) else [source])]
+    config = SplitConfig(sources=sources, output=str(output), **options)
+    return run_split(config, store=open_store(str(output)))
+
+
 def said(line: dict[str, Any]) -> str:
     """The text of the first answer in an output line of a completion or a chat."""
     choice = line["body"]["choices"][0]

@@ -124,12 +124,15 @@ class Answers:
         with_sources: bool = False,
         with_lines: bool = False,
     ) -> None:
+        import numpy as np
+
         self._sql, self._name = sql, name
         self.found: list[tuple[ChunkRef, Marker]] = []
         """What was read: the chunks, with their markers."""
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
         self._ends, self._room, self._uncommitted = [0], 0, 0
+        self._held, self._held_bytes = list[_Block](), 0
         open_store = functools.cache(selection.open_store)
 
         def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
@@ -151,7 +154,7 @@ class Answers:
         self._insert = f"INSERT INTO {name} {columns}"
         with sql_errors("an output"):
             sql.execute(text_of("answers.sql"))
-            self._register(0, b"", (), ())
+            self._register([_Block(0, b"", np.array([], int), (), 0)])
             sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
             sql.begin()
@@ -167,6 +170,7 @@ class Answers:
                     self.found.append((ref, marker))
                 for path in filter(None, (output, source)):
                     remove_quietly(path)
+            self._insert_held()
             sql.commit()
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
@@ -176,26 +180,35 @@ class Answers:
         with ExitStack() as stack:
             lines = stack.enter_context(output.open("rb"))
             sources = stack.enter_context(source.open("rb")) if source else None
-            for data, ends, beside, num_bytes in _blocks(lines, sources):
-                self._register(row, data, ends, beside)
-                self._sql.execute(self._insert)
-                self._uncommitted += num_bytes
-                if self._uncommitted > _TRANSACTION_BYTES:
-                    self._sql.commit()
-                    self._sql.begin()
-                    self._uncommitted = 0
-                row += len(ends)
-                if num_bytes > self._room:
+            for block in _blocks(lines, sources, row):
+                if self._held_bytes + block.num_bytes > _BLOCK_BYTES:
+                    self._insert_held()
+                self._held.append(block)
+                self._held_bytes += block.num_bytes
+                row = block.row + len(block.ends)
+                if block.num_bytes > self._room:
                     self._ends.append(row)
                     self._room = _WINDOW_BYTES
                 self._ends[-1] = row
-                self._room -= num_bytes
+                self._room -= block.num_bytes
         if row != ref.first_row + count:
             what = f"its output has {row - ref.first_row} lines, expected {count}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _register(self, row: int, data: bytes, ends: Any, sources: Sequence[bytes]) -> None:
-        """Make output lines, the first of the row `row`, and perhaps lines of their chunk the table `some_lines`."""
+    def _insert_held(self) -> None:
+        """Add the rows that are held to the table: those of many small chunks at once, for each time takes a while."""
+        if self._held:
+            self._register(self._held)
+            self._sql.execute(self._insert)
+            self._uncommitted += self._held_bytes
+            self._held, self._held_bytes = [], 0
+        if self._uncommitted > _TRANSACTION_BYTES:
+            self._sql.commit()
+            self._sql.begin()
+            self._uncommitted = 0
+
+    def _register(self, blocks: Sequence[_Block]) -> None:
+        """Make output lines, and perhaps lines of their chunks, the table `some_lines`."""
         import numpy as np
         import pyarrow as pa
 
@@ -208,15 +221,19 @@ class Answers:
         # A source may hold bytes that are no UTF-8.
         texts = [
             flatten_deep(each).decode(errors="replace").removesuffix("\n").encode()
-            for each in sources
+            for block in blocks
+            for each in block.sources
         ]
-        wanted = pa.py_buffer(np.arange(row, row + len(ends)))
+        starts = itertools.accumulate((len(block.lines) for block in blocks), initial=0)
+        ends = np.concatenate([x.ends + start for x, start in zip(blocks, starts, strict=False)])
+        rows = [np.arange(block.row, block.row + len(block.ends)) for block in blocks]
+        wanted = pa.py_buffer(np.concatenate(rows))
         beside = pa.nulls(len(ends), pa.large_string())
         if texts:
             beside = texts_of(b"".join(texts), np.cumsum([*map(len, texts)]))
         columns = {
             "wanted": pa.Array.from_buffers(pa.int64(), len(ends), [None, wanted]),
-            "line": texts_of(data, ends),
+            "line": texts_of(b"".join(block.lines for block in blocks), ends),
             "source": beside,
         }
         self._sql.register("some_lines", pa.table(columns))
@@ -251,10 +268,22 @@ class Answers:
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-def _blocks(
-    lines: BinaryIO, sources: BinaryIO | None
-) -> Iterator[tuple[bytes, Any, list[bytes], int]]:
-    """Yield some output lines, where each ends, those of the chunk beside them, and the bytes for which they count.
+class _Block(NamedTuple):
+    """Some output lines of a chunk."""
+
+    row: int
+    """Number of the first one's row."""
+    lines: bytes
+    ends: Any
+    """Where each of them ends."""
+    sources: Sequence[bytes]
+    """Lines of the chunk beside them, if these are wanted."""
+    num_bytes: int
+    """Bytes for which they count."""
+
+
+def _blocks(lines: BinaryIO, sources: BinaryIO | None, row: int) -> Iterator[_Block]:
+    """Yield some lines of a file, of which the first is that of a row, with those of the chunk beside them.
 
     Each line of the outputs has an end of line. Lines of one row at most exceed `_BLOCK_BYTES`.
     """
@@ -272,8 +301,8 @@ def _blocks(
             size += len(beside[-1])
         ends = ends[: len(beside)] if sources else ends
         end = int(ends[-1])
-        yield data[:end], ends, beside, end + size + len(ends) * _ROW_BYTES
-        data = data[end:]
+        yield _Block(row, data[:end], ends, beside, end + size + len(ends) * _ROW_BYTES)
+        data, row = data[end:], row + len(ends)
 
 
 def text_of(name: str) -> str:

@@ -14,6 +14,9 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 _BLOCK_BYTES = 1 << 20
 _READ_BYTES = 1 << 17
+_RESTORE = (
+    "restore it: of what split has made, the same split into another place makes the same chunks"
+)
 
 
 class LocalChunk(NamedTuple):
@@ -47,8 +50,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         # space until the worker ends.
         remove_quietly(stored)
         if isinstance(error, ObjectNotFound):
-            hint = "split again, or restore it"
-            raise InputError(f"{name}: the chunk is gone", hint=hint) from None
+            raise InputError(f"{name}: the chunk is gone", hint=_RESTORE) from None
         raise
     is_compressed = ref.key.endswith((".zst", ".zstd"))
     digest, num_lines = _scan(stored)
@@ -57,7 +59,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         remove_quietly(stored)
         raise InputError(
             f"{name}: sha256 {digest[:12]}…, job.json says {ref.sha256[:12]}…",
-            hint="the chunk was changed after the split; split again with --overwrite, or restore it",
+            hint=f"it was changed after the split; {_RESTORE}",
         )
     if is_compressed:
         plain = scratch.new_path(ref.name)
@@ -71,7 +73,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         remove_quietly(stored)
         raise InputError(
             f"{name}: {num_lines} rows, job.json says {ref.rows}",
-            hint="split again with --overwrite",
+            hint=_RESTORE,
         )
     return LocalChunk(stored, num_lines, digest, stored.stat().st_size, stored_bytes)
 

@@ -48,7 +48,8 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
     if not found:
         raise ConfigError(
             f"where is the prompt? The columns are {', '.join(columns)}",
-            hint="say it: --prompt-column COLUMN, --messages-column COLUMN, or a template (--prompt-template FILE)",
+            hint="say it: --prompt-column COLUMN, --messages-column COLUMN, or a template (--prompt-template FILE)"
+            + ("; of CSV perhaps --delimiter ';', or tab" if len(columns) == 1 else ""),
         )
     option, value = found[0]
     logger.info("taken from the data: --%s %s", option.replace("_", "-"), value)

@@ -50,7 +50,7 @@ def template_text(given: str) -> str:
     """
     if given not in NAMED_TEMPLATES and re.fullmatch("[a-z-]+", given):
         known = f"expected one of {', '.join(NAMED_TEMPLATES)}{near(given, NAMED_TEMPLATES)}"
-        hint = "`--prompt-template list` describes them; a file of your own is named as ./FILE"
+        hint = "`batchinfer worker --prompt-template list` describes them; a file of your own is named as ./FILE"
         raise ConfigError(f"--prompt-template {given}: no such template, {known}", hint=hint)
     return NAMED_TEMPLATES.get(given, ("", given))[1]
 

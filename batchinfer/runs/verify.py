@@ -10,7 +10,7 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.prompts import json_lines
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.runs.overview import add_up
-from batchinfer.storage.scratch import Scratch
+from batchinfer.storage.scratch import Scratch, remove_quietly
 from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -153,30 +153,34 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
     target = find_target(store, inventory, open_store, job_url=config.job)
     audit = Audit(target, inventory)
     sound, prompt = audit.check_all(), prompt_of(target.run)
-    if config.deep:
-        logger.info("reading %d chunks and their outputs", len(sound))
-
-    def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
-        """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
-        ref, marker = pair
-        try:
-            with closing(Scratch(config.scratch_dir)) as scratch:
-                output = scratch.new_path("output")
-                store.download(layout.output_key(marker.output), output)
-                chunk = fetch(open_store(ref.root), ref, scratch).path
-                found = _problems_of(output, chunk, ref, marker, prompt)
-                return "redo", list(islice(found, MAX_PROBLEMS))
-        except ObjectNotFound:
-            return "redo", [f"{marker.output}: vanished"]
-        except InputError as error:
-            return "chunk", [f"the chunk itself: {error.message}"]
-
     passed = [] if config.deep else [marker for _, marker in sound]
-    compared = in_parallel(compare, sound if config.deep else (), NUM_COMPARISONS)
-    for (fix, problems), (ref, marker) in zip(compared, sound, strict=config.deep):
-        passed += [] if problems else [marker]
-        for problem in problems:
-            audit.add(CORRUPT, ref.name, problem, fix)
+    with ExitStack() as stack:
+        if config.deep:
+            logger.info("reading %d chunks and their outputs", len(sound))
+            scratch = stack.enter_context(closing(Scratch(config.scratch_dir)))
+
+        def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
+            """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
+            ref, marker = pair
+            output = scratch.new_path("output")
+            with ExitStack() as copies:
+                copies.callback(remove_quietly, output)
+                try:
+                    store.download(layout.output_key(marker.output), output)
+                    chunk = fetch(open_store(ref.root), ref, scratch).path
+                    copies.callback(remove_quietly, chunk)
+                    found = _problems_of(output, chunk, ref, marker, prompt)
+                    return "redo", list(islice(found, MAX_PROBLEMS))
+                except ObjectNotFound:
+                    return "redo", [f"{marker.output}: vanished"]
+                except InputError as error:
+                    return "chunk", [f"the chunk itself: {error.message}"]
+
+        compared = in_parallel(compare, sound if config.deep else (), NUM_COMPARISONS)
+        for (fix, problems), (ref, marker) in zip(compared, sound, strict=config.deep):
+            passed += [] if problems else [marker]
+            for problem in problems:
+                audit.add(CORRUPT, ref.name, problem, fix)
     worker = worker_command(target.run, store.url, target.job_url)
     kinds = Counter(finding.kind for finding in audit.findings)
     result = {

@@ -354,7 +354,10 @@ class _Start:
 
 
 def _undone(failures: dict[str, BatchinferError]) -> StorageError:
-    lines = [f"  {name}: {error.message}" for name, error in list(failures.items())[:5]]
+    lines = [
+        f"  {name}: {error.message}" + f" ({error.hint})" * bool(error.hint)
+        for name, error in list(failures.items())[:5]
+    ]
     return StorageError(
         f"{units.many(len(failures), 'chunk')} could not be done; all others are:\n"
         + "\n".join(lines),

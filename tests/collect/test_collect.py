@@ -362,20 +362,46 @@ def test_rows_of_many_blocks_and_windows_are_all_there(
         assert counts == [5] * (ROWS // 5), "whatever is read at a time"
 
 
+def test_the_lines_of_small_chunks_become_rows_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_job(tmp_path / "job", rows=40, per_chunk=1)
+    run, calls = tmp_path / "job/runs/a", list[int]()
+    finish_run(tmp_path / "job", run, leave_out=(0, 7, 8, 39))
+    register = answers.Answers._register
+    monkeypatch.setattr(
+        answers.Answers,
+        "_register",
+        lambda self, blocks: (calls.append(len(blocks)), register(self, blocks)),
+    )
+    rows = [row for row in range(40) if row not in (0, 7, 8, 39)]
+    found = table_of(run, tmp_path, partial=True, with_source=True)
+    assert found["text"].to_pylist() == [f"answer {row}" for row in rows]
+    assert [text.split()[2] for text in found["prompt"].to_pylist()] == list(map(str, rows))
+    assert calls == [1, 36]
+    monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 1300)
+    assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
+    assert max(calls[2:]) < 6
+
+
 def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "_BLOCK_BYTES", 2000)
     small, large = b"small\n", b"l" * 5000 + b"\n"
     lines = io.BytesIO(small * 30 + large * 3 + small * 5)
     sources = io.BytesIO(small * 33 + large * 5)
-    blocks = list(answers._blocks(lines, sources))
-    assert b"".join(data for data, *_ in blocks) == lines.getvalue()
-    assert b"".join(line for _, _, beside, _ in blocks for line in beside) == sources.getvalue()
-    for data, ends, beside, size in blocks:
-        assert [0, *ends][-2] <= 2000
-        assert len(ends) <= 2
-        assert sum(map(len, beside[:-1])) < 2000
-        assert size == len(data) + sum(map(len, beside)) + 800 * len(ends)
-        assert len(ends) == len(beside) == data.count(b"\n")
+    blocks = list(answers._blocks(lines, sources, 7))
+    assert b"".join(block.lines for block in blocks) == lines.getvalue()
+    assert b"".join(line for block in blocks for line in block.sources) == sources.getvalue()
+    row = 7
+    for block in blocks:
+        assert [0, *block.ends][-2] <= 2000
+        assert len(block.ends) <= 2
+        assert sum(map(len, block.sources[:-1])) < 2000
+        size = len(block.lines) + sum(map(len, block.sources))
+        assert block.num_bytes == size + 800 * len(block.ends)
+        assert len(block.ends) == len(block.sources) == block.lines.count(b"\n")
+        assert block.row == row
+        row += len(block.ends)
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])

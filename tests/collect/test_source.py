@@ -15,11 +15,10 @@ from pyarrow import parquet
 from batchinfer.collect import answers, source
 from batchinfer.collect.source import ParquetSource, RowTaker
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from finished_run import finish_run
-from making import put_job
+from making import put_job, split
 
 ROWS = 25
 
@@ -34,15 +33,10 @@ def write_source(folder: Path, table: pa.Table, *, files: int = 2) -> list[Path]
     return paths
 
 
-def split(source: Path, job: Path, **options: Any) -> None:
-    config = SplitConfig(sources=[str(source)], output=str(job), num_chunks=3, **options)
-    run_split(config, store=open_store(str(job)))
-
-
 def finished(tmp_path: Path, table: pa.Table, **options: Any) -> Path:
     """A finished run over parquet files."""
     write_source(tmp_path / "source", table)
-    split(tmp_path / "source", tmp_path / "job", **options)
+    split(tmp_path / "source", tmp_path / "job", num_chunks=3, **options)
     finish_run(tmp_path / "job", tmp_path / "job/runs/a")
     return tmp_path / "job/runs/a"
 

@@ -46,6 +46,7 @@ def make_world() -> None:
     write_lines("review.jsonl", [{"review": "good", "stars": 5}])
     Path("rows.csv").write_text("text,n\nx,1\n")
     Path("review.csv").write_text("review,n\nx,1\n")
+    Path("semicolons.csv").write_text("text;n\nx;1\n")
     Path("array.jsonl").write_text('[{"text": "a"}]')
     Path("binary.txt").write_bytes(b"\xff\xfe\x00binary")
     Path("mine.jsonl").write_text("mine")

@@ -70,7 +70,8 @@ def test_a_marker_of_a_repair_that_is_cut_is_no_success(tmp_path: Path, again: l
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=4, per_chunk=2, make_row=lambda row: {"prompt": "x" if row else ""})
     run_worker_here(job, run)
-    run_worker_here(job, run, "--retry-errors")
+    repair = run_worker_here(job, run, "--retry-errors")
+    assert (repair["request_count"], repair["rows_resumed"]) == (1, 1), "the failed row alone"
     marker = run / "outputs/part-00000.succeed.1"
     marker.write_bytes(marker.read_bytes()[:-40])
     assert run_worker_here(job, run, *again)["status"] == "SUCCESS"

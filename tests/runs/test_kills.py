@@ -11,11 +11,10 @@ import zstandard
 from pyarrow import parquet
 
 from batchinfer.core import layout
-from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
 from crashing import crash_everywhere
 from finished_run import finish_run
-from making import make_job, put_raw
+from making import make_job, put_raw, split
 
 LEFT = (
     layout.output_key(layout.output_file("part-00001", "aaaa")),
@@ -52,8 +51,7 @@ def test_killed_at_any_change_the_same_command_ends_with_the_same_files(
     (start / "c.jsonl.zst").write_bytes(zstandard.compress(b'{"prompt":"three"}\n'))
     (start / "list.txt").write_text("b.jsonl\nc.jsonl.zst\n")
     parquet.write_table(pa.table({"prompt": [f"say {n}" for n in range(23)]}), start / "a.parquet")
-    old = SplitConfig(sources=[str(start / "b.jsonl")], output="", num_chunks=2)
-    run_split(old, store=open_store(str(start / "old")))
+    split(start / "b.jsonl", start / "old", num_chunks=2)
     command, wanted, changed = COMMANDS[name]
     killed = crash_everywhere(command.split(), wanted, start)
     assert any(changed in each for each in killed), killed

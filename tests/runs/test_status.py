@@ -33,10 +33,8 @@ def change_worker(run: str, name: str, *, at: float = NOW, **values: Any) -> Non
     put_worker(MemoryStore(run, clock=lambda: at), msgspec.structs.replace(record, **values))
 
 
-def look(
-    run: str, *, job: str = "", now: float = NOW, open_store: Callable[[str], Store] = in_memory
-) -> Overview:
-    return run_status(RunConfig(run=run, job=job), open_store=open_store, clock=FakeClock(now))
+def look(run: str, *, open_store: Callable[[str], Store] = in_memory, **options: Any) -> Overview:
+    return run_status(RunConfig(run=run, **options), open_store=open_store, clock=FakeClock(NOW))
 
 
 def shown(seen: Overview, width: int = 160) -> str:
@@ -136,8 +134,9 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -
 def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url: str) -> None:
     run = write_in_memory(memory_url, SMALL._replace(num_workers=5))
     change_worker(run, "sky-2026-001", at=NOW - 300, heartbeat=NOW - 300)
-    text = shown(look(run))
-    for word in ("sky-2026-004", "gcp/us-central1", "12 of 20 done", "1 gone (sky-2026-001)"):
+    text = shown(look(run, price_per_hour=2.0))
+    words = ("sky-2026-004", "gcp/us-central1", "12 of 20 done", "1 gone (sky-2026-001)")
+    for word in (*words, "$8.00 an hour"):
         assert word in text
     assert max(map(len, shown(look(run), width=80).splitlines())) <= 80
     assert "and 40 more" in shown(

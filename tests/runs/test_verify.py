@@ -21,10 +21,11 @@ from batchinfer.core.records import Claim
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS
 from batchinfer.runs.clean import command as clean
 from batchinfer.runs.stop import command as stop
-from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
+from batchinfer.runs.verify import NUM_COMPARISONS, Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
+from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import command as worker
 from making import (
     change_marker,
@@ -294,6 +295,7 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     Path(run, MARKER).write_bytes(b"")
     done = run_process(["verify", run, "--job", moved])
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
+    assert "2 of 3 chunks are done and sound; 1 corrupt" in done.stderr
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
 
@@ -315,6 +317,27 @@ def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.M
     store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
     lines = [line for line in verify(store).lines() if line.startswith("missing")]
     assert (len(lines), "20 more" in lines[-1]) == (11, True)
+
+
+def test_many_chunks_are_read_in_one_scratch_folder_that_does_not_fill(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make a folder looks through the place of all scratch folders."""
+    url = f"{job}/many"
+    make_job(url, rows=40, per_chunk=1)
+    run_worker_here(url, f"{url}/runs/a")
+    folders, num_files = set[Path](), list[int]()
+
+    class Watched(Scratch):
+        def new_path(self, name: str) -> Path:
+            folders.add(self.folder)
+            num_files.append(len(list(self.folder.iterdir())))
+            return super().new_path(name)
+
+    monkeypatch.setattr("batchinfer.runs.verify.Scratch", Watched)
+    assert verify(f"{url}/runs/a", deep=True).result["chunks_sound"] == 40
+    assert len(folders) == 1
+    assert max(num_files) <= 1 + 2 * NUM_COMPARISONS
 
 
 # --------------------------------------------------------------------------- the command that goes on with a run

@@ -20,11 +20,10 @@ from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import chunk_key, load_job
 from batchinfer.split import writer
-from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
-from making import run_worker_here
+from making import run_worker_here, split
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -36,12 +35,6 @@ def make_source(path: Path, *numbers: int) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_source(tmp_path / "a.parquet", *range(100))
-
-
-def split(source: Any, output: Any, **options: Any) -> dict[str, Any]:
-    sources = [str(each) for each in (source if isinstance(source, list) else [source])]
-    config = SplitConfig(sources=sources, output=str(output), **options)
-    return run_split(config, store=open_store(str(output)))
 
 
 def job_at(output: Any) -> Job:
@@ -96,13 +89,6 @@ def test_a_job_holds_every_row_once_in_order(
     assert (job.columns, job.rows, job.id_column) == (["prompt", "n"], 100, "")
     [file] = job.files
     assert (file.url, file.rows, file.bytes) == (str(source), 100, source.stat().st_size)
-
-
-def test_a_limit_and_columns_are_kept(source: Path, tmp_path: Path) -> None:
-    split([source, source], tmp_path / "job", limit=130, columns=["n"], num_chunks=4)
-    rows = rows_at(tmp_path / "job")
-    assert [row["n"] for row in rows] == [*range(100), *range(30)]
-    assert set(rows[0]) == {"n", "_row", "_id"}
 
 
 def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(

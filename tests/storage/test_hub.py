@@ -134,6 +134,7 @@ def outage_behind(error: Exception) -> Exception:
         (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
         (FileNotFoundError("x"), ObjectNotFound, ""),
         (outage_behind(FileNotFoundError("x")), TransientError, ""),
+        (outage_behind(RuntimeError("an upload")), TransientError, ""),
     ],
 )
 def test_an_error_of_the_hub_is_said_in_our_words(

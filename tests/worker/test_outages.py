@@ -66,6 +66,7 @@ def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:
         ending = stage.run()
         assert isinstance(ending.error, StorageError)
         assert ending.error.exit_status == 34
+        assert "restore it" in ending.error.message, "what to do with it"
         assert "part-00000" in ending.error.message
         assert "sha256" in ending.error.message
         assert len(stage.objects("outputs/")) == 2  # of the other chunk
