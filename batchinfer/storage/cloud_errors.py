@@ -34,6 +34,9 @@ class Cloud(NamedTuple):
     is_remote: bool = True
 
 
+_IS_A_STORE = (
+    "check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place"
+)
 _RULES = [
     Rule(
         "NoSuchBucket ContainerNotFound",
@@ -83,14 +86,24 @@ _RULES = [
     Rule("4xx", StorageError, "the store answered {said}"),
     Rule("answered", TransientError, "the store answered {said}"),
     Rule("Connect", Unreachable, "nothing answers at the store's address ({said})", "{place}"),
+    Rule(
+        "invalid ETag",
+        TransientError,
+        "the answer is not one of a store ({said})",
+        _IS_A_STORE,
+    ),
     Rule("silent", TransientError, "no answer from the store ({said})", "{place}"),
 ]
 
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _SAYS = re.compile(r"<Message>([^<]+)</Message>")
-_REQUEST = re.compile(r"^.*?Error performing \w+ \S+ in \S+ - |^.*?credential provider: ")
-_WORDS = re.compile(r"BareRedirect|CredentialRetrievalError|(?<=kind: )Connect")
+_REQUEST = re.compile(
+    r"^.*?Error performing \w+ \S+ in \S+ - (Server returned non-2xx status code: )?|^.*?credential provider: |: $"
+)
+_WORDS = re.compile(
+    r"BareRedirect|CredentialRetrievalError|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
+)
 _REASONS = ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate")
 
 
@@ -111,7 +124,7 @@ def bad_answer(where: str, what: str) -> TransientError:
     """Return the error for an answer that no store gives."""
     return TransientError(
         f"{where}: the answer is not one of a store ({what})",
-        hint="check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place",
+        hint=_IS_A_STORE,
     )
 
 

@@ -170,7 +170,9 @@ class OpenChunks:
         def deadline() -> float:
             until = began + patience_seconds
             if stopper.is_requested:
-                until = clock.monotonic() + stopper.seconds_left
+                left = stopper.seconds_left
+                # With none left, a moment that moves on with the clock would never be reached.
+                until = clock.monotonic() + left if left else began
             return max(began + _SAVE_SECONDS, until)
 
         self._hall.end(deadline)

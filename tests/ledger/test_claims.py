@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import LeaseLapsed, StorageError, Superseded
+from batchinfer.core.errors import LeaseLapsed, PreconditionFailed, StorageError, Superseded
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from fakes import FakeClock, MemoryStore, worker_record
@@ -193,3 +193,20 @@ def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
         old.confirm()
     record = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="record")
     assert record.nonce == new.nonce
+
+
+def test_a_store_that_refuses_every_write_is_no_endless_loop(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that changes etags was asked some 200 times a second for ever, without a word."""
+    claims, lease = claims_of(store, "a", clock)
+    taken(claims.take("part-00000"))
+
+    def refuse(*_: object) -> str:
+        raise PreconditionFailed("never")
+
+    monkeypatch.setattr(store, "replace", refuse)
+    with pytest.raises(StorageError, match=r"claims/part-00000\.json: the store keeps refusing"):
+        claims.take("part-00000")
+    with pytest.raises(StorageError, match=r"workers/a\.json: the store keeps refusing"):
+        lease.take(lambda _: worker_record())

@@ -142,8 +142,17 @@ def test_an_answer_that_no_store_gives_is_no_answer(
 ):
     """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
     scripted(*[reply] * 9)
-    with pytest.raises(StorageError, match="after 3 attempts"):
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
         every_verb(open_store("s3://bucket/job", retries=QUICK), tmp_path / "file")[verb]()
+    if reply.endswith((b"</html>", b"Length: 0\r\n\r\n")):  # whole
+        assert "the answer is not one of a store" in caught.value.message
+        assert "login page" in caught.value.hint
+
+
+def test_a_status_without_a_body_is_said_in_few_words(scripted):
+    scripted(*[(503, "")] * 9)
+    with pytest.raises(StorageError, match=r"answered 503 Service Unavailable \(after 3"):
+        open_store("s3://bucket/job", retries=QUICK).stat("k")
 
 
 def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:

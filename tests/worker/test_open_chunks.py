@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.worker.background import Background
+from batchinfer.worker.background import Background, Stopper
 from batchinfer.worker.chunk_life import Life
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.telemetry import Telemetry
@@ -33,3 +34,35 @@ def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do() -> None
     chunks.open["c"] = opened
     assert not chunks.may_grow
     assert chunks.num_unread == 2
+
+
+class Ticking(FakeClock):
+    """A clock that goes on with every look, as a real one does."""
+
+    def monotonic(self) -> float:
+        self.seconds += 0.01
+        return self.seconds
+
+
+def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_saved() -> None:
+    """With a full disk or a bucket that is away it went on for ever, and so did the machine's cost."""
+    clock, turns = Ticking(), 0
+    background = Background()
+    background.wait = lambda _seconds: None
+    stopper = Stopper(clock, grace_seconds=1)
+    outside: Any = SimpleNamespace(clock=clock, background=background, stopper=stopper)
+    config: Any = SimpleNamespace(limits=Limits())
+    whole: list[Any] = [outside, None, None, Telemetry("w", clock, host={}), config]
+    chunks = OpenChunks(*whole)
+    life = Life(ChunkRef("c", "", "c"), chunks._hall, threading.Event())
+    chunks._lives["c"] = life, Future()
+    stopper.request(Interrupted("stopped by SIGTERM"))
+
+    def on_turn() -> None:
+        nonlocal turns
+        turns += 1
+        assert turns < 10_000
+
+    chunks.end(stopper.seconds_left, on_turn)
+    assert stopper.is_set()
+    assert clock.monotonic() >= chunks._hall.deadline()
