@@ -390,13 +390,6 @@ class Claims:
         is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)
         return None if is_gone else record
 
-    def watch(self, names: Iterable[str]) -> None:
-        """Look at the owners of chunks now, so that their leases run out the sooner if they are gone."""
-        for name in names:
-            held = read_claim(self._store, name)
-            if held is not None and held.claim.worker:
-                self.look(held)
-
     def _body(self, worker: str) -> bytes:
         """Return a claim with this text as its worker, which no other claim equals."""
         claim = Claim(worker=worker, nonce=self._lease.nonce, number=next(self._numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
@@ -78,6 +78,14 @@ def chunks_with_checkpoints(store: Store) -> dict[str, int]:
         if segment is not None:
             rows[segment.chunk] = rows.get(segment.chunk, 0) + segment.rows
     return rows
+
+
+def watch_owners(store: Store, claims: Claims, names: Iterable[str]) -> None:
+    """Look at the owners of chunks now, so that their leases run out the sooner if they are gone."""
+    for name in names:
+        held = read_claim(store, name)
+        if held is not None and held.claim.worker:
+            claims.look(held)
 
 
 def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, int]) -> Survey:

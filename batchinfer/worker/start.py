@@ -26,7 +26,7 @@ from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.runs import refuse_foreign
-from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
+from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers, watch_owners
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
@@ -189,7 +189,7 @@ class _Start:
         ring = self._make_ring(membership, access, done)
         # Where a worker is gone, the time in which its chunks are still its own passes while the engine loads.
         begun = [ref.name for ref in membership.assignment.chunks if ref.name in checkpointed]
-        submit(partial(access.claims.watch, begun[:_MOST_WATCHED]))
+        submit(partial(watch_owners, self.store, access.claims, begun[:_MOST_WATCHED]))
         self._log_work(membership.assignment.chunks, checkpointed)
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
         if info is None:
