@@ -40,7 +40,9 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 _WRITES = 5
-"""Attempts to write one heartbeat or claim when other threads or processes keep changing the same object."""
+"""Attempts to write one heartbeat when other threads or processes keep changing the same record."""
+_TAKES = 50
+"""Attempts to take a lease or a claim. While replies are lost and other starts write, it may need several."""
 
 ENDED_STATES = ("done", "stopped", "failed")
 
@@ -116,7 +118,7 @@ class Lease:
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
         another start's record at its next renewal, and stops.
         """
-        for _ in range(_WRITES):
+        for _ in range(_TAKES):
             before = self._own.read()
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
@@ -308,7 +310,7 @@ class Claims:
             Superseded: The claim is in this worker's name, and a newer start of this worker exists.
         """
         key = layout.claim_key(name)
-        for _ in range(_WRITES):
+        for _ in range(_TAKES):
             with contextlib.suppress(AlreadyExists):
                 etag = self._store.create(key, self._body(self._lease.worker_id))
                 return Taken(etag, is_new=True)
