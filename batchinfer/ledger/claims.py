@@ -36,13 +36,9 @@ from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
+from batchinfer.storage.retrying import WRITES, keeps_refusing
 
 logger = logging.getLogger(__name__)
-
-_WRITES = 5
-"""Attempts to write one heartbeat when other threads or processes keep changing the same record."""
-_TAKES = 50
-"""Attempts to take a lease or a claim. While replies are lost and other starts write, it may need several."""
 
 ENDED_STATES = ("done", "stopped", "failed")
 
@@ -118,14 +114,14 @@ class Lease:
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
         another start's record at its next renewal, and stops.
         """
-        for _ in range(_TAKES):
+        for _ in range(WRITES):
             before = self._own.read()
             # Other workers may see the record long before its write is answered, so the lease counts from here.
             started = self._clock.monotonic()
             if self._write(describe(before)):
                 self._renewed = started
                 return before
-        raise _keeps_refusing(self._own.key)
+        raise keeps_refusing(self._own.key)
 
     def renew(self, record: Worker) -> bool:
         """Write the record again, as a heartbeat. Return whether the lease was renewed; else the next call tries again.
@@ -208,7 +204,7 @@ class Lease:
 
     def _persist(self, record: Worker, *, is_last: bool) -> bool:
         """Write the record, again if it was changed meanwhile. Return False if the lease was closed instead."""
-        for _ in range(_WRITES):
+        for _ in range(WRITES):
             if self._is_closed and not is_last:
                 return False
             if self._write(record):
@@ -216,7 +212,7 @@ class Lease:
             # This process itself may have changed it (in another thread, or by a write whose reply was lost). Only a
             # record that is known to be its own may be replaced: heartbeats of other threads use the etag at once.
             self._own.expect(self.confirm())
-        raise _keeps_refusing(self._own.key)
+        raise keeps_refusing(self._own.key)
 
     def _write(self, record: Worker) -> bool:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
@@ -238,10 +234,6 @@ class Lease:
                 attempts=record.attempts,
             )
         )
-
-
-def _keeps_refusing(key: str) -> StorageError:
-    return StorageError(f"{key}: the store keeps refusing its own etag")
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
@@ -310,7 +302,7 @@ class Claims:
             Superseded: The claim is in this worker's name, and a newer start of this worker exists.
         """
         key = layout.claim_key(name)
-        for _ in range(_TAKES):
+        for _ in range(WRITES):
             with contextlib.suppress(AlreadyExists):
                 etag = self._store.create(key, self._body(self._lease.worker_id))
                 return Taken(etag, is_new=True)
@@ -331,7 +323,7 @@ class Claims:
                     extra=event("chunk_taken_over", chunk=name, worker=owner),
                 )
                 return Taken(etag)
-        raise _keeps_refusing(key)
+        raise keeps_refusing(key)
 
     def release(self, name: str, etag: str) -> bool:
         """Release a chunk's claim, so that any worker may take it.

@@ -32,6 +32,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.core.records import Marker
 from batchinfer.storage import Store
+from batchinfer.storage.retrying import WRITES, keeps_refusing
 from batchinfer.storage.scratch import scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Publisher:
         """
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
-        while True:
+        for _ in range(WRITES):
             self._require_lease()
             with contextlib.suppress(AlreadyExists):
                 self._store.create(key, data)
@@ -178,3 +179,4 @@ class Publisher:
                 with contextlib.suppress(PreconditionFailed):  # it has changed since it was read
                     self._store.replace(key, data, etag)
                     return marker
+        raise keeps_refusing(key)

@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 UNREACHABLE_SECONDS = 5.0
 """Seconds after which an attempt that finds nobody at a store's address is the last one, if none ever answered."""
 
+WRITES = 50
+"""Attempts to write over the version of an object that was read. While replies are lost and others write, it may need
+several; after so many, the store seems to refuse its own etags."""
+
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
     """How one request is repeated: `attempts` in all, with growing random pauses, until `total_seconds` have passed."""
@@ -76,3 +80,8 @@ def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = lo
         times = f"{tries} attempts" if tries > 1 else "1 attempt"
         raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error
     raise AssertionError("a retry loop ends by returning or raising")  # pragma: no cover
+
+
+def keeps_refusing(key: str) -> StorageError:
+    """Return the error for an object that could not be written in so many attempts as `WRITES`."""
+    return StorageError(f"{key}: the store keeps refusing its own etag")

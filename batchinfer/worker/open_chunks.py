@@ -114,7 +114,7 @@ class OpenChunks:
         if not self.is_closing:
             counts, seconds = self.telemetry.counts, self.telemetry.busy_seconds
             # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
-            rate = counts.rows_done / max(seconds, 1.0) or rows_wanted
+            rate = (counts.rows_done or rows_wanted) / max(seconds, 1.0)
             # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the
             # bucket becomes slower.
             missing = rows_wanted + int(2 * rate * self._opening_seconds)

@@ -8,7 +8,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AccessDenied, StorageError
+from batchinfer.core.errors import AccessDenied, PreconditionFailed, StorageError
 from batchinfer.core.records import Marker
 from batchinfer.ledger.publishing import Built, Publisher, build_output
 from fakes import MemoryStore, marker_record
@@ -81,6 +81,15 @@ def test_of_two_that_replace_a_damaged_marker_the_first_wins(
     late = Publisher(store, nonce="n2", require_lease=lease)
     published = late.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     assert (published.is_ours, current_marker(store).nonce) == (False, "n1")
+
+
+def test_a_store_that_refuses_every_write_is_no_endless_loop(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create(layout.marker_key(CHUNK), b"damaged")
+    monkeypatch.setattr(store, "replace", Mock(side_effect=PreconditionFailed("never")))
+    with pytest.raises(StorageError, match=r"part-00000\.succeed: the store keeps refusing"):
+        publisher(store, "n1").publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
 
 
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])

@@ -66,3 +66,29 @@ def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_sav
     chunks.end(stopper.seconds_left, on_turn)
     assert stopper.is_set()
     assert clock.monotonic() >= chunks._hall.deadline()
+
+
+def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() -> None:
+    """It opened up to four at once, as if each of its rows took a second, and was the last to end, by minutes."""
+    clock, hungry = FakeClock(), []
+
+    class Ring:
+        def tick(self, *, is_hungry: bool) -> set[str]:
+            hungry.append(is_hungry)
+            return set()
+
+        def next(self) -> None:
+            return None
+
+    outside: Any = SimpleNamespace(clock=clock, background=Background())
+    config: Any = SimpleNamespace(limits=Limits())
+    whole: list[Any] = [outside, None, Ring(), Telemetry("w", clock, host={}), config]
+    chunks = OpenChunks(*whole)
+    size: Any = SimpleNamespace(size_bytes=0)
+    chunk: Any = SimpleNamespace(num_unread=300, local=size, spool=size)
+    chunks.open["c"] = chunk
+    chunks.telemetry._running_since = clock.monotonic()
+    chunks.tick(0, 256)
+    clock.seconds += 100
+    chunks.tick(0, 256)
+    assert hungry == [True, False]
