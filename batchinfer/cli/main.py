@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -19,9 +20,10 @@ from batchinfer.cli.help import WIDTH, HelpOption
 from batchinfer.cli.logs import configure_logging
 from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.terminal import say
-from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.errors import BatchinferError, ConfigError, StorageError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
+_RENAME = "rename it, or write it in UTF-8"
 
 
 class LazyGroup(click.Group):
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for word in words:
             if word.encode(errors="ignore").decode() != word:
-                raise ConfigError(f"{word!r}: is not UTF-8", hint="rename it, or write it in UTF-8")
+                raise ConfigError(f"{word!r}: is not UTF-8", hint=_RENAME)
         group.main(words, "batchinfer", standalone_mode=False)
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -117,7 +119,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BatchinferError as error:
         _show(error)
         return error.exit_status
+    except (OSError, UnicodeEncodeError) as error:
+        ours = _explained(error)
+        if ours is None:
+            raise
+        _show(ours)
+        return ours.exit_status
     return 0
+
+
+def _explained(error: OSError | UnicodeEncodeError) -> BatchinferError | None:
+    """Return our error for trouble that can come from any line of a command; None if it is a bug."""
+    if isinstance(
+        error, UnicodeEncodeError
+    ):  # of a record that holds the current folder, for example
+        return ConfigError(f"{error.object[:300]!r}: is not UTF-8", hint=_RENAME)
+    if error.errno == errno.EMFILE:
+        hint = "raise the limit, as in `ulimit -n 1024`, and start the same command again"
+        return StorageError("too many files and connections are open", hint=hint)
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        return ConfigError(
+            "the current folder is gone, expected one that relative paths count from",
+            hint='`cd "$PWD"` enters one that has been made anew at its place',
+        )
+    return None
 
 
 def _show(error: BatchinferError) -> None:

@@ -93,7 +93,7 @@ def _plan(options: dict[str, Any]) -> Plan:
         given["env"] = [f"BATCHINFER_SPOT={int(options['is_spot'])}", *given["env"]]
     for name in ("job", "run"):
         scheme, rest = split_url(given[name])  # in small letters, as in the store's own URL
-        here = str(local_path(given[name]).resolve()) if scheme == "file" else ""
+        here = os.path.realpath(local_path(given[name])) if scheme == "file" else ""
         given[name] = here or layout.without_slash(f"{scheme}://{rest}")
     return Plan(**given)
 

@@ -281,7 +281,7 @@ class WorkFolder:
             return
         path = local_path(dest).absolute()
         folder = path.parent if suffix_of(dest) else path
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         problem = "" if os.access(nearest, os.W_OK) else f"{nearest} cannot be written to"
         if not nearest.is_dir():
             problem = f"{nearest} is no folder"
@@ -296,7 +296,7 @@ class WorkFolder:
         if split_url(dest)[0] != "file":
             return dest
         start = self.folder.resolve() if self.folder else Path()
-        return os.path.relpath(local_path(dest).resolve(), start)
+        return os.path.relpath(os.path.realpath(local_path(dest)), start)
 
     def _bytes_there(self) -> int | None:
         """Return the size of what is at DEST; None if nothing is there."""

@@ -243,6 +243,9 @@ def _of_one_format(argument: str, found: list[DataFile]) -> list[DataFile]:
             f"{argument}: holds files of several formats, {shown}, expected one",
             hint="name the files of one, as in 'FOLDER/**/*.parquet', or a source for each format",
         )
+    for file in chosen:
+        if file.url.encode(errors="ignore").decode() != file.url:
+            raise InputError(f"{file.url!r}: has a name that is not UTF-8", hint="rename the file")
     places = {file.url for file in chosen}
     if left_out := [redact(file.url) for file in found if file.url not in places]:
         what = units.many(len(left_out), "other file")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from batchinfer.cli.main import main
-from making import make_job, run_process, worker_arguments
+from making import Call, make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
@@ -88,6 +93,23 @@ def test_a_full_disk_below_stdout_is_said_in_a_line(
     assert done.returncode == status
     assert f"error: stdout: cannot take the {what} (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_trouble_of_the_place_where_a_command_runs_is_said_in_a_line(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named in Latin-1, one that is gone, and files that must not be opened ended in tracebacks."""
+    here = tmp_path / os.fsdecode(b"caf\xe9")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    run = call("run", "rows.jsonl", "-o", "a.jsonl", "--engine", "echo")
+    assert (run.status, "caf\\udce9/a.jsonl.batchinfer/job': is not UTF-8" in run.err) == (2, True)
+    shutil.rmtree(here)
+    gone = call("status", "job/runs/a")
+    assert (gone.status, "the current folder is gone" in gone.err) == (2, True)
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=OSError(errno.EMFILE, "")))
+    assert "ulimit -n" in call("status", "job/runs/a").err
 
 
 CONSOLE = "from batchinfer.cli.entry import start; start()"

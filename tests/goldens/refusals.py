@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import shutil
@@ -52,6 +53,9 @@ def make_world() -> None:
     Path("mine.jsonl").write_text("mine")
     Path("file").touch()
     Path("folder.jsonl").mkdir()
+    Path("circle").symlink_to("circle")
+    Path("latin").mkdir()
+    Path(os.fsdecode(b"latin/caf\xe9.jsonl")).write_text('{"text": "a"}\n')
     Path("model").mkdir()
     Path("rows").mkdir()
     write_lines("rows/rows.jsonl", [{"text": "a"}])

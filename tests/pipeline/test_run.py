@@ -272,6 +272,16 @@ def test_a_full_disk_is_told_by_what_needs_it_and_not_by_the_lock(
         stack.enter_context(running_alone(tmp_path))
 
 
+def test_a_link_that_leads_nowhere_gives_its_name_to_dest(
+    run: Runner, rows: Path, dest: Path
+) -> None:
+    """With a link to itself all rows were answered, and then came a traceback."""
+    dest.symlink_to(dest.name)
+    assert run(rows, "-o", dest) == run(rows, "-o", dest) == 0, run.err
+    assert run.result["status"] == "UNCHANGED"
+    assert answers(dest) == TEXTS
+
+
 # --------------------------------------------------------------------------- what stops it
 
 
