@@ -247,8 +247,13 @@ class LocalStore:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether it is a folder. A link in a circle, or to where nobody may look, is none, and spoils no list."""
     with contextlib.suppress(OSError):
-        return entry.is_dir()
+        return entry.is_dir() and not (entry.is_symlink() and _leads_up(Path(entry.path)))
     return False
+
+
+def _leads_up(link: Path) -> bool:
+    """Whether a link leads to a folder that holds it, so that a walk would come to it again."""
+    return link.parent.resolve().is_relative_to(link.resolve())
 
 
 def _etag(found: os.stat_result) -> str:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,12 @@ def test_dot_files_dangling_links_and_pipes_are_no_objects_and_linked_folders_ar
     (store.root / "a" / "dangling").symlink_to("nowhere")
     os.mkfifo(store.root / "a" / "pipe")
     (store.root / "a" / "circle").symlink_to("circle")
+    for place in (".", ".."):  # two of them made a list of 2^40 keys
+        (store.root / "a" / f"to{place}").symlink_to(place)
     (tmp_path / "big-disk").mkdir()
     (store.root / "outputs").symlink_to(tmp_path / "big-disk")
     store.create("outputs/x", b"2")
-    assert [found.key for found in store.list()] == ["a/b", "outputs/x"]
+    assert [found.key for found in islice(store.list(), 9)] == ["a/b", "outputs/x"]
     assert list(store.list(".git/")) == []
     assert list(LocalStore(store.root / "a" / "circle").list("x")) == []
     for key in (".x", "a/.x", ".a/x"):
