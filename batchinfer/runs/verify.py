@@ -29,13 +29,14 @@ from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
 from batchinfer.core.shell import quote
 from batchinfer.formats.lines import read_line
-from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, find_target
+from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, RunTarget, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.prompts import json_lines
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.runs.overview import add_up
+from batchinfer.storage.opening import is_inside, join_url
 from batchinfer.storage.scratch import Scratch, remove_quietly
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -133,7 +134,7 @@ class Verdict(NamedTuple):
             "run": "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made",
             "job": f"batchinfer verify --job JOB {place}  # with the job that the run is of",
             "chunk": "restore the chunk as job.json describes it, or split again into another job",
-            "hand": f"{remove} {keys}",
+            "hand": f"{remove} {keys}  # unless somebody needs it",
         }[fix]
 
 
@@ -151,6 +152,7 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
     target = find_target(store, inventory, open_store, job_url=config.job)
+    inventory.foreign = [it for it in inventory.foreign if _is_only_in(store.url, it.key, target)]
     audit = Audit(target, inventory)
     sound, prompt = audit.check_all(), prompt_of(target.run)
     passed = [] if config.deep else [marker for _, marker in sound]
@@ -199,6 +201,13 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
         audit.findings, key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind))
     )
     return Verdict(result, findings, store.url, worker)
+
+
+def _is_only_in(run_url: str, key: str, target: RunTarget) -> bool:
+    """Whether an object lies in the run, not where a link leads, and is not of the job, which may lie in its run."""
+    place, job = join_url(run_url, key), target.job_url
+    is_of_job = is_inside(place, job) and is_inside(job, run_url)
+    return is_inside(place, run_url) and not is_of_job
 
 
 # --------------------------------------------------------------------------- an output and its chunk, line by line

@@ -187,6 +187,19 @@ def test_a_damage_is_found_and_the_commands_named_mend_it(run: Store, name: str)
     assert kind != "leftover" or not mended.findings
 
 
+def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_path: Path) -> None:
+    """Who ran the command that was named lost the job."""
+    run = tmp_path / "run"
+    make_job(run / "job", rows=25, per_chunk=10)
+    run_worker_here(f"{run}/job", str(run))
+    (tmp_path / "data.txt").write_text("mine")
+    (run / "elsewhere").symlink_to("..")
+    put_raw(open_store(str(run)), "notes.txt", b"mine")
+    verdict = verify(str(run))
+    assert kinds(verdict) == {("leftover", "notes.txt")}
+    assert "# unless somebody needs it" in "".join(verdict.lines())
+
+
 # --------------------------------------------------------------------------- sound runs, and parts of them
 
 
