@@ -20,8 +20,8 @@ FAULTS = {
     "cut": "The server acts on the request; half of the reply comes, then the connection is closed.",
 }
 _BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-_503 = (
-    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+_REFUSAL = (
+    b"HTTP/1.1 %%s Refused\r\nContent-Type: application/xml\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
 )
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *([0-9]+)")
@@ -31,7 +31,10 @@ _Reader, _Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 @dataclasses.dataclass
 class Rule:
-    """The requests to spoil: the next `times` whose first line starts with and contains these bytes."""
+    """The requests to spoil: the next `times` whose first line starts with and contains these bytes.
+
+    `fault` is one of `FAULTS`, or another status than 503.
+    """
 
     fault: str
     starts_with: bytes
@@ -85,8 +88,8 @@ class Proxy:
             nonlocal fault
             while data := await from_client.read(_SIZE):
                 fault = self._fault_for(data) or fault
-                if fault == "503":
-                    return await self._refuse(data, from_client, to_client)
+                if fault.isdigit():
+                    return await self._refuse(fault, data, from_client, to_client)
                 if fault == "deaf":
                     await asyncio.sleep(300)
                 to_server.write(data)
@@ -115,11 +118,11 @@ class Proxy:
         to_server.close()
 
     @staticmethod
-    async def _refuse(data: bytes, from_client: _Reader, to_client: _Writer) -> None:
+    async def _refuse(status: str, data: bytes, from_client: _Reader, to_client: _Writer) -> None:
         """Read the rest of the request unless the client waits for a word before it sends the body, then refuse it."""
         head, _, body = data.partition(b"\r\n\r\n")
         length = _LENGTH.search(head)
         if length is not None and b"100-continue" not in head:
             await from_client.readexactly(int(length[1]) - len(body))
-        to_client.write(_503)
+        to_client.write(_REFUSAL % status.encode())
         await to_client.drain()

@@ -38,6 +38,13 @@ _IS_A_STORE = (
     "check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place"
 )
 _RULES = [
+    # What made the upload fail is not told. The next try tells it, if it lasts.
+    Rule(
+        "DELETE",
+        TransientError,
+        "an upload failed, and its parts could not be removed ({said})",
+        "{rights}",
+    ),
     Rule(
         "NoSuchBucket ContainerNotFound",
         InputError,
@@ -103,6 +110,7 @@ _REQUEST = re.compile(
 )
 _WORDS = re.compile(
     r"BareRedirect|CredentialRetrievalError|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
+    r"|DELETE(?= \S+\?uploadId=)"
 )
 _REASONS = ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate")
 

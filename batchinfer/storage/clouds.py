@@ -38,8 +38,8 @@ S3 = Cloud(
     "S3",
     credentials="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile in ~/.aws; "
     "for another provider than AWS also AWS_ENDPOINT_URL (see docs/object-storage.md)",
-    rights="grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket; "
-    "without s3:ListBucket a missing object looks like a forbidden one",
+    rights="grant s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListBucket on the "
+    "bucket; without s3:ListBucket a missing object looks like a forbidden one",
     place="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it is not on AWS",
     create="create it (aws s3 mb s3://{bucket}), or check the name, AWS_ENDPOINT_URL and AWS_PROFILE",
 )

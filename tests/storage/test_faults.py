@@ -126,6 +126,15 @@ def test_a_spoilt_request_is_sent_again(
     assert not any(rule.times for rule in proxy.rules)
 
 
+def test_an_upload_whose_parts_cannot_be_removed_is_sent_again(
+    s3_url: Callable[..., str], proxy: Proxy, tmp_path: Path
+):
+    """The refusal hid what had failed before, and ended a worker with status 2, which starts no new one."""
+    proxy.rules += [Rule("503", b"PUT ", b"partNumber=2"), Rule("403", b"DELETE ", b"uploadId=")]
+    assert upload_in_parts(open_store(s3_url("job"), retries=QUICK), tmp_path)
+    assert not any(rule.times for rule in proxy.rules)
+
+
 WAIT = """
 import ctypes, functools, os, signal
 from batchinfer.storage.opening import open_store
