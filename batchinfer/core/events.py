@@ -12,6 +12,7 @@ EVENTS: dict[str, str] = {
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
     "engine_preempted": "The KV cache is too small for the rows that run at once; some are computed again.",
+    "engine_starved": "The engine has free slots for a minute because its server's front end is busy.",
     "replica_restarted": "A replica died or stalled. Its rows are tried again, and it is started again.",
     "replica_lost": "A replica ended too often without a finished row. Its GPUs idle until the worker's next start.",
     "chunk_open": "The worker begins with a chunk; `resumed` rows came from checkpoints.",

@@ -197,6 +197,8 @@ class EngineStats(Record, frozen=True, kw_only=True):
     """Number of replicas that have died or stalled so often that they are not started again. The others go on."""
     restarts: int = 0
     """Number of times that a replica was started again after it had died or stalled."""
+    rows: int = 0
+    """Rows that the engines have now, waiting ones included. Others in flight are in the servers' front ends."""
 
 
 # --------------------------------------------------------------------------- the run

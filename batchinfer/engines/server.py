@@ -61,9 +61,11 @@ _NAMES = {
     b"prompt_tokens": "prompt_tokens",
     b"prefix_cache_hits": "cached_tokens",
     b"generation_tokens": "completion_tokens",
+    b"num_requests_running": "rows",
+    b"num_requests_waiting": "rows",
 }
-"""vLLM's counters behind the fields of `EngineStats`."""
-_COUNTER = re.compile(rb"^vllm:(\w+?)(?:_total|_count)\{[^}]*\} ([0-9.e+]+)", re.MULTILINE)
+"""vLLM's counters and gauges behind the fields of `EngineStats`."""
+_COUNTER = re.compile(rb"(?m)^vllm:(%b)(?:_total|_count)?\{.*\} ([\d.e+]+)" % b"|".join(_NAMES))
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
@@ -255,7 +257,7 @@ class OwnServer(Target):
 
     @property
     def counters(self) -> Counter[str]:
-        """Counters of all its processes, by the fields of `EngineStats`."""
+        """Counters of all its processes, by the fields of `EngineStats`; of `rows`, those of the present one."""
         return self._counters_before + self._counters
 
     def start(self) -> None:
@@ -264,7 +266,7 @@ class OwnServer(Target):
         self.num_answered = 0
         self._started = self._moved = self._looked = time.monotonic()
         self._progress: Any = None
-        self._counters_before, self._counters = self.counters, Counter()
+        self._counters_before, self._counters = self.counters - Counter(rows=sys.maxsize), Counter()
         if self.launch.socket:
             Path(self.launch.socket).unlink(missing_ok=True)
         additions = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
@@ -336,8 +338,7 @@ class OwnServer(Target):
         """Read the server's counters. Servers without any answer something else, which changes nothing."""
         found = Counter[str]()
         for name, value in _COUNTER.findall((await self.get("/metrics", most_seconds)).body):
-            if name in _NAMES:
-                found[_NAMES[name]] += int(float(value))
+            found[_NAMES[name]] += int(float(value))
         self._counters = found or self._counters
 
     def _last_lines(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import msgspec
@@ -39,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 MAX_STARTS = 200
 _MAX_MESSAGE = 500
+
+_STARVED_LOOKS = 30
+"""Looks in a row at an engine without work, one every two seconds, after which it is said what to do."""
+_STARVED_SHARE = 0.7
+_FEW_CORES = 4
+"""Cores with which further processes would only take time from the engine."""
 
 WAITING_SECONDS = 30.0
 """Seconds after which a start whose engine is ready, but which has had no chunk, counts as waiting for other workers.
@@ -81,6 +88,8 @@ class Telemetry:
         """
         self.stats = EngineStats()
         """Counters of the engine, as they were last read."""
+        self._num_starved = 0
+        """Looks in a row at an engine with free slots whose rows were in the server's front end."""
         self._running_since: float | None = None
         self._running_until: float | None = None
         self.latest = self._base
@@ -198,6 +207,21 @@ class Telemetry:
                 preemptions=stats.preemptions,
             )
         self.stats = stats
+        slots = self._present.get("engine", {}).get("max_num_seqs") or 0
+        # Servers without counters have no steps either.
+        has_room = stats.steps and stats.rows < _STARVED_SHARE * slots
+        is_starved = has_room and self._present["rows_in_engine"] >= slots
+        self._num_starved = self._num_starved + 1 if is_starved else 0
+        if self._num_starved == _STARVED_LOOKS and (os.cpu_count() or 1) > _FEW_CORES:
+            tell(
+                logger,
+                "engine_starved",
+                "the engine has {rows} of the {slots} rows that it could have, since the server's front end is busy; "
+                "a larger --api-server-count gives it more processes",
+                level=logging.WARNING,
+                rows=stats.rows,
+                slots=slots,
+            )
 
     # -- events, told on the main thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -16,6 +17,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -40,6 +42,16 @@ from engine_contract import (
     is_running,
 )
 from models import write_model_stub
+
+METRICS = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 7.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1e+02
+vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e+09
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0",model_name="m"} 3.0
+vllm:iteration_tokens_total_count{engine="0",model_name="m"} 41.0
+vllm:request_prompt_tokens_count{engine="0",model_name="m"} 9.0
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -272,6 +284,24 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
     files = " ".join(sorted(path.name for path in model.iterdir()))
     found = sorted(path.read_text() for path in notes.iterdir())
     assert found == [f"2 0,1 {files}", f"2 2,3 {files}"]
+
+
+def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_has(tmp_path):
+    server = OwnServer(
+        Launch(name="a", command=["true"], environment={}, slots=1), tmp_path / "log"
+    )
+
+    async def get(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(body=METRICS)
+
+    server.get = get
+    asyncio.run(server.read_counters())
+    assert server.counters == {"rows": 9, "completion_tokens": 100, "steps": 41}
+    server.start()
+    server.end()
+    assert server.counters == {"completion_tokens": 100, "steps": 41}
+    asyncio.run(server.read_counters())
+    assert server.counters == {"rows": 9, "completion_tokens": 200, "steps": 82}
 
 
 # --------------------------------------------------------------------------- servers that do not start

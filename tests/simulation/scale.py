@@ -67,8 +67,9 @@ READS_A_SECOND = 5500
 """What S3 takes for one prefix before it makes two of it; a deletion of many objects counts as so many writes."""
 MOST_OF_IDEAL = 1.05
 MOST_TWICE = 0.01
-_NUM_SEQS = 2
-"""Rows of an engine that it has at a time; it works on one after the other."""
+_NUM_SEQS = 1
+"""Rows of an engine that it has at a time: a tenth of a chunk, as real engines have some 1,000 of 10,000 rows. A worker
+opens its next chunk when it has no other rows left to give."""
 _TURN_SECONDS = 15.0
 """Longest time between two turns of a worker's loop while its engine is busy. A real engine turns it much oftener."""
 _SNAPSHOT_SECONDS = 25.0
@@ -217,7 +218,7 @@ class CoarseEngine(SimEngine):
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         process, scheduler = self._process, self._process.scheduler
-        # The machine works on one row after the other; the second is there so that it never waits for a row.
+        # While the machine works on a row, the worker has the next one ready.
         queue: list[Call] = []
         due = 0.0
         process.on_exit.append(

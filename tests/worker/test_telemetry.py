@@ -116,6 +116,26 @@ def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
     assert len(codec.encode(record)) < 400_000
 
 
+@pytest.mark.parametrize(("rows", "steps", "times"), [(150, 9, 1), (400, 9, 0), (0, 0, 0)])
+def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    steps: int,
+    times: int,
+) -> None:
+    """A model of 1B took 34 s for what it can do in 21, and nobody said so."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    telemetry_ = start_after(FakeClock())
+    telemetry_.engine_ready(
+        EngineInfo(name="vllm", version="", model="m", max_in_flight=640, max_num_seqs=512)
+    )
+    telemetry_.rows_in_engine(640)
+    for _ in range(100):
+        telemetry_.note_engine_stats(EngineStats(steps=steps, rows=rows))
+    assert caplog.text.count("--api-server-count") == times
+
+
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     telemetry_ = start_after(FakeClock())
     for preemptions in (0, 3, 9):
