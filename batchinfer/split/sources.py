@@ -292,7 +292,11 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
                     f"{url}: {full} cannot be the chunk {stem!r}, expected a name of its own of letters, digits, . _ -",
                     hint="rename the file, or let `split` copy the rows: name the files as SOURCE",
                 )
-            local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
+            try:
+                local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
+            except InputError as error:  # its hint is about what `split` has written
+                error.hint = f"see to the file, or to its line in {url}, from whose folder relative paths count"
+                raise
             with local.path.open("rb") as file:
                 head = list(itertools.islice(file, text_lines.SAMPLE_LINES))
                 if not head:
