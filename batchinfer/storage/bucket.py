@@ -31,7 +31,9 @@ from batchinfer.storage.scratch import scratch_errors
 T = TypeVar("T")
 
 PART_BYTES = 8 << 20
-"""Bytes of the parts in which a large file goes up. R2 wants equal ones, and no store takes more than 10,000."""
+"""Bytes of the parts in which a large file goes up, unless there would be too many. R2 wants equal ones."""
+_MOST_PARTS = 10_000
+"""Parts that every store takes."""
 _PARTS_AT_ONCE = 4
 _HEAVY_BYTES = 1 << 20
 _KEYS_PER_PAGE = 1000
@@ -119,8 +121,9 @@ class BucketStore:
     def put_file(self, key: str, path: Path) -> None:
         """See `Store.put_file`. A process that is killed half way may leave an unfinished upload, which nobody sees."""
         with scratch_errors(path.parent):
-            is_empty = not path.stat().st_size
-        self._put(key, b"" if is_empty else path, None)
+            size = path.stat().st_size
+        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+        self._put(key, path if size else b"", None, part_bytes)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. One request, two if the object has changed."""
@@ -142,12 +145,12 @@ class BucketStore:
 
     # ------------------------------------------------------------------ helpers of the verbs
 
-    def _put(self, key: str, file: bytes | Path, mode: Any) -> str:
+    def _put(self, key: str, file: bytes | Path, mode: Any, part_bytes: int = PART_BYTES) -> str:
         path, is_light = self._path(key), isinstance(file, bytes) and len(file) < _HEAVY_BYTES
 
         def put() -> str:
             stored = (self._store if is_light else self._patient).put(
-                path, file, mode=mode, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                path, file, mode=mode, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE
             )
             return self._etag(key, stored)
 

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import Store, bucket, clouds
+from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.bucket_files import BucketFiles
 from batchinfer.storage.cloud_errors import Cloud
 from batchinfer.storage.opening import open_store
@@ -196,6 +198,17 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once
     found = [info.key[-5:] for info in store.list()]
     assert found == [f"{number:05d}" for number in range(3000)]
     assert len(pages) == 4
+
+
+def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path: Path):
+    """Of one above 80 GiB, 10,000 parts went up, and the next was refused."""
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 1 << 40)  # takes no room
+    client = Mock(put=Mock(return_value={"e_tag": '"e"'}))
+    BucketStore("s3://bucket", client, Cloud("S3")).put_file("k", tmp_path / "file")
+    part_bytes = client.put.call_args.kwargs["chunk_size"]
+    assert bucket.PART_BYTES < part_bytes < 1 << 27
+    assert part_bytes * 10_000 >= 1 << 40
 
 
 def test_an_object_that_is_gone_is_no_file_though_keys_lie_below_its_name():
