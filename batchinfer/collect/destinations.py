@@ -5,11 +5,14 @@ huggingface_hub takes its time to load, so only the functions that use it import
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+
+import msgspec
 
 from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.table_files import TableFile
@@ -61,11 +64,19 @@ def _raced(where: str) -> InputError:
     return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
 
 
+class _Figures(Record, frozen=True, kw_only=True):
+    """Fields of `Collected.result` whose types are checked."""
+
+    rows: int
+    bytes: int
+
+
 def _read_record(data: bytes, key: str) -> Collected | None:
     """Return the record of a collection; None if it is damaged or has another key."""
     try:
         record = codec.decode(data, Collected, name=RECORD_KEY)
-    except InputError:
+        codec.convert(record.result, _Figures)
+    except (InputError, msgspec.ValidationError):
         return None
     return record if record.key == key else None
 
@@ -95,6 +106,7 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
+        self._key = ""
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -102,6 +114,7 @@ class StoreDestination:
         Raises:
             InputError: Other data are there, which must not be replaced.
         """
+        self._key = key
         if self._name:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
@@ -118,11 +131,16 @@ class StoreDestination:
         """Store a file and return the name that it has at the place. The local file is gone afterwards.
 
         Raises:
-            InputError: Another file is there, which must not be replaced.
+            InputError: Another file is there, which must not be replaced. Or another command has completed the folder
+                meanwhile, whose files stay as they are.
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
-        found = {info.key for info in self._store.list(name)}  # all names that begin like this one
-        if self._name and not self._overwrite and name in found:
+        if not self._name:
+            # `prepare` has removed the record that was there.
+            with contextlib.suppress(ObjectNotFound):
+                if _read_record(self._store.get(RECORD_KEY).data, self._key) is None:
+                    raise _raced(self._store.url)
+        elif not self._overwrite and any(info.key == name for info in self._store.list(name)):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
             with there.open("rb") as opened:

@@ -219,22 +219,27 @@ def _another(store: Store) -> InputError:
 
 
 def complete_job(store: Store, job: Job) -> None:
-    """Remove what is not of the job, check that its chunks are there, write the manifests and, last, job.json.
+    """Check that the job's chunks are there, remove others, write the manifests and, last, job.json.
 
     Raises:
         InputError: Another split wrote to the same place meanwhile.
     """
-    there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
-    own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
-    wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}
-    store.delete([key for key in there if key not in wanted])
-    if any(there.get(key) != size for key, size in wanted.items()):
-        raise _another(store)
+    _require_chunks(store, job)
     write_manifests(store, job)
+    _require_chunks(store, job)  # another split may have replaced some of them meanwhile
     try:
         store.create(layout.JOB_KEY, codec.encode_pretty(job))
     except AlreadyExists as error:
         raise _another(store) from error
+
+
+def _require_chunks(store: Store, job: Job) -> None:
+    there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
+    own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
+    wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}
+    if any(there.get(key) != size for key, size in wanted.items()):
+        raise _another(store)
+    store.delete([key for key in there if key not in wanted])
 
 
 def write_manifests(store: Store, job: Job) -> None:
@@ -263,7 +268,8 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
     Raises:
         InputError: The files do not fit the job, have changed, or another command has changed the job meanwhile.
     """
-    data, etag = store.get(layout.JOB_KEY)
+    with _job_there(store):
+        data, etag = store.get(layout.JOB_KEY)
     job = decode_job(data, store.url)
     new = sources.without(job)
     _check_fits(store.url, job, new)
@@ -282,23 +288,31 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
             generation=job.generation + 1,
             first_sha256=identity(job, data),
         )
-        try:
+        with _job_there(store):
             store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
-        except PreconditionFailed as error:
-            raise InputError(
-                f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
-                hint="run the same command again",
-            ) from error
     complete_manifests(store)
     return job
+
+
+@contextlib.contextmanager
+def _job_there(store: Store) -> Iterator[None]:
+    """Raise InputError if job.json is gone, or is not the one that was read."""
+    try:
+        yield
+    except (ObjectNotFound, PreconditionFailed) as error:
+        raise InputError(
+            f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
+            hint="run the same command again",
+        ) from error
 
 
 def complete_manifests(store: Store) -> None:
     """Make the manifests list all chunks of the job, also if another command appends to it meanwhile."""
     etag = ""
-    while etag != store.stat(layout.JOB_KEY).etag:
-        data, etag = store.get(layout.JOB_KEY)
-        write_manifests(store, decode_job(data, store.url))
+    with _job_there(store):
+        while etag != store.stat(layout.JOB_KEY).etag:
+            data, etag = store.get(layout.JOB_KEY)
+            write_manifests(store, decode_job(data, store.url))
 
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:

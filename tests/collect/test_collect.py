@@ -569,10 +569,33 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     assert contents(tmp_path / "out") == before
     collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
     assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
+    record = tmp_path / "out/_COLLECTED"
+    record.write_bytes(record.read_bytes().replace(b'"bytes"', b'"size"'))
+    assert (
+        collect(run, tmp_path / "out", where="status = 200", overwrite=True)["status"] == "SUCCESS"
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/data.parquet").write_bytes(b"mine")
     with pytest.raises(InputError, match="something else"):
         collect(run, tmp_path / "mine", overwrite=True)
+
+
+def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
+    run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    out, files = tmp_path / "out", list[dict[str, bytes]]()
+
+    def complete(where: str) -> None:
+        collect(run, out, where=where, overwrite=True)
+        files.append(contents(out))
+
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row < 3"))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, out)
+    assert contents(out) == files[0]
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
+    assert collect(run, out, where="_row > 3", overwrite=True)["status"] == "SUCCESS"
+    assert contents(out) == files[1]
 
 
 def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_a_run_that_has_done_nothing_yet_misses_every_row(
     assert (found["B"]["missing here only"], found["A"]["missing here only"]) == (30, 0)
 
 
+def test_damaged_chunks_that_count_as_missing_are_told(
+    runs: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(runs[1], "outputs/part-00001.succeed").write_text("damaged")
+    assert compare(*runs)["B"]["missing here only"] == 10
+    assert f"{runs[1]}: part-00001: outputs/part-00001.succeed: not a readable" in caplog.text
+
+
 def test_runs_of_other_jobs_and_no_runs_are_refused(runs: tuple[str, str], tmp_path: Path) -> None:
     make_job(tmp_path / "other", rows=3, per_chunk=10)
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")

@@ -188,7 +188,7 @@ def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
 
 
 def finish_another(folder: Path) -> None:
-    split(make_source(folder / "b.parquet", *range(50)), folder / "job", num_chunks=2)
+    split(make_source(folder / "b.parquet", *range(50)), folder / "job", num_chunks=3)
 
 
 def replace_a_chunk(folder: Path) -> None:
@@ -203,7 +203,8 @@ def touch_the_source(folder: Path) -> None:
     ("owner", "step", "act", "message"),
     [
         (writer, "write_chunks", finish_another, "another split wrote here at the same time"),
-        (writer, "complete_job", replace_a_chunk, "another split wrote here at the same time"),
+        (writer, "complete_job", finish_another, "another split wrote here at the same time"),
+        (writer, "write_manifests", replace_a_chunk, "another split wrote here at the same time"),
         (LocalStore, "put_file", touch_the_source, "changed while it was being split"),
     ],
 )
@@ -301,6 +302,16 @@ def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
         split(first, grown, append=True)
     split(first, grown, append=True)
     assert [row["n"] for row in rows_at(grown)] == [*range(109), 110, 109]
+
+
+@pytest.mark.parametrize("step", ["append", "complete_manifests"])
+def test_an_append_to_a_job_that_is_removed_meanwhile_says_so(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    source = make_source(tmp_path / "late.parquet", 109)
+    meanwhile(monkeypatch, writer, step, (grown / "job.json").unlink)
+    with pytest.raises(InputError, match="another command changed the job meanwhile"):
+        split(source, grown, append=True)
 
 
 def test_a_run_goes_on_with_appended_rows_even_before_the_manifests_list_them(
