@@ -6,6 +6,7 @@ profile in ~/.aws, single sign-on, roles, the machine's metadata. obstore finds 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -120,6 +121,8 @@ def _aws_settings(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     from botocore.configprovider import ConfiguredEndpointProvider
     from botocore.exceptions import BotoCoreError
 
+    for name in [each for each in os.environ if each.startswith("AWS_") and not os.environ[each]]:
+        del os.environ[name]  # botocore takes it for unset, obstore for a value
     session: Any = botocore.session.get_session()
     try:
         scoped = session.get_scoped_config()

@@ -146,6 +146,11 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
 
         return LocalStore(local_path(url))
     if scheme not in READ_ONLY_SCHEMES:
+        if any(character < " " for character in rest):
+            raise ConfigError(
+                f"{url!r}: has a control character, which keys cannot have",
+                hint="leave it out; a \\r comes from a file with the line ends of Windows",
+            )
         parts = rest.strip("/").split("/")
         kept = [part for part in parts if part not in NO_NAMES]
         if kept != parts:

@@ -281,6 +281,7 @@ def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
     [
         ("r2://bucket/job", "AWS_ENDPOINT_URL", "", "no endpoint"),
         ("s3://bucket/job", "AWS_ENDPOINT_URL", "localhost:9000", "is no URL"),
+        ("s3://bucket/job\r", "AWS_ENDPOINT_URL", "", "control character"),
         ("az://bucket/job", "AZURE_STORAGE_ACCOUNT_NAME", "", "Azure"),
         ("gs://bucket/job", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "GCS"),
     ],
@@ -295,6 +296,15 @@ def test_a_configuration_that_cannot_work_is_refused_before_a_request(
         open_store(url)
     assert caught.value.exit_status == 2
     assert caught.value.hint
+
+
+def test_a_variable_of_aws_that_is_empty_counts_as_unset(s3_environment, monkeypatch):
+    """An empty endpoint was a panic with a backtrace, an empty region a host that is none."""
+    empty = {"AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"}
+    for name in empty:
+        monkeypatch.setenv(name, "")
+    open_store("s3://bucket/job")
+    assert not empty & os.environ.keys()
 
 
 def test_a_listing_leaves_out_the_folders_of_web_consoles_and_names_a_key_that_is_no_path(
