@@ -35,15 +35,13 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.ledger.own_record import OwnRecord
-from batchinfer.storage import Store
+from batchinfer.ledger.silence import has_lapsed
+from batchinfer.storage import ObjectInfo, Store
 from batchinfer.storage.retrying import WRITES, keeps_refusing
 
 logger = logging.getLogger(__name__)
 
 ENDED_STATES = ("done", "stopped", "failed")
-
-# --------------------------------------------------------------------------- when a worker is gone
-
 HEARTBEATS_PER_LEASE = 4
 """Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. If three heartbeats
 in a row fail, the lease lapses about when the fourth is due."""
@@ -53,29 +51,6 @@ than others wait for it, since loading an engine again costs more than waiting s
 LAPSES_WITHOUT_STORAGE = 3
 """Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
 a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
-_LEASES_FOR_ONE_LOOK = 2.0
-"""Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
-gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
-_LEASES_OF_A_STALL = 0.6
-"""Share of a lease without a heartbeat after which a worker seems stalled: two heartbeats in a row are missing."""
-
-
-def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a worker had no heartbeat for a lease, the longest of these, so that others may take its chunks."""
-    return silent_seconds >= max(lease_seconds)
-
-
-def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
-    """Whether a command that looks only once may take a worker for gone.
-
-    The worker must have had no heartbeat for longer than `patience_seconds`, and longer than two leases.
-    """
-    return silent_seconds > max(patience_seconds, _LEASES_FOR_ONE_LOOK * lease_seconds)
-
-
-def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
-    """Whether at least two heartbeats of a worker are missing. Its claims may still be valid."""
-    return silent_seconds >= _LEASES_OF_A_STALL * lease_seconds
 
 
 class Lease:
@@ -291,6 +266,8 @@ class Claims:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._sightings: dict[str, _Sighting] = {}
+        self._listed: dict[str, tuple[ObjectInfo, float]] = {}
+        self._next_watch = float("-inf")
 
     def take(self, name: str) -> Taken | Held:
         """Take a chunk's claim if it is free, released, lapsed, or in this worker's own name.
@@ -349,6 +326,20 @@ class Claims:
             if held is not None and (held.claim.worker, held.claim.nonce) == ours:
                 self.release(name, held.etag)
 
+    def watch(self) -> None:
+        """See which versions all workers' records have, in one listing, unless that was seen a heartbeat ago or less.
+
+        So a claim that this worker has never read is known to have lapsed at the first look.
+        """
+        if self._clock.monotonic() < self._next_watch:
+            return
+        infos = list(self._store.list(layout.WORKERS))
+        now = self._clock.monotonic()
+        self._next_watch = now + self._lease.heartbeat_seconds
+        for info in infos:
+            if self._listed.setdefault(info.key, (info, now))[0].etag != info.etag:
+                self._listed[info.key] = info, now
+
     def look(self, held: Held) -> WorkerLease | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
@@ -378,10 +369,12 @@ class Claims:
                 return None
             seen = _Sighting(etag, self._clock.monotonic(), record)
             self._sightings[key] = seen
+        info, since = self._listed.get(key, (None, 0.0))
+        since = min(since, seen.since) if info and info.is_version(etag) else seen.since
         record = seen.record
         if record.nonce != held.claim.nonce or record.state in ENDED_STATES:
             return None
-        is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)
+        is_gone = has_lapsed(asked - since, record.lease_seconds, self._lease.lease_seconds)
         return None if is_gone else record
 
     def _body(self, worker: str) -> bytes:

@@ -16,7 +16,8 @@ from typing import Generic, NamedTuple, TypeVar
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Claim, Marker, WorkerLease
-from batchinfer.ledger.claims import ENDED_STATES, seems_gone
+from batchinfer.ledger.claims import ENDED_STATES
+from batchinfer.ledger.silence import seems_gone
 from batchinfer.storage import ObjectInfo, Store
 
 T = TypeVar("T")

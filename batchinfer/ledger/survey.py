@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
@@ -80,14 +80,6 @@ def chunks_with_checkpoints(store: Store) -> dict[str, int]:
     return rows
 
 
-def watch_owners(store: Store, claims: Claims, names: Iterable[str]) -> None:
-    """Look at the owners of chunks now, so that their leases run out the sooner if they are gone."""
-    for name in names:
-        held = read_claim(store, name)
-        if held is not None and held.claim.worker:
-            claims.look(held)
-
-
 def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, int]) -> Survey:
     """Find out which of some neighbouring chunks are done, and which are held by living workers.
 
@@ -104,11 +96,12 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
             for name, marker in newest_markers(store, beginning).items()
             if marker.generation >= generations.get(name, sys.maxsize)
         }
-        infos = store.list(layout.CLAIMS + beginning)
+        infos = [] if done >= generations.keys() else store.list(layout.CLAIMS + beginning)
         may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
     else:
         done = {name for name in generations if read_marker(store, name, generations[name])[0]}
         may_be_claimed = set(generations)
+    claims.watch()
     survey = Survey(done, [], [], [])
     num_read = 0
     for name in generations:

@@ -16,9 +16,10 @@ from batchinfer.core.counts import Counts, most_common
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import Money, Record, Run, Worker
-from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
+from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.jobs import rows_by_chunk
 from batchinfer.ledger.looks import SeenWorker, Snapshot
+from batchinfer.ledger.silence import has_lapsed, seems_stalled
 from batchinfer.ledger.spending import machine_of, money_of, offset_of
 
 RECENT_MINUTES = 5

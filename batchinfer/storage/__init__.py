@@ -22,6 +22,10 @@ class ObjectInfo(NamedTuple):
     etag: str
     modified: float = 0.0
 
+    def is_version(self, etag: str) -> bool:
+        """Whether another verb's etag is of this version. Listings of GCS show a part of it."""
+        return etag == self.etag or etag.startswith(f"{self.etag};")
+
 
 class Object(NamedTuple):
     """A whole object and the etag of the version that was read."""

@@ -121,9 +121,8 @@ class BucketStore:
     def put_file(self, key: str, path: Path) -> None:
         """See `Store.put_file`. A process that is killed half way may leave an unfinished upload, which nobody sees."""
         with scratch_errors(path.parent):
-            size = path.stat().st_size
-        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
-        self._put(key, path if size else b"", None, part_bytes)
+            is_empty = not path.stat().st_size
+        self._put(key, b"" if is_empty else path, None)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. One request, two if the object has changed."""
@@ -145,8 +144,10 @@ class BucketStore:
 
     # ------------------------------------------------------------------ helpers of the verbs
 
-    def _put(self, key: str, file: bytes | Path, mode: Any, part_bytes: int = PART_BYTES) -> str:
+    def _put(self, key: str, file: bytes | Path, mode: Any) -> str:
         path, is_light = self._path(key), isinstance(file, bytes) and len(file) < _HEAVY_BYTES
+        size = len(file) if isinstance(file, bytes) else file.stat().st_size
+        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
 
         def put() -> str:
             stored = (self._store if is_light else self._patient).put(

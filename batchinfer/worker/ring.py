@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_ROUND_SECONDS = 10.0
 """Most seconds between two rounds over a job of few workers."""
-_NEXT_BLOCK_SECONDS = 1.0
+_NEXT_BLOCK_SECONDS = 0.5
 """Least seconds between two looks at different blocks of the job."""
 _CLAIMS_PER_SECOND = 2000
 """Most claims that the workers of a job together read in a second, if all are idle. For each they also read the owner's
@@ -269,7 +269,7 @@ class Ring:
             has_to_wait: Whether a new round begins, or only claims of workers that are gone were found.
         """
         # A look at a finished block reads no claims, but lists two pages.
-        seconds = max(num_claims, 2) * self._num_workers / _CLAIMS_PER_SECOND
+        seconds = max(num_claims, 1) * self._num_workers / _CLAIMS_PER_SECOND
         least = _NEXT_BLOCK_SECONDS
         if has_to_wait:
             lease_seconds = self._run.lease.lease_seconds

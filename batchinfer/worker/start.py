@@ -26,7 +26,7 @@ from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.runs import refuse_foreign
-from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers, watch_owners
+from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _END_LOADING_SECONDS = 15.0
-_MOST_WATCHED = 8
-"""Most chunks of whose owners a start looks at the leases while its engine loads."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -188,8 +186,7 @@ class _Start:
         access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
         ring = self._make_ring(membership, access, done)
         # Where a worker is gone, the time in which its chunks are still its own passes while the engine loads.
-        begun = [ref.name for ref in membership.assignment.chunks if ref.name in checkpointed]
-        submit(partial(watch_owners, self.store, access.claims, begun[:_MOST_WATCHED]))
+        submit(access.claims.watch)
         self._log_work(membership.assignment.chunks, checkpointed)
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
         if info is None:

@@ -12,6 +12,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import LeaseLapsed, PreconditionFailed, StorageError, Superseded
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
+from batchinfer.storage import Object
 from fakes import FakeClock, MemoryStore, worker_record
 from making import put_raw
 
@@ -134,6 +135,34 @@ class TestClaims:
         taken(observer.take("part-00000"))
         assert not owner.release("part-00000", etag), "it is another's by now"
         assert claim_of(store).worker == "b"
+
+    @pytest.mark.parametrize("listed", ["{}", '{};"7"', '"other"'])
+    def test_who_watches_the_workers_takes_a_lapsed_claim_at_its_first_look(
+        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, listed: str
+    ) -> None:
+        """Among 100 blocks of chunks an idle worker came to a block for the second time after minutes."""
+        owner, lease = claims_of(store, "a", clock)
+        taken(owner.take("part-00000"))
+        observer, _ = claims_of(store, "b", clock)
+        get = store.get
+
+        def get_version(key: str) -> Object:
+            """A listing shows the same etag, or a part of it, or one of another form."""
+            found = get(key)
+            return found._replace(etag=listed.format(found.etag))
+
+        monkeypatch.setattr(store, "get", get_version)
+        observer.watch()
+        clock.sleep(100)
+        lease.renew(worker_record())
+        for seconds in (0, 20, 99):
+            clock.sleep(seconds)
+            observer.watch()
+        held(claims_of(store, "c", clock)[0].take("part-00000"))
+        held(observer.take("part-00000"))
+        clock.sleep(1)
+        look = held if listed == '"other"' else taken
+        look(observer.take("part-00000"))
 
 
 def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
