@@ -171,7 +171,7 @@ class HttpEngine:
                         return
                     yield []
                     if any(free):
-                        source.wait(1.0)
+                        source.wait(0.5)
                 is_hungry = has_more and sum(free) > len(calls)
                 yield self._turn(_POLL_SECONDS if is_hungry else _LONGEST_WAIT_SECONDS)
         finally:

@@ -237,7 +237,7 @@ class CoarseEngine(SimEngine):
                     queue += calls
             if not queue:
                 yield []
-                source.wait(1.0)
+                source.wait(0.5)
                 continue
             process.sleep(min(_TURN_SECONDS, due - scheduler.now))
             if scheduler.now < due - 1e-6:
