@@ -149,7 +149,7 @@ class TestCheckpoints:
     def save_some(self, stage: Stage) -> set[RowKey]:
         """Do some rows of the first chunk, and remove run.json. Returns the rows that are in checkpoints."""
         stage.engine.max_in_flight = 2
-        stage.scheduler.after(4.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run(checkpoint_seconds=0.2)
         assert not markers(stage)
         remove_run(stage)
