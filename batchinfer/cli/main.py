@@ -130,10 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _explained(error: OSError | UnicodeEncodeError) -> BatchinferError | None:
     """Return our error for trouble that can come from any line of a command; None if it is a bug."""
-    if isinstance(
-        error, UnicodeEncodeError
-    ):  # of a record that holds the current folder, for example
-        return ConfigError(f"{error.object[:300]!r}: is not UTF-8", hint=_RENAME)
+    if isinstance(error, UnicodeEncodeError):
+        # So Python writes bytes of paths and variables, such as those of the current folder, that are no UTF-8.
+        if "\udc80" <= error.object[error.start] <= "\udcff":
+            return ConfigError(f"{error.object[:300]!r}: is not UTF-8", hint=_RENAME)
+        return None
     if error.errno == errno.EMFILE:
         hint = "raise the limit, as in `ulimit -n 1024`, and start the same command again"
         return StorageError("too many files and connections are open", hint=hint)

@@ -234,6 +234,7 @@ def complete_job(store: Store, job: Job) -> None:
 
 
 def _require_chunks(store: Store, job: Job) -> None:
+    """Raise InputError unless all chunks of the job are there, and then remove others."""
     there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
     own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
     wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}

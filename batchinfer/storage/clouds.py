@@ -66,7 +66,14 @@ MEMORY = Cloud("memory", is_remote=False)
 _memory: dict[str, Any] = {}
 """The memory:// buckets of this process, by name."""
 
-
+_PLACES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT",
+    "AWS_DEFAULT_REGION",
+    "AWS_REGION",
+)
+"""Variables that obstore reads, too."""
 _KINDS: dict[str, tuple[Any, Cloud]] = {
     "s3": (S3Store, S3),
     "r2": (S3Store, S3),
@@ -121,8 +128,9 @@ def _aws_settings(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     from botocore.configprovider import ConfiguredEndpointProvider
     from botocore.exceptions import BotoCoreError
 
-    for name in [each for each in os.environ if each.startswith("AWS_") and not os.environ[each]]:
-        del os.environ[name]  # botocore takes it for unset, obstore for a value
+    for name in _PLACES:
+        if os.environ.get(name) == "":
+            del os.environ[name]  # botocore takes it for unset, obstore for a value
     session: Any = botocore.session.get_session()
     try:
         scoped = session.get_scoped_config()

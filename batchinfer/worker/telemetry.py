@@ -89,7 +89,7 @@ class Telemetry:
         self.stats = EngineStats()
         """Counters of the engine, as they were last read."""
         self._num_starved = 0
-        """Looks in a row at an engine with free slots whose rows were in the server's front end."""
+        """Looks in a row at an engine with free slots whose rows were in the server's front end, until it is told."""
         self._running_since: float | None = None
         self._running_until: float | None = None
         self.latest = self._base
@@ -207,7 +207,12 @@ class Telemetry:
                 preemptions=stats.preemptions,
             )
         self.stats = stats
-        slots = self._present.get("engine", {}).get("max_num_seqs") or 0
+        self._look_for_starvation()
+
+    def _look_for_starvation(self) -> None:
+        if self._num_starved == _STARVED_LOOKS:
+            return  # it was told
+        stats, slots = self.stats, self._present.get("engine", {}).get("max_num_seqs") or 0
         # Servers without counters have no steps either.
         has_room = stats.steps and stats.rows < _STARVED_SHARE * slots
         is_starved = has_room and self._present["rows_in_engine"] >= slots

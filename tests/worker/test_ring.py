@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 from unittest import mock
@@ -157,6 +158,17 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     idle.tick(seconds=11.0)
     assert idle.store.requests["get"] == 4 * MOST_SAMPLED
     assert idle.ring.is_finished  # those that it watches have
+
+
+def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
+    """Among many blocks of chunks, minutes pass between two looks at one of them."""
+    idle = Idle("watched", 2)
+    for name in idle.names:
+        idle.claim(name, f"owner-{name}")
+    look = partial(survey.look_at_neighbours, idle.store, idle.ring._run.claims)
+    assert not look({idle.names[0]: 0}).lapsed
+    idle.clock.sleep(LEASE_SECONDS)
+    assert look({idle.names[1]: 0}).lapsed == [idle.names[1]]
 
 
 def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> None:

@@ -131,8 +131,8 @@ def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
         EngineInfo(name="vllm", version="", model="m", max_in_flight=640, max_num_seqs=512)
     )
     telemetry_.rows_in_engine(640)
-    for _ in range(100):
-        telemetry_.note_engine_stats(EngineStats(steps=steps, rows=rows))
+    for now in ([rows] * 29 + [512] + [rows] * 30) * 2:
+        telemetry_.note_engine_stats(EngineStats(steps=steps, rows=now))
     assert caplog.text.count("--api-server-count") == times
 
 
