@@ -159,7 +159,7 @@ class Background:
                 job = self._jobs.popleft()
             job()
             del job  # what it holds may be large
-            self._finished.set()
+            self.wake()
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` again and again on its own thread, with a pause of `interval_seconds` before each run.
@@ -196,10 +196,14 @@ class Background:
         """Make a gate that lets `number` threads in."""
         return threading.Semaphore(number)
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Block until a piece of submitted work finishes or the time is up.
+    def wake(self) -> None:
+        """End a `wait`, as finished work does. Work calls this when it has something to show before it ends."""
+        self._finished.set()
 
-        Returns at once if work has finished since the last `wait`.
+    def wait(self, timeout_seconds: float) -> None:
+        """Block until a piece of submitted work finishes, `wake` is called or the time is up.
+
+        Returns at once if this has happened since the last `wait`.
         """
         self._finished.wait(timeout_seconds)
         self._finished.clear()

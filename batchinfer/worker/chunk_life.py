@@ -71,6 +71,8 @@ class Hall:
     has_rows_left: Callable[[], bool]
     """Returns whether open chunks have unfinished rows. While the engine generates them, a store that cannot be reached
     has time to come back, so no chunk is given up because of storage."""
+    wake_loop: Callable[[], None]
+    """Lets the worker's loop look at once what its chunks have come to."""
     publishing: threading.Semaphore
     writing: threading.Semaphore
     is_closing: bool = False
@@ -150,6 +152,7 @@ class Life:
         if not isinstance(opened, OpenChunk):
             return opened
         self.chunk = chunk = opened
+        hall.wake_loop()
         ending: Ending = None
         try:
             due = clock.monotonic() + hall.config.checkpoint_seconds

@@ -57,6 +57,7 @@ class OpenChunks:
             run,
             config,
             lambda: any(chunk.num_left for chunk in list(self.open.values())),
+            wake_loop=environment.background.wake,
             publishing=environment.background.gate(config.limits.max_publishing),
             writing=environment.background.gate(MAX_WRITING),
         )
@@ -113,8 +114,10 @@ class OpenChunks:
         found_done: set[str] = set()
         if not self.is_closing:
             counts, seconds = self.telemetry.counts, self.telemetry.busy_seconds
-            # Before the first rows are finished nobody knows the rate; a slow bucket must not keep the engine waiting.
-            rate = (counts.rows_done or rows_wanted) / max(seconds, 1.0)
+            rate = counts.rows_done / max(seconds, 1.0)
+            if not counts.rows_done:
+                # Nobody knows the rate yet, so each row is assumed to take five seconds.
+                rate = rows_wanted / max(seconds, 5.0)
             # Twice the number of rows that the engine finishes while one chunk is opened keep the engine busy if the
             # bucket becomes slower.
             missing = rows_wanted + int(2 * rate * self._opening_seconds)

@@ -160,9 +160,7 @@ class SimBackground:
         self._waiting: tuple[Any, int] | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        # Work on threads of its own often ends between two questions whether it has ended.
-        share = 0.0 if self._waits is self else 0.3
-        job = _Job(work, lambda: self._random.random() < share)
+        job = _Job(work, self._is_late)
         self._queue.append(job)
         if self._num_idle:
             self._num_idle -= 1
@@ -218,13 +216,20 @@ class SimBackground:
                 error = caught
             self._process.sleep(self._delay())
             job.settle(value, error)
-            self._waits._note_finished()
+            self._waits.wake()
         self._num_idle += 1
 
-    def _note_finished(self) -> None:
+    def wake(self) -> None:
         self._has_finished = True
         if self._waiting is not None:
             self._process.wake(self._waiting, self._delay())
+
+    def _is_late(self) -> bool:
+        # Work on threads of its own often ends between two questions whether it has ended. A wait ends then.
+        is_late = self._waits is not self and self._random.random() < 0.3
+        if is_late:
+            self._waits.wake()
+        return is_late
 
     def _delay(self) -> float:
         return self._latency_seconds * self._random.random()

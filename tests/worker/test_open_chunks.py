@@ -7,14 +7,19 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.worker import chunk_life
 from batchinfer.worker.background import Background, Stopper
 from batchinfer.worker.chunk_life import Life
+from batchinfer.worker.chunk_opening import open_chunk
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Limits
 from fakes import FakeClock
+from simulation.stage import Stage
 
 
 def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do() -> None:
@@ -85,10 +90,30 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() 
     whole: list[Any] = [outside, None, Ring(), Telemetry("w", clock, host={}), config]
     chunks = OpenChunks(*whole)
     size: Any = SimpleNamespace(size_bytes=0)
-    chunk: Any = SimpleNamespace(num_unread=300, local=size, spool=size)
+    chunk: Any = SimpleNamespace(num_unread=500, local=size, spool=size)
     chunks.open["c"] = chunk
     chunks.telemetry._running_since = clock.monotonic()
     chunks.tick(0, 256)
+    chunk.num_unread = 300
+    chunks.tick(0, 256)
     clock.seconds += 100
     chunks.tick(0, 256)
-    assert hungry == [True, False]
+    assert hungry == [False, True, False]
+
+
+def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop, which looks once a second for an idle engine, looks when a chunk is open."""
+    opened, taken = [], []
+    with Stage([["a"]]) as stage:
+
+        def open_it(*arguments: Any, **named: Any) -> Any:
+            chunk = open_chunk(*arguments, **named)
+            opened.append(stage.scheduler.now)
+            return chunk
+
+        monkeypatch.setattr(chunk_life, "open_chunk", open_it)
+        monkeypatch.setattr(stage, "took", lambda *_call: taken.append(stage.scheduler.now))
+        assert stage.run().is_success
+    assert taken[0] - opened[0] < 0.3
