@@ -1,6 +1,6 @@
 """Deliberate mistakes in the code of worker and `clean`. Each breaks a promise, and the simulation must notice.
 
-A defect is a context: while it lasts, the mistake is in. `DEFECTS` names them all.
+A defect is a context: while it lasts, the mistake is in. `DEFECTS` makes them, by name.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Marker, Worker, WorkerLease
+from batchinfer.core.records import Marker, Worker
 from batchinfer.formats import lines
 from batchinfer.ledger import checkpoints, claims, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
@@ -26,16 +27,33 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import Prepared
 from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import chunk as open_chunk
-from batchinfer.worker import chunk_life, chunk_opening, joining, ring, stream
+from batchinfer.worker import chunk_life, chunk_opening, joining
 from batchinfer.worker.chunk import OpenChunk, Spool, Suspect
+from batchinfer.worker.chunk_life import Life
 from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
+from batchinfer.worker.ring import Ring
+from batchinfer.worker.stream import RowStream
 
-Defect = AbstractContextManager[Any]
+DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+
+
+def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a defect: it stands in for a function of a class or module, which it gets as first argument."""
+    real = getattr(owner, name)
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*arguments: Any, **named: Any) -> Any:
+            return function(real, *arguments, **named)
+
+        new = property(broken) if isinstance(real, property) else broken
+        DEFECTS[function.__name__] = partial(mock.patch.object, owner, name, new)
+        return function
+
+    return make
 
 
 def _overwrite(store: Store, key: str, data: bytes) -> None:
@@ -51,503 +69,389 @@ def _overwrite(store: Store, key: str, data: bytes) -> None:
         return
 
 
-def marker_before_output() -> Defect:
+@instead_of(Publisher, "publish")
+def marker_before_output(
+    _real: Any, self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Any
+) -> Published:
     """The marker is written first, and the output after it."""
-
-    def publish(
-        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
-    ) -> Published:
-        file = layout.output_file(chunk, self._nonce + "0")
-        marker = msgspec.structs.replace(
-            marker,
-            output=file,
-            output_bytes=built.bytes,
-            output_sha256=built.sha256,
-            nonce=self._nonce,
-        )
-        standing = self._put_marker(marker, chunk)
-        self._store.put_file(layout.output_key(file), built.path)
-        self._store.delete(leftovers)
-        return Published(standing, True)
-
-    return mock.patch.object(Publisher, "publish", publish)
+    file = layout.output_file(chunk, self._nonce + "0")
+    marker = msgspec.structs.replace(
+        marker,
+        output=file,
+        output_bytes=built.bytes,
+        output_sha256=built.sha256,
+        nonce=self._nonce,
+    )
+    standing = self._put_marker(marker, chunk)
+    self._store.put_file(layout.output_key(file), built.path)
+    self._store.delete(leftovers)
+    return Published(standing, True)
 
 
-def no_fence() -> Defect:
+@instead_of(Publisher, "_put_marker")
+def no_fence(_real: Any, self: Publisher, marker: Marker, chunk: str) -> Marker:
     """The last marker wins instead of the first."""
-
-    def put_marker(self: Publisher, marker: Marker, chunk: str) -> Marker:
-        key = layout.marker_key(chunk, marker.generation)
-        _overwrite(self._store, key, codec.encode(marker))
-        return marker
-
-    return mock.patch.object(Publisher, "_put_marker", put_marker)
+    key = layout.marker_key(chunk, marker.generation)
+    _overwrite(self._store, key, codec.encode(marker))
+    return marker
 
 
-def no_fence_of_starts() -> Defect:
+@instead_of(Lease, "confirm")
+def no_fence_of_starts(_real: Any, self: Lease) -> str:
     """A worker that finds its record changed takes it back."""
+    return self._own.look()[1]
 
-    return mock.patch.object(Lease, "confirm", lambda self: self._own.look()[1])
 
-
-def dropped_segment() -> Defect:
+@instead_of(chunk_opening, "Segments")
+def dropped_segment(real: Any, store: Store, name: str, **of: Any) -> Segments:
     """The last segment of a chunk is not read."""
-
-    def shortened(store: Store, name: str, **of: Any) -> Segments:
-        class Shortened:
-            def list(self, prefix: str) -> list[Any]:
-                return list(store.list(prefix))[:-1]
-
-            def get(self, key: str) -> Any:
-                return store.get(key)
-
-        return Segments(Shortened(), name, **of)  # type: ignore[arg-type]
-
-    return mock.patch.object(chunk_opening, "Segments", shortened)
+    shortened = SimpleNamespace(list=lambda prefix: list(store.list(prefix))[:-1], get=store.get)
+    return cast("Segments", real(shortened, name, **of))
 
 
-def changed_segment_is_adopted() -> Defect:
+@instead_of(checkpoints, "_is_whole")
+def changed_segment_is_adopted(_real: Any, *_given: object) -> bool:
     """Nobody compares a segment's bytes with the checksum in its first line."""
-    return mock.patch.object(checkpoints, "_is_whole", return_value=True)
+    return True
 
 
-def segments_deleted_first() -> Defect:
+@instead_of(Publisher, "publish")
+def segments_deleted_first(
+    real: Any, self: Publisher, *made: Any, leftovers: Sequence[str], **of: Any
+) -> Any:
     """Segments go when the chunk is complete, before its marker is there."""
-    real = Publisher.publish
-
-    def publish(self: Publisher, *made: Any, chunk: str, leftovers: Sequence[str]) -> Published:
-        self._store.delete(leftovers)
-        return real(self, *made, chunk=chunk, leftovers=())
-
-    return mock.patch.object(Publisher, "publish", publish)
+    self._store.delete(leftovers)
+    return real(self, *made, leftovers=(), **of)
 
 
-def adopted_orphan() -> Defect:
+@instead_of(Publisher, "_put_output")
+def adopted_orphan(_real: Any, self: Publisher, built: Built, chunk: str) -> str:
     """All outputs of a chunk have the same name, and one that exists already is taken for one's own."""
-
-    def put_output(self: Publisher, built: Built, chunk: str) -> str:
-        file = layout.output_file(chunk, "0")
-        with suppress(AlreadyExists):
-            self._store.create(layout.output_key(file), built.path.read_bytes())
-        return file
-
-    return mock.patch.object(Publisher, "_put_output", put_output)
+    file = layout.output_file(chunk, "0")
+    with suppress(AlreadyExists):
+        self._store.create(layout.output_key(file), built.path.read_bytes())
+    return file
 
 
-def reused_output_name() -> Defect:
+@instead_of(Publisher, "_put_output")
+def reused_output_name(_real: Any, self: Publisher, built: Built, chunk: str) -> str:
     """Every output of a chunk goes to the same name, over any that exists."""
-
-    def put_output(self: Publisher, built: Built, chunk: str) -> str:
-        file = layout.output_file(chunk, "0")
-        self._store.put_file(layout.output_key(file), built.path)
-        return file
-
-    return mock.patch.object(Publisher, "_put_output", put_output)
+    file = layout.output_file(chunk, "0")
+    self._store.put_file(layout.output_key(file), built.path)
+    return file
 
 
-def output_name_given_again() -> Defect:
+@instead_of(Publisher, "_put_output")
+def output_name_given_again(real: Any, self: Publisher, built: Built, chunk: str) -> str:
     """An output takes the chunk's usual name where no other has it just then. An earlier one may be gone since."""
-    real = Publisher._put_output
-
-    def put_output(self: Publisher, built: Built, chunk: str) -> str:
-        file = layout.output_file(chunk, "0")
-        try:
-            self._store.create(layout.output_key(file), built.path.read_bytes())
-        except AlreadyExists:
-            return real(self, built, chunk)
-        return file
-
-    return mock.patch.object(Publisher, "_put_output", put_output)
+    file = layout.output_file(chunk, "0")
+    try:
+        self._store.create(layout.output_key(file), built.path.read_bytes())
+    except AlreadyExists:
+        return cast("str", real(self, built, chunk))
+    return file
 
 
-def resumed_rows_off_by_one() -> Defect:
+@instead_of(Segments, "rows")
+def resumed_rows_off_by_one(real: Any, self: Segments) -> Iterator[FinishedRow]:
     """A row that is resumed comes one line too late."""
-    real = Segments.rows
-
-    def rows(self: Segments) -> Iterator[FinishedRow]:
-        for row in real(self):
-            if row.line + 1 < self._num_lines:
-                yield msgspec.structs.replace(row, line=row.line + 1)
-
-    return mock.patch.object(Segments, "rows", rows)
+    for row in real(self):
+        if row.line + 1 < self._num_lines:
+            yield msgspec.structs.replace(row, line=row.line + 1)
 
 
-def claim_taken_without_asking() -> Defect:
+@instead_of(Claims, "take")
+def claim_taken_without_asking(_real: Any, self: Claims, name: str) -> Taken:
     """A claim is taken whoever has it, without its etag."""
-
-    def take(self: Claims, name: str) -> Taken:
-        _overwrite(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
-        return Taken(self._store.stat(layout.claim_key(name)).etag)
-
-    return mock.patch.object(Claims, "take", take)
+    _overwrite(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
+    return Taken(self._store.stat(layout.claim_key(name)).etag)
 
 
-def claims_lapse_at_once() -> Defect:
+@instead_of(Claims, "look")
+def claims_lapse_at_once(_real: Any, *_given: object) -> None:
     """Nobody's heart beats. It costs work; see test_claims_only_save_work for what it must not cost."""
-    return mock.patch.object(Claims, "look", return_value=None)
 
 
-def wrong_generation_rows() -> Defect:
+@instead_of(chunk_opening, "good_rows")
+def wrong_generation_rows(_real: Any, file: Any, num_rows: int) -> Iterator[FinishedRow]:
     """The error rows of the generation before are taken over as they are."""
-
-    def good_rows(file: Any, num_rows: int) -> Iterator[FinishedRow]:
-        for index, data in enumerate(itertools.islice(codec.lines(file), num_rows)):
-            yield FinishedRow(line=index, ok=True, output=codec.raw(data))
-
-    return mock.patch.object(chunk_opening, "good_rows", good_rows)
+    for index, data in enumerate(itertools.islice(codec.lines(file), num_rows)):
+        yield FinishedRow(line=index, ok=True, output=codec.raw(data))
 
 
-def published_too_early() -> Defect:
+class _Hasty(OpenChunk):
+    num_missing = 0
+
+    @property
+    def num_left(self) -> int:
+        return max(0, self.num_missing - 1)
+
+    @num_left.setter
+    def num_left(self, number: int) -> None:
+        self.num_missing = number
+
+
+@instead_of(chunk_opening, "OpenChunk")
+def published_too_early(_real: Any, *given: Any, **named: Any) -> OpenChunk:
     """A chunk is published when all its rows but one are done."""
-
-    class Hasty(OpenChunk):
-        num_missing = 0
-
-        @property
-        def num_left(self) -> int:
-            return max(0, self.num_missing - 1)
-
-        @num_left.setter
-        def num_left(self, number: int) -> None:
-            self.num_missing = number
-
-    return mock.patch.object(chunk_opening, "OpenChunk", Hasty)
+    return _Hasty(*given, **named)
 
 
-def heart_beats_by_itself() -> Defect:
+@instead_of(Heartbeat, "beat")
+def heart_beats_by_itself(real: Any, self: Heartbeat) -> None:
     """The heart beats whether or not the main loop turns."""
-    real = Heartbeat.beat
-
-    def beat(self: Heartbeat) -> None:
-        self.turned()
-        real(self)
-
-    return mock.patch.object(Heartbeat, "beat", beat)
+    self.turned()
+    real(self)
 
 
-def other_configuration_let_in() -> Defect:
+@instead_of(runs, "check_same")
+def other_configuration_let_in(_real: Any, _run: Any, _config: Any, *, url: str) -> str:
     """A worker with another configuration joins the run."""
-    return mock.patch.object(runs, "check_same", lambda _run, _config, *, url: url)
+    return url
 
 
-def done_before_all_is_done() -> Defect:
+@instead_of(Ring, "waiting_for")
+def done_before_all_is_done(_real: Any, _self: Ring) -> set[str]:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(ring.Ring, "waiting_for", property(lambda _self: set()))
+    return set()
 
 
-def loser_deletes_the_winner() -> Defect:
+@instead_of(Publisher, "publish")
+def loser_deletes_the_winner(real: Any, self: Publisher, *made: Any, **of: Any) -> Any:
     """The second publisher removes the output that the marker names."""
-    real = Publisher.publish
-
-    def publish(self: Publisher, *made: Any, **of: Any) -> Published:
-        published = real(self, *made, **of)
-        if not published.is_ours:
-            self._store.delete([layout.output_key(published.marker.output)])
-        return published
-
-    return mock.patch.object(Publisher, "publish", publish)
+    published = real(self, *made, **of)
+    if not published.is_ours:
+        self._store.delete([layout.output_key(published.marker.output)])
+    return published
 
 
-def answers_swapped() -> Defect:
+@instead_of(RowStream, "handle")
+def answers_swapped(real: Any, self: RowStream, replies: list[Any]) -> None:
     """Two rows that finish together get each other's answer."""
-    real = stream.RowStream.handle
-
-    def handle(self: stream.RowStream, replies: list[Any]) -> None:
-        keys = [reply.key for reply in reversed(replies)]
-        pairs = zip(replies, keys, strict=True)
-        real(self, [msgspec.structs.replace(reply, key=key) for reply, key in pairs])
-
-    return mock.patch.object(stream.RowStream, "handle", handle)
+    keys = [reply.key for reply in reversed(replies)]
+    pairs = zip(replies, keys, strict=True)
+    real(self, [msgspec.structs.replace(reply, key=key) for reply, key in pairs])
 
 
-def segments_of_all_starts_have_the_same_names() -> Defect:
+@instead_of(Lease, "writer")
+def segments_of_all_starts_have_the_same_names(_real: Any, self: Lease) -> str:
     """The names of segments do not tell two starts of a worker apart."""
-    return mock.patch.object(Lease, "writer", property(lambda self: self.worker_id))
+    return self.worker_id
 
 
-def torn_segment() -> Defect:
+@instead_of(Spool, "read")
+def torn_segment(real: Any, self: Spool, start: int, end: int) -> bytes:
     """A checkpoint that does not begin where the last one ended."""
-    real = Spool.read
-
-    def read(self: Spool, start: int, end: int) -> bytes:
-        data = real(self, start, end)
-        return data[:-1].rpartition(b"\n")[0] + b"\n" if data.endswith(b"\n") else data
-
-    return mock.patch.object(Spool, "read", read)
+    data: bytes = real(self, start, end)
+    return data[:-1].rpartition(b"\n")[0] + b"\n" if data.endswith(b"\n") else data
 
 
-def stop_forgets_rows() -> Defect:
+@instead_of(Life, "save")
+def stop_forgets_rows(real: Any, self: Life) -> bool:
     """A worker that is asked to stop writes no last checkpoint."""
-    real = chunk_life.Life.save
-
-    def save(self: chunk_life.Life) -> bool:
-        return self._hall.is_closing or real(self)
-
-    return mock.patch.object(chunk_life.Life, "save", save)
+    return self._hall.is_closing or real(self)
 
 
-def another_seed_formula() -> Defect:
+@instead_of(codec, "row_seeds")
+def another_seed_formula(real: Any, run_seed: int, chunk: str) -> Callable[[int], int]:
     """Seeds are lowered to 62 bits. All workers agree on them, so that only a formula of one's own shows it."""
-    real = codec.row_seeds
-
-    def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
-        seed_of = real(run_seed, chunk)
-        return lambda line: seed_of(line) >> 1
-
-    return mock.patch.object(codec, "row_seeds", row_seeds)
+    seed_of = real(run_seed, chunk)
+    return lambda line: seed_of(line) >> 1
 
 
-def no_checkpoint_on_time() -> Defect:
+@instead_of(Life, "save")
+def no_checkpoint_on_time(real: Any, self: Life) -> bool:
     """Checkpoints are written at the end of a worker, and never in between."""
-    real = chunk_life.Life.save
-
-    def save(self: chunk_life.Life) -> bool:
-        return not self._hall.is_closing or real(self)
-
-    return mock.patch.object(chunk_life.Life, "save", save)
+    return not self._hall.is_closing or real(self)
 
 
-def row_condemned_in_company() -> Defect:
+@instead_of(OpenChunk, "is_culprit")
+def row_condemned_in_company(_real: Any, self: OpenChunk, line: int) -> bool:
     """A row becomes an error after three engine deaths, though it never ran alone."""
-
-    def is_culprit(self: OpenChunk, line: int) -> bool:
-        return line in self.deaths and self.deaths[line].number >= 3
-
-    return mock.patch.object(OpenChunk, "is_culprit", is_culprit)
+    return line in self.deaths and self.deaths[line].number >= 3
 
 
-def lost_reply_is_a_loss() -> Defect:
+@instead_of(Lease, "confirm")
+def lost_reply_is_a_loss(_real: Any, self: Lease) -> None:
     """A renewal whose reply was lost counts as somebody else's."""
-
-    def confirm(self: Lease) -> None:
-        self._superseded = True
-        self.require()
-
-    return mock.patch.object(Lease, "confirm", confirm)
+    self._superseded = True
+    self.require()
 
 
-def clean_takes_every_orphan() -> Defect:
+@instead_of(clean, "find_removals")
+def clean_takes_every_orphan(
+    real: Any, inventory: Inventory, config: clean.CleanConfig
+) -> Iterator[clean.Removal]:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
-    real = clean.find_removals
-
-    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
-        yield from real(inventory, config)
-        for _, info in inventory.orphans():
-            yield clean.Removal("orphan outputs", info, clean.ANY_AGE)
-
-    return mock.patch.object(clean, "find_removals", find_removals)
+    yield from real(inventory, config)
+    for _, info in inventory.orphans():
+        yield clean.Removal("orphan outputs", info, clean.ANY_AGE)
 
 
-def clean_goes_by_its_own_clock() -> Defect:
+@instead_of(clean, "_time_of")
+def clean_goes_by_its_own_clock(real: Any, store: Store) -> float:
     """`clean` compares the store's times with a clock that is an hour ahead."""
-    real = clean._time_of
-    return mock.patch.object(clean, "_time_of", lambda store: real(store) + 3600.0)
+    return float(real(store)) + 3600.0
 
 
-def first_sighting_from_asking() -> Defect:
+@instead_of(Claims, "look")
+def first_sighting_from_asking(real: Any, self: Claims, held: Held) -> Any:
     """A record counts as seen when its request was sent, although the answer may be much younger."""
-    real = Claims.look
-
-    def look(self: Claims, held: Held) -> WorkerLease | None:
-        asked = self._clock.monotonic()
-        asking = copy.copy(self)
-        asking._clock = SimpleNamespace(monotonic=lambda: asked)  # type: ignore[assignment]
-        return real(asking, held)
-
-    return mock.patch.object(Claims, "look", look)
+    asked = self._clock.monotonic()
+    asking = copy.copy(self)
+    asking._clock = SimpleNamespace(monotonic=lambda: asked)  # type: ignore[assignment]
+    return real(asking, held)
 
 
-def vanished_segments_count_as_safe() -> Defect:
+@instead_of(OpenChunk, "adopt_segments")
+def vanished_segments_count_as_safe(
+    real: Any, self: OpenChunk, *arguments: Any, holds_every_row: bool
+) -> None:
     """The rows of a segment that was read count as checkpointed, although other segments of the chunk have vanished."""
-    real = OpenChunk.adopt_segments
-
-    def adopt_segments(self: OpenChunk, *arguments: Any, holds_every_row: bool) -> None:
-        del holds_every_row
-        real(self, *arguments, holds_every_row=True)
-
-    return mock.patch.object(OpenChunk, "adopt_segments", adopt_segments)
+    del holds_every_row
+    real(self, *arguments, holds_every_row=True)
 
 
-def lease_renewed_as_of_the_end() -> Defect:
+@instead_of(Lease, "renew")
+def lease_renewed_as_of_the_end(real: Any, self: Lease, record: Worker) -> bool:
     """A heartbeat counts from when it was answered, although others saw it long before."""
-    real = Lease.renew
-
-    def renew(self: Lease, record: Worker) -> bool:
-        is_renewed = real(self, record)
-        if is_renewed:
-            self._renewed = self._clock.monotonic()
-        return is_renewed
-
-    return mock.patch.object(Lease, "renew", renew)
+    is_renewed: bool = real(self, record)
+    if is_renewed:
+        self._renewed = self._clock.monotonic()
+    return is_renewed
 
 
-def clean_ignores_chunks_at_work() -> Defect:
+@instead_of(clean, "find_removals")
+def clean_ignores_chunks_at_work(
+    real: Any, inventory: Inventory, config: clean.CleanConfig
+) -> Iterator[clean.Removal]:
     """`clean` removes outputs and segments of chunks that a live worker has claimed."""
-    real = clean.find_removals
-
-    def find_removals(inventory: Inventory, config: clean.CleanConfig) -> Iterator[clean.Removal]:
-        yield from real(inventory, config)
-        unclaimed = copy.copy(inventory)
-        unclaimed.claims = {}
-        for removal in real(unclaimed, config):
-            if removal.what in ("orphan outputs", "segments of done chunks"):
-                yield removal
-
-    return mock.patch.object(clean, "find_removals", find_removals)
+    yield from real(inventory, config)
+    unclaimed = copy.copy(inventory)
+    unclaimed.claims = {}
+    for removal in real(unclaimed, config):
+        if removal.what in ("orphan outputs", "segments of done chunks"):
+            yield removal
 
 
-def replaced_run_is_not_noticed() -> Defect:
+@instead_of(Membership, "confirm")
+def replaced_run_is_not_noticed(_real: Any, *_given: object) -> None:
     """A worker does not look at its end whether run.json is still the one that it joined."""
-    return mock.patch.object(Membership, "confirm", return_value=None)
 
 
-def lease_is_not_asked() -> Defect:
+@instead_of(Publisher, "__init__")
+def lease_is_not_asked(
+    real: Any, self: Publisher, *given: Any, require_lease: Any, **of: Any
+) -> None:
     """Outputs and markers are written whether or not the lease is held."""
-    real = Publisher.__init__
-
-    def init(self: Publisher, store: Any, *, nonce: str, require_lease: Any) -> None:
-        del require_lease
-        real(self, store, nonce=nonce, require_lease=lambda: None)
-
-    return mock.patch.object(Publisher, "__init__", init)
+    del require_lease
+    real(self, *given, require_lease=lambda: None, **of)
 
 
-def deaths_are_not_noted() -> Defect:
+@instead_of(Life, "note_death")
+def deaths_are_not_noted(_real: Any, *_given: object) -> None:
     """Nobody writes which rows were in an engine that died, so the next start begins its search anew."""
-    return mock.patch.object(chunk_life.Life, "note_death", return_value=None)
 
 
-def heart_stands_still() -> Defect:
+@instead_of(Heartbeat, "beat")
+def heart_stands_still(_real: Any, _self: Heartbeat) -> None:
     """A worker writes its record at its start and at its end, and never in between."""
-    return mock.patch.object(Heartbeat, "beat", return_value=None)
 
 
-def leases_lapse_early() -> Defect:
+@instead_of(claims, "has_lapsed")
+def leases_lapse_early(_real: Any, silent: float, *leases: float) -> bool:
     """An owner counts as gone after half of its lease."""
-    return mock.patch.object(
-        claims, "has_lapsed", lambda silent, *leases: silent >= 0.5 * max(leases)
-    )
+    return silent >= 0.5 * max(leases)
 
 
-def ages_by_two_clocks() -> Defect:
+@instead_of(Claims, "look")
+def ages_by_two_clocks(real: Any, self: Claims, held: Held) -> Any:
     """The time of a heartbeat, by its writer's clock, is compared with the clock of whoever looks."""
-    real = Claims.look
-
-    def look(self: Claims, held: Held) -> WorkerLease | None:
-        found = real(self, held)
-        is_gone = found and self._clock.now() - found.heartbeat > found.lease_seconds
-        return None if is_gone else found
-
-    return mock.patch.object(Claims, "look", look)
+    found = real(self, held)
+    is_gone = found and self._clock.now() - found.heartbeat > found.lease_seconds
+    return None if is_gone else found
 
 
-def chunks_are_not_given_back() -> Defect:
+@instead_of(Claims, "release")
+def chunks_are_not_given_back(_real: Any, *_given: object) -> bool:
     """A worker that ends keeps its claims, until its lease has lapsed."""
-    return mock.patch.object(Claims, "release", return_value=True)
+    return True
 
 
-def output_upside_down() -> Defect:
+@instead_of(chunk_life, "build_output")
+def output_upside_down(real: Any, path: Any, lines: Any) -> Any:
     """An output has its rows in another order than the chunk."""
-    real = chunk_life.build_output
-    return mock.patch.object(
-        chunk_life, "build_output", lambda path, lines: real(path, reversed(list(lines)))
-    )
+    return real(path, reversed(list(lines)))
 
 
-def errors_are_not_counted() -> Defect:
+@instead_of(open_chunk, "count_rows")
+def errors_are_not_counted(real: Any, rows: Any) -> Any:
     """A marker does not say which errors there are."""
-    real = open_chunk.count_rows
-    return mock.patch.object(
-        open_chunk, "count_rows", lambda rows: msgspec.structs.replace(real(rows), errors={})
-    )
+    return msgspec.structs.replace(real(rows), errors={})
 
 
-def repair_has_no_generation() -> Defect:
+@instead_of(Publisher, "publish")
+def repair_has_no_generation(
+    real: Any, self: Publisher, built: Built, marker: Marker, **of: Any
+) -> Any:
     """The marker of a repair is the one that it repairs."""
-    real = Publisher.publish
-
-    def publish(self: Publisher, built: Built, marker: Marker, **of: Any) -> Published:
-        return real(self, built, msgspec.structs.replace(marker, generation=0), **of)
-
-    return mock.patch.object(Publisher, "publish", publish)
+    return real(self, built, msgspec.structs.replace(marker, generation=0), **of)
 
 
-def rows_are_numbered_by_chunk() -> Defect:
+@instead_of(PromptBuilder, "build")
+def rows_are_numbered_by_chunk(
+    real: Any, self: PromptBuilder, name: str, _first_row: int, rows: Any
+) -> Any:
     """Every chunk begins with row 0."""
-    real = PromptBuilder.build
-
-    def build(self: PromptBuilder, name: str, _first_row: int, rows: Any) -> list[Prepared]:
-        return real(self, name, 0, rows)
-
-    return mock.patch.object(PromptBuilder, "build", build)
+    return real(self, name, 0, rows)
 
 
-def edited_chunk_is_answered() -> Defect:
+@instead_of(chunk_opening, "fetch")
+def edited_chunk_is_answered(real: Any, store: Store, ref: ChunkRef, scratch: Any) -> Any:
     """Nobody compares a chunk with its checksum in job.json."""
-    real = chunk_opening.fetch
-
-    def fetch(store: Store, ref: ChunkRef, scratch: Any) -> Any:
-        return real(store, ref._replace(sha256=None, rows=None), scratch)
-
-    return mock.patch.object(chunk_opening, "fetch", fetch)
+    return real(store, ref._replace(sha256=None, rows=None), scratch)
 
 
-def ids_of_the_server_stay() -> Defect:
+@instead_of(lines, "settle")
+def ids_of_the_server_stay(_real: Any, body: Any, _key: str) -> bytes:
     """Bodies keep the ids and times that the server gave them."""
-    return mock.patch.object(lines, "settle", lambda body, _key: codec.encode(body))
+    return codec.encode(body)
 
 
-def greedy_rows_have_seeds() -> Defect:
+@instead_of(PromptBuilder, "_is_sampled")
+def greedy_rows_have_seeds(_real: Any, *_given: object) -> bool:
     """A row has a seed although nothing is drawn."""
-    return mock.patch.object(PromptBuilder, "_is_sampled", return_value=True)
+    return True
 
 
-def limit_is_forgotten() -> Defect:
+@instead_of(joining, "job_chunks")
+def limit_is_forgotten(real: Any, job: Any, url: str, _limit: Any = None) -> Any:
     """Workers go on beyond --limit."""
-    real = joining.job_chunks
-    return mock.patch.object(joining, "job_chunks", lambda job, url, _limit=None: real(job, url))
+    return real(job, url)
 
 
-def suspects_run_together() -> Defect:
+@instead_of(OpenChunk, "suspects")
+def suspects_run_together(real: Any, self: OpenChunk) -> list[Suspect]:
     """Rows that were in the engine when it died are never tried without each other."""
-    real = OpenChunk.suspects
-
-    def suspects(self: OpenChunk) -> list[Suspect]:
-        return [each._replace(group_limit=1000) for each in real(self)]
-
-    return mock.patch.object(OpenChunk, "suspects", suspects)
+    return [each._replace(group_limit=1000) for each in real(self)]
 
 
-def rows_of_a_dead_engine_are_lost() -> Defect:
+@instead_of(RowStream, "handle")
+def rows_of_a_dead_engine_are_lost(real: Any, self: RowStream, replies: list[Any]) -> None:
     """Rows that an engine had when it died are not given to the next one."""
-    real = stream.RowStream.handle
-
-    def handle(self: stream.RowStream, replies: list[Any]) -> None:
-        real(self, [reply for reply in replies if not reply.is_engine_death])
-
-    return mock.patch.object(stream.RowStream, "handle", handle)
+    real(self, [reply for reply in replies if not reply.is_engine_death])
 
 
-def late_claims_are_kept() -> Defect:
+@instead_of(Claims, "release_ours")
+def late_claims_are_kept(_real: Any, *_given: object) -> None:
     """A worker that has failed with a chunk for good keeps what its late writes hold of it."""
-    return mock.patch.object(Claims, "release_ours")
 
 
-def given_up_is_for_all_chunks() -> Defect:
+@instead_of(Ring, "ended")
+def given_up_is_for_all_chunks(
+    real: Any, self: Ring, name: str, *, is_given_up: bool = False, **how: bool
+) -> None:
     """A worker that has failed with a chunk for good waits for no chunk that others have."""
-    real = ring.Ring.ended
-
-    def ended(self: ring.Ring, name: str, *, is_given_up: bool = False, **how: bool) -> None:
-        real(self, name, is_given_up=is_given_up, **how)
-        if is_given_up:
-            self._own_left.clear()
-
-    return mock.patch.object(ring.Ring, "ended", ended)
-
-
-DEFECTS: dict[str, Callable[[], Defect]] = {
-    name: make
-    for name, make in list(globals().items())
-    if getattr(make, "__annotations__", {}).get("return") == "Defect"
-}
-"""Every function of this module that makes a defect, by its name."""
+    real(self, name, is_given_up=is_given_up, **how)
+    if is_given_up:
+        self._own_left.clear()

@@ -197,7 +197,7 @@ class PatientBackground(SimBackground):
 
 
 class CoarseEngine(SimEngine):
-    """Two rows at a time, each as long as so many rows of the data take on this machine."""
+    """Each row takes as long as so many rows of the data take on this machine."""
 
     def __init__(self, process: Process, row_seconds: float, campaign: Campaign) -> None:
         super().__init__(process, EngineTraits(), campaign)
