@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
-from batchinfer.core.json_text import flatten_deep
+from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Audit, Finding, find_target
 from batchinfer.ledger.chunk_files import fetch
@@ -218,9 +218,9 @@ class Answers:
             buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
             return pa.Array.from_buffers(pa.large_string(), len(ends), buffers)
 
-        # A source may hold bytes that are no UTF-8.
+        # A source may hold bytes that are no UTF-8. A line that is nested too deep has no columns.
         texts = [
-            flatten_deep(each).decode(errors="replace").removesuffix("\n").encode()
+            b"null" if is_deep(each) else each.decode(errors="replace").removesuffix("\n").encode()
             for block in blocks
             for each in block.sources
         ]

@@ -138,19 +138,14 @@ def checkpoint_prefix(name: str) -> str:
 
 
 class SegmentName(NamedTuple):
-    """The parts of a checkpoint segment's key. `writer` is the worker's id and the nonce of its start.
-
-    `rows` is the number of finished rows in the segment.
-    """
+    """What a checkpoint segment's key tells: its chunk, and the number of its finished rows."""
 
     chunk: str
-    writer: str
-    seq: int
     rows: int
 
 
 def segment_key(name: str, writer: str, seq: int, rows: int = 0) -> str:
-    """Key of one checkpoint segment; see `SegmentName`.
+    """Key of one checkpoint segment. `writer` is the worker's id and the nonce of its start.
 
     >>> segment_key("part-00007", "w0.3f2a", 3, 250)
     'checkpoints/part-00007/w0.3f2a-000003.250.jsonl'
@@ -159,12 +154,12 @@ def segment_key(name: str, writer: str, seq: int, rows: int = 0) -> str:
 
 
 def parse_segment(key: str) -> SegmentName | None:
-    """Return the parts of a checkpoint segment's key, or None if the file's name is not that of a segment."""
+    """Return what a checkpoint segment's key tells, or None if the file's name is not that of a segment."""
     name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
     match = _SEGMENT.match(file)
     if match is None:
         return None
-    return SegmentName(name, match["writer"], int(match["seq"]), int(match["rows"]))
+    return SegmentName(name, int(match["rows"]))
 
 
 def run_above(key: str) -> str | None:

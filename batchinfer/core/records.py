@@ -309,8 +309,8 @@ class Worker(Counts, frozen=True, kw_only=True):
     """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
 
     It is written with heartbeats and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
-    attempts from the worker's lease. Most counters are sums over all starts of the worker. `starts` holds the time of
-    each start. Long lists lose their oldest entries (see worker/telemetry.py).
+    attempts from the worker's lease. Most counters are sums over all starts of the worker. Long lists lose their oldest
+    entries (see worker/telemetry.py).
     """
 
     id: str
@@ -321,7 +321,6 @@ class Worker(Counts, frozen=True, kw_only=True):
     lease_seconds: float = 120.0
     attempts: int = 0
     reason: str = ""
-    fingerprint: str = ""
     host: dict[str, Any] = {}
     """Facts about the machine, as far as known: cloud, region, accelerator, gpus, spot. The host's name is left out."""
     engine: dict[str, Any] = {}
@@ -331,7 +330,9 @@ class Worker(Counts, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     examples: dict[str, ErrorExample] = {}
     minutes: list[Minute] = []
-    starts: list[float] = []
+    num_starts: int = 0
+    last_start: float = 0.0
+    """Time of the worker's last start, in Unix seconds by its own clock."""
     replicas_lost: int = 0
     """Number of the engine's replicas that this start has lost. `engine` holds their full number as `num_replicas`."""
     up_seconds: float = 0.0
@@ -349,11 +350,6 @@ class Worker(Counts, frozen=True, kw_only=True):
         """Seconds that the last load of the engine took; 0 while none is loaded."""
         seconds = self.engine.get("load_seconds")
         return float(seconds) if isinstance(seconds, int | float) else 0.0
-
-    @property
-    def last_start(self) -> float:
-        """Time of the worker's last start, in Unix seconds by its own clock."""
-        return self.starts[-1] if self.starts else self.started
 
     def with_lease(self, lease: WorkerLease) -> Worker:
         """Return the statistics with what the worker's lease says."""

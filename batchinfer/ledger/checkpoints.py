@@ -50,27 +50,6 @@ class FinishedRow(Usage, frozen=True, kw_only=True, omit_defaults=True, gc=False
     """Number of rows that were in the engine when it died, this row included."""
     output: msgspec.Raw = msgspec.Raw()
 
-    @classmethod
-    def of(
-        cls,
-        line: int,
-        usage: Usage,
-        output: bytes,
-        *,
-        ok: bool = True,
-        code: str = "",
-        finish_reason: str = "",
-    ) -> FinishedRow:
-        """Make the record of a finished row. `output` is its output line."""
-        return cls(
-            line=line,
-            ok=ok,
-            code=code,
-            finish_reason=finish_reason,
-            output=codec.raw(output),
-            **msgspec.structs.asdict(usage),
-        )
-
 
 _TOKENS = Usage.__struct_fields__
 
@@ -110,16 +89,9 @@ class _Header(Record, frozen=True, kw_only=True):
     sha256: str
 
 
-class _Output(msgspec.Struct, gc=False, rename={"row": "_row"}):
-    """The number in an output line of the row that it answers; None in formats whose lines have no such number."""
-
-    row: int | None = None
-
-
 _encoder = msgspec.json.Encoder()
 _decoder = codec.json_decoder(FinishedRow)
 _header_decoder = codec.json_decoder(_Header)
-_output_decoder = codec.json_decoder(_Output)
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
@@ -158,34 +130,20 @@ class Segments:
 
     Iterate over `rows()` once. The attributes are complete when the iteration has ended.
 
-    A record that cannot be read, whose line number is outside the chunk, or whose output answers another row is left
-    out with a warning. A segment that does not begin with this chunk's sha256 and the run's fingerprint, or whose bytes
-    were changed, is left out as a whole. A row that is in no other record is then generated again.
+    A segment that does not begin with this chunk's sha256 and the run's fingerprint, or whose bytes were changed, is
+    left out. A row that is in no other segment is then generated again.
 
     Args:
         store: The run's store.
         name: Name of the chunk.
         chunk_sha256: Checksum of the chunk as it is stored now.
         fingerprint: The run's.
-        first_row: Number in the job of the chunk's first row.
-        num_lines: Number of rows to do, counted from the chunk's first. With --limit the chunk may have more rows.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        *,
-        chunk_sha256: str,
-        fingerprint: str,
-        first_row: int,
-        num_lines: int,
-    ) -> None:
+    def __init__(self, store: Store, name: str, *, chunk_sha256: str, fingerprint: str) -> None:
         self._store = store
         self._name = name
         self._wanted = chunk_sha256, fingerprint
-        self._first_row = first_row
-        self._num_lines = num_lines
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths noted for a row, by the row's line number."""
         self.keys: list[str] = []
@@ -236,28 +194,11 @@ class Segments:
             )
             return
         for text in codec.lines(file):
-            try:
-                found = self._read_line(text)
-            except _UNREADABLE as error:
-                logger.warning("%s: record left out (%s); its row is generated again", key, error)
-                continue
+            found = _decoder.decode(text)
             if found.engine_deaths:
                 add_deaths(self.deaths, found.line, found.engine_deaths, found.rows_in_flight)
             else:
                 yield found
-
-    def _read_line(self, text: bytes) -> FinishedRow:
-        """Decode a record. Raises ValueError or what msgspec raises if it is none of this chunk's."""
-        found = _decoder.decode(text)
-        if not 0 <= found.line < self._num_lines:
-            raise ValueError(f"line {found.line} is not in the chunk of {self._num_lines}")
-        if not found.engine_deaths:
-            row, wanted = _output_decoder.decode(found.output).row, self._first_row + found.line
-            if row not in (None, wanted):
-                raise ValueError(
-                    f"line {found.line} has the answer to row {row}, expected row {wanted}"
-                )
-        return found
 
 
 def _is_whole(header: _Header, records: memoryview) -> bool:

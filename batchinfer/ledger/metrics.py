@@ -69,7 +69,7 @@ def _values(worker: Worker) -> dict[str, float | dict[str, int] | None]:
         "batchinfer_engine_restarts_total": worker.engine_restarts,
         "batchinfer_replicas_lost": worker.replicas_lost,
         "batchinfer_model_load_seconds": worker.engine_load_seconds,
-        "batchinfer_starts_total": len(worker.starts),
+        "batchinfer_starts_total": worker.num_starts,
         "batchinfer_up_seconds_total": worker.up_seconds,
         "batchinfer_cost_dollars_total": money.cost,
         "batchinfer_price_dollars_per_hour": money.price_per_hour,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import ConfigError, near
-from batchinfer.core.json_text import MAX_DEPTH, flatten_deep, is_deep, read_object
+from batchinfer.core.json_text import MAX_DEPTH, is_deep, read_object
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import RowProblem, Unfit
 
@@ -22,13 +22,15 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 def decode_object(data: bytes) -> dict[str, Any]:
     """Decode a line that holds a JSON object.
 
-    Members that are nested too deep are given as their JSON text; so are those with a number that is out of range.
+    Members with a number that is out of range are given as their JSON text.
 
     Raises:
-        RowProblem: the line is not a JSON object; the message says what is wrong.
+        RowProblem: the line is not a JSON object, or is nested too deep; the message says what is wrong.
     """
+    if is_deep(data):
+        raise RowProblem(Code.INVALID_JSON, f"JSON nested deeper than {MAX_DEPTH} levels")
     try:
-        return _decode_object(flatten_deep(data))
+        return _decode_object(data)
     except (ValueError, RecursionError) as error:
         is_readable = isinstance(error, msgspec.ValidationError)  # no object, or such a number
         members = read_object(data) if is_readable else None

@@ -271,7 +271,7 @@ def _recent(record: Worker) -> Rate:
     """
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     ready = _ready(record)
-    begin = max(first * 60.0, ready if len(record.starts) <= 1 else ready // 60 * 60)
+    begin = max(first * 60.0, ready if record.num_starts <= 1 else ready // 60 * 60)
     minutes = [minute for minute in record.minutes if minute.minute >= begin // 60]
     return _rate(
         max(record.heartbeat - begin, 1.0),

@@ -249,7 +249,7 @@ COLUMNS = (
     Column("tokens/s", lambda view: units.short(view.recent.output_tokens)),
     Column("failed", lambda view: units.count(view.rows_error), least_width=120),
     Column("resumed", lambda view: units.count(view.rows_resumed), least_width=160),
-    Column("starts", lambda view: str(len(view.starts)), least_width=120),
+    Column("starts", lambda view: str(view.num_starts), least_width=120),
     Column("up", lambda view: units.duration(view.up_seconds), least_width=160),
     Column("cost", lambda view: units.money(view.money.cost), least_width=160),
     Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),

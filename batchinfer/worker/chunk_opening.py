@@ -10,7 +10,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
-from batchinfer.formats.lines import answer_of, read_line
+from batchinfer.formats.lines import EncodedRow, answer_of, read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Held, Taken
@@ -18,7 +18,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import read_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
-from batchinfer.worker.chunk import OpenChunk, Spool
+from batchinfer.worker.chunk import OpenChunk, Spool, finished_row
 from batchinfer.worker.worker_config import RunAccess
 
 Opened = OpenChunk | Marker | Held
@@ -82,8 +82,6 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> None:
         chunk.name,
         chunk_sha256=chunk.local.sha256,
         fingerprint=run.fingerprint,
-        first_row=chunk.ref.first_row,
-        num_lines=chunk.num_rows,
     )
     # Segments of an earlier generation may still exist. A repair (generation above 0) does not adopt error rows from
     # segments, because it does error rows again.
@@ -135,4 +133,7 @@ def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
         line = read_line(data)
         if line.is_ok:
             answer = answer_of(line)
-            yield FinishedRow.of(index, answer.usage, data, finish_reason=answer.finish_reason)
+            row = EncodedRow(
+                line=data, ok=True, usage=answer.usage, finish_reason=answer.finish_reason
+            )
+            yield finished_row(index, row)

@@ -35,7 +35,7 @@ from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts.builder import PromptBuilder, finish_call
 from batchinfer.prompts.types import Prepared, RawRow
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.chunk import OpenChunk, finished_row
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.worker_config import Environment, Limits
@@ -233,16 +233,7 @@ class RowStream:
         row = encode_row(prepared, result)
         if row.failure is not None:
             self._open_chunks.telemetry.row_failed(*prepared.key, row.failure)
-        finished[chunk.name].append(
-            FinishedRow.of(
-                prepared.key[1],
-                row.usage,
-                row.line,
-                ok=row.ok,
-                code=row.code,
-                finish_reason=row.finish_reason,
-            )
-        )
+        finished[chunk.name].append(finished_row(prepared.key[1], row))
 
     def _finish(self, finished: _Finished) -> None:
         for name, rows in finished.items():

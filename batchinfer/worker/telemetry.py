@@ -38,7 +38,6 @@ from batchinfer.worker.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-MAX_STARTS = 200
 _MAX_MESSAGE = 500
 
 _STARVED_LOOKS = 30
@@ -105,14 +104,14 @@ class Telemetry:
         """
         base = earlier or self._base
         self.attempts = 1 if before is None else before.attempts + 1
-        starts = [*base.starts, self._clock.now()][-MAX_STARTS:]
-        self._base = msgspec.structs.replace(base, starts=starts)
+        starts = {"num_starts": base.num_starts + 1, "last_start": self._clock.now()}
+        self._base = msgspec.structs.replace(base, **starts)
         self._minutes = Minutes(base.minutes)
         return self.snapshot()
 
     def log_start(self, before: WorkerLease | None) -> None:
         """Log that this start holds its lease, and how the last start ended. `before` is the last start's lease."""
-        worker, start = self._base.id, len(self._base.starts)
+        worker, start = self._base.id, self._base.num_starts
         text = "worker {worker}: start {start}"
         tell(logger, "worker_started", text, worker=worker, start=start, attempt=self.attempts)
         if before is None:

@@ -272,7 +272,6 @@ def is_same(value: Any, text: str) -> bool:
         (['{"x": NaN}', '{"x": 1.0}', "null"], pa.struct({"x": pa.float64()})),
         (['"a"', '"2026-01-01"', '"\\u0000b"'], pa.string()),
         (['"a"', "1", "null"], pa.string()),
-        (["[" * 300 + "]" * 300, '"a"', "null"], pa.string()),
         (["[" * 50 + "]" * 50, "null", "null"], pa.string()),
     ],
 )

@@ -49,6 +49,8 @@ def contents(value: Any, **options: Any) -> list[Any]:
         (b'{"p": ["x"]}', "invalid_column"),
         (b'{"p": ""}', "invalid_column"),
         (b'{"p": []}', "invalid_column"),
+        (b'{"p": "x", "deep": ' + b"[" * 100 + b"]" * 100 + b"}", "invalid_json"),
+        (b'{"p": "x", "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}", "invalid_json"),
     ],
 )
 def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:
@@ -56,10 +58,9 @@ def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:
 
 
 def test_a_number_beyond_all_readers_concerns_its_own_column_alone() -> None:
-    line = b'{"p": "x", "big": 1e400, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+    line = b'{"p": "x", "big": 1e400, "deep": ' + b"[" * 99 + b"]" * 99 + b"}"
     assert sent(prepare(line, prompt_column="p"))["prompt"] == "x"
     assert sent(prepare(line, prompt_template="{{ big }}"))["prompt"] == "1e400"
-    assert sent(prepare(line, prompt_column="deep"))["prompt"] == "[" * 3000 + "]" * 3000
 
 
 def test_a_bad_line_does_not_touch_its_neighbours() -> None:

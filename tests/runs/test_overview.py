@@ -31,7 +31,8 @@ def running(**values: Any) -> Worker:
     """A worker that has finished 30 rows in each of the last ten minutes, 40 of them in its open chunk."""
     usual: dict[str, Any] = {
         "started": NOW - 700,
-        "starts": [NOW - 700],
+        "num_starts": 1,
+        "last_start": NOW - 700,
         "heartbeat": NOW,
         "open_chunks": {CHUNK: 40},
         "minutes": minutes(rows=30),
@@ -94,7 +95,7 @@ def test_every_row_and_chunk_counts_once(case: str) -> None:
 
 LOADING = running(state="loading", open_chunks={}, minutes=[])
 NEW = running(open_chunks={}, minutes=[], engine={"load_seconds": 699.0})
-STUCK = running(minutes=minutes(rows=1, until=NOW - 700), starts=[NOW - 2000])
+STUCK = running(minutes=minutes(rows=1, until=NOW - 700), last_start=NOW - 2000)
 FAILED = running(id="a", state="failed")
 LONG_AGO = [
     running(id=name, state=name, heartbeat=NOW - 9000) for name in ("done", "failed", "stopped")
@@ -154,19 +155,23 @@ def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> No
     """The second start of a worker shares its minute with the first, so that minute counts as a whole."""
     now = 60.0 * (NOW // 60) + 45
     young = {
-        "starts": [now - 40],
+        "last_start": now - 40,
         "heartbeat": now,
         "engine": {"load_seconds": 30.0},
         "minutes": minutes(rows=50, until=now + 60, number=1),
     }
     assert look(running(**young), taken=now).workers[0].recent.rows == pytest.approx(5.0)
-    again = running(**young | {"starts": [now - 900, now - 40]})
+    again = running(**young | {"num_starts": 2})
     assert look(again, taken=now).workers[0].recent.rows == pytest.approx(50 / 45)
 
 
 def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure() -> None:
     hours = 5 * 3600.0
-    times = {"started": NOW - 700 - hours, "starts": [NOW - 700 - hours], "heartbeat": NOW - hours}
+    times = {
+        "started": NOW - 700 - hours,
+        "last_start": NOW - 700 - hours,
+        "heartbeat": NOW - hours,
+    }
     wrong = running(**times, minutes=minutes(rows=30, until=NOW - hours))
     seen = look(SeenWorker(wrong, NOW))
     assert (seen.workers[0].state, seen.workers[0].clock_offset_seconds) == ("running", hours)

@@ -155,7 +155,7 @@ def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
     """It said that no row was finished lately, right after hundreds were."""
     run = write_in_memory(memory_url, SMALL)
     for record in make_workers(SMALL):
-        change_worker(run, record.id, state=state, heartbeat=NOW, starts=[NOW], minutes=[])
+        change_worker(run, record.id, state=state, heartbeat=NOW, last_start=NOW, minutes=[])
     text = shown(look(run))
     assert "lately" not in text
     assert text.count(why) == 2

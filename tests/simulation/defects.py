@@ -154,10 +154,10 @@ def output_name_given_again(real: Any, self: Publisher, built: Built, chunk: str
 
 @instead_of(Segments, "rows")
 def resumed_rows_off_by_one(real: Any, self: Segments) -> Iterator[FinishedRow]:
-    """A row that is resumed comes one line too late."""
+    """A row that is resumed comes one line too early."""
     for row in real(self):
-        if row.line + 1 < self._num_lines:
-            yield msgspec.structs.replace(row, line=row.line + 1)
+        if row.line:
+            yield msgspec.structs.replace(row, line=row.line - 1)
 
 
 @instead_of(Claims, "take")

@@ -109,7 +109,8 @@ ODD = [
     ("{ }", {}),
     ('{"a":123456789012345678901234567890}\r', {"a": 123456789012345678901234567890}),
     ('{"a":1e999}', {"a": "1e999"}),
-    ('{"a":' + "[" * 3000 + "]" * 3000 + "}", {"a": "[" * 3000 + "]" * 3000}),
+    ('{"a":' + "[" * 100 + "]" * 100 + "}", None),
+    ('{"a":' + "[" * 3000 + "]" * 3000 + "}", None),
     ('{"a":1,"a":2}', {"a": 2}),
     ('{"a":NaN,"b":-Infinity}', None),
     ('{"a":"\\ud800"}', None),
@@ -144,12 +145,11 @@ def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path
 
 
 def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> None:
-    deep = "[" * 3000 + "]" * 3000
-    lines = ['{"a": 1.50, "b": 2, "_id": 3}', f'{{"b": 1e999, "a": {deep}}}', '{"b":1}', "{"]
+    lines = ['{"a": 1.50, "b": 2, "_id": 3}', '{"b": 1e999, "a": [[1e-5]]}', '{"b":1}', "{"]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     assert lines_of(tmp_path, columns=["a", "b"]) == [
         b'{"a":1.50,"b":2,"_row":0,"_id":"0"}',
-        b'{"a":%b,"b":1e999,"_row":1,"_id":"1"}' % deep.encode(),
+        b'{"a":[[1e-5]],"b":1e999,"_row":1,"_id":"1"}',
         b'{"b":1,"_row":2,"_id":"2"}',
         b"{",
     ]

@@ -15,7 +15,7 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.minutes import MAX_MINUTES
-from batchinfer.worker.telemetry import MAX_STARTS, Telemetry
+from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock, lease_record
 
 
@@ -84,7 +84,7 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(
     assert (record.prompt_tokens, record.completion_tokens) == (30, 60)
     assert record.errors == {"prompt_too_long": 1}
     assert record.finish_reasons == {"stop": 2}
-    assert len(record.starts) == 2
+    assert record.num_starts == 2
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
@@ -93,7 +93,7 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(
 
 def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
     record: Worker | None = None
-    for _ in range(MAX_STARTS + 5):
+    for _ in range(300):
         telemetry_ = start_after(clock, record)
         record = telemetry_.snapshot()
     for index in range(3 * MAX_CODES):
@@ -105,7 +105,7 @@ def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
         clock.seconds += 60
         telemetry_.rows_finished([finished(0)])
     record = telemetry_.snapshot()
-    assert len(record.starts) == MAX_STARTS
+    assert record.num_starts == 300
     assert len(record.examples) == MAX_CODES
     assert all(len(example.message) <= 500 for example in record.examples.values())
     assert len(record.errors) <= MAX_CODES + 1
