@@ -271,7 +271,7 @@ class Examination:
     @property
     def _longest(self) -> int | None:
         """Most tokens of prompt and answer together; None if they are not known."""
-        typed = self.engine.server_options.get("max_model_len") if self.engine else None
+        typed = self.engine.typed_number("max_model_len") if self.engine else None
         return typed or (self.model.max_model_len if self.model else None) or None
 
     def _judge(self, code: str, rows: list[Prepared]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -11,9 +10,9 @@ import msgspec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.gpus import DEFAULT_UTILIZATION, GIB, OVERHEAD_BYTES, Gpu, choose_layout
+from batchinfer.engines.gpus import GIB, OVERHEAD_BYTES, Gpu, choose_layout, memory_share
 from batchinfer.engines.model_files import model_files
-from batchinfer.engines.models import ModelInfo
+from batchinfer.engines.models import ModelInfo, tokenizer_config
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,11 @@ GPU_GIB = {
 """Memory of GPUs as their driver reports it, by SkyPilot's names."""
 _BYTES_PER_TOKEN = 3.5
 """UTF-8 bytes of a token in the estimate without a tokenizer: about 4 of English, fewer of code and other languages."""
+_PROMPTS = (
+    *("messages", "prompt", "input"),
+    *("text_1", "text_2", "query", "queries", "documents", "data_1", "data_2"),
+)
+"""Members of bodies that hold prompts: one alone, or the two sides of a score."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tekken.json")
 
 
@@ -55,10 +59,8 @@ def has_chat_template(config: EngineConfig) -> bool:
     files = model_files(
         str(config.server_options.get("tokenizer") or config.model), config.revision
     )
-    if files.sizes.keys() & _TEMPLATE_FILES:
-        return True
-    name = "tokenizer_config.json"
-    return name in files.sizes and bool(json.loads(files.read(name)).get("chat_template"))
+    found = files.sizes.keys() & _TEMPLATE_FILES
+    return bool(found or tokenizer_config(files).get("chat_template"))
 
 
 class Counter:
@@ -85,9 +87,8 @@ class Counter:
     def count(self, call: Call) -> int:
         """Return the tokens of a call's prompt. Media are not counted."""
         body = msgspec.json.decode(call.body)
-        prompt: Any = next(
-            (body[name] for name in ("messages", "prompt", "input") if name in body), ""
-        )
+        given = [body[name] for name in _PROMPTS if name in body]
+        prompt: Any = given[0] if len(given) == 1 else given
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
         if self._tokenizer is None:
@@ -157,11 +158,11 @@ def memory_on(
     name, count = parse_gpu(gpu)
     total = round(GPU_GIB[name] * GIB)
     layout = choose_layout(model, [Gpu(id=str(n), total_bytes=total) for n in range(count)], config)
-    size, typed = layout.tensor_parallel_size, config.server_options
-    usable = total * float(typed.get("gpu_memory_utilization") or DEFAULT_UTILIZATION)
-    cache = (usable - OVERHEAD_BYTES) * size - model.parameter_bytes
+    size = layout.tensor_parallel_size
+    usable = total * memory_share(config) - OVERHEAD_BYTES
+    cache = usable * size * config.pipeline_parallel_size - model.parameter_bytes
     tokens = int(cache / model.kv_bytes_per_token) if model.kv_bytes_per_token else 0
-    longest = int(typed.get("max_model_len") or model.max_model_len)
+    longest = config.typed_number("max_model_len") or model.max_model_len
     if cache <= 0 or 0 < tokens < longest:
         raise ConfigError(
             f"--gpu {gpu}: the KV cache holds {max(0, tokens):,} tokens, less than one row of {longest:,}",

@@ -62,11 +62,13 @@ class CollectConfig(Record, frozen=True, kw_only=True):
 
 
 def suffix_of(dest: str) -> str:
-    """The file ending of a destination that is one file; empty if the destination is a folder.
+    """The file ending of a destination that is one file; empty if the destination is a folder or on the Hub.
 
-    >>> suffix_of("out/answers.csv"), suffix_of("s3://bucket/answers")
-    ('.csv', '')
+    >>> suffix_of("out/answers.csv"), suffix_of("s3://bucket/answers"), suffix_of("hf://datasets/a/b.csv")
+    ('.csv', '', '')
     """
+    if dest.startswith("hf://"):
+        return ""
     return next((suffix for suffix in TABLES.values() if dest.lower().endswith(suffix)), "")
 
 
@@ -77,14 +79,15 @@ def check_options(config: CollectConfig) -> None:
         ConfigError: The options contradict each other, or do not fit DEST.
     """
     suffix, is_table = suffix_of(config.dest), config.kind in TABLES
+    is_hub = config.dest.startswith("hf://")
     form = f"--format {config.kind}"
     problem = hint = ""
-    if not suffix and config.dest.lower().endswith(_OTHER_FILES):
+    if not suffix and not is_hub and config.dest.lower().endswith(_OTHER_FILES):
         problem = f"{config.dest}: is named like a file, expected a name in {', '.join(TABLES.values())}, or a folder"
         hint = "for JSON Lines: answers.jsonl"
     elif suffix and FORMATS[config.kind] != suffix:
         problem, hint = f"{form}: but DEST is named {config.dest}", "name a folder"
-    elif config.dest.startswith("hf://") and not is_table:
+    elif is_hub and not is_table:
         problem, hint = f"{form}: {config.dest} takes a table", "leave --format out"
     elif config.columns and not config.with_source:
         problem, hint = "--columns: needs --with-source", "add --with-source"

@@ -113,9 +113,16 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         return parse_args(self.server_args)
 
     def typed_number(self, name: str) -> int | None:
-        """Return the value of one of `server_options` that is a whole number; None if it is not typed."""
+        """Return the value of one of `server_options` that is a whole number, also as in 8k and 8K; None without one.
+
+        vLLM's parser takes more, such as -1 and auto, and refuses what is no value.
+        """
         value = self.server_options.get(name)
-        return value if isinstance(value, int) else None
+        if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value)):
+            value = int(
+                float(found[1]) * {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
+            )
+        return value if isinstance(value, int) and value > 0 else None
 
     @property
     def answer_options(self) -> dict[str, Any]:

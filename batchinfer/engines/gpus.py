@@ -107,8 +107,7 @@ def smallest_size(
     smallest_gpu = min(gpu.total_bytes for gpu in gpus)
     if not smallest_gpu or not model.parameter_bytes:
         return sizes[-1], "the size of the model or the GPUs is unknown, so the largest"
-    options = config.server_options
-    share = float(options.get("gpu_memory_utilization") or DEFAULT_UTILIZATION)
+    share = memory_share(config)
     usable = int(smallest_gpu * share) - OVERHEAD_BYTES
     tokens = max(USEFUL_KV_TOKENS, config.typed_number("max_model_len") or model.max_model_len)
     size = weights = cache = 0
@@ -121,6 +120,12 @@ def smallest_size(
             break
     parts = f"weights {shown(weights)} + KV cache for {tokens} tokens {shown(cache)} per GPU"
     return size, f"{parts}, in {shown(smallest_gpu)} x {share:g} - {shown(OVERHEAD_BYTES)}"
+
+
+def memory_share(config: EngineConfig) -> float:
+    """Return the share of a GPU's memory that vLLM may use."""
+    typed = config.server_options.get("gpu_memory_utilization")
+    return typed if isinstance(typed, int | float) else DEFAULT_UTILIZATION
 
 
 # --------------------------------------------------------------------------- the GPUs of this machine

@@ -82,11 +82,19 @@ def end_mark(config: EngineConfig) -> str:
     """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
     name = str(config.server_options.get("tokenizer") or config.model)
     try:
-        text = model_files(name, config.revision).read("tokenizer_config.json")
-        found = json.loads(text)["eos_token"]
-    except (BatchinferError, OSError, LookupError, TypeError, ValueError):
+        found = tokenizer_config(model_files(name, config.revision)).get("eos_token")
+    except BatchinferError:
         return ""
     return str(found.get("content", "") if isinstance(found, dict) else found or "")
+
+
+def tokenizer_config(files: ModelFiles) -> dict[str, Any]:
+    """Return what tokenizer_config.json says; nothing if it is not there or damaged, which the server tells better."""
+    try:
+        found = json.loads(files.read("tokenizer_config.json"))
+    except (OSError, LookupError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 # --------------------------------------------------------------------------- config.json

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from batchinfer.check.machine import Machine, problems_of
-from batchinfer.check.model import has_chat_template, memory_on
+from batchinfer.check.model import Counter, has_chat_template, memory_on
+from batchinfer.core import records
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
@@ -152,6 +153,30 @@ def test_memory_of_a_model_that_fits() -> None:
     assert memory["rows_at_once"] == pytest.approx(55, abs=1)
     eight = memory_on("H100:8", EngineConfig(model="m"), LLAMA_8B, 300, 200)
     assert (eight["tensor_parallel_size"], eight["replicas"]) == (1, 8)
+    large = msgspec.structs.replace(LLAMA_8B, parameter_bytes=132 << 30)
+    four = EngineConfig(model="m", tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert memory_on("L4:8", four, large, 300, 200)["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "length"),
+    [
+        ("--max-model-len 4096", 4096),
+        ("--max-model-len 4K", 4096),
+        ("--max-model-len 2.5k", 2500),
+        ("--max-model-len auto", 8192),
+        ("--max-model-len -1", 8192),
+        ("--max-model-len 1k --max-model-len 2k", 8192),
+        ("--gpu-memory-utilization 0.9x", 8192),
+        ("--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192),
+    ],
+)
+def test_options_are_read_as_vllm_reads_them_and_its_own_parser_refuses_others(
+    typed: str, length: int
+) -> None:
+    config = EngineConfig(model="m", server_args=typed.split())
+    with pytest.raises(ConfigError, match=f"less than one row of {length:,}"):
+        memory_on("V100", config, LLAMA_8B, None, 0)
 
 
 def test_memory_that_is_not_enough_is_said_with_its_sums() -> None:
@@ -164,12 +189,25 @@ def test_memory_that_is_not_enough_is_said_with_its_sums() -> None:
     assert "--max-model-len 22112" in caught.value.hint
 
 
+def test_both_sides_of_a_score_count() -> None:
+    count = Counter(None).count
+    for body in (
+        {"text_1": "a" * 35, "text_2": "b" * 35},
+        {"query": "a" * 35, "documents": ["b" * 35]},
+    ):
+        call = records.Call(key=("c", 0), path="/score", body=msgspec.json.encode(body))
+        assert count(call) == 20
+
+
 def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> None:
     assert has_chat_template(EngineConfig(model=MODEL))
     (tmp_path / "config.json").write_text("{}")
     assert not has_chat_template(EngineConfig(model=str(tmp_path)))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert has_chat_template(EngineConfig(model=str(tmp_path)))
+    for damaged in ("{", "[]", "\xff"):
+        (tmp_path / "tokenizer_config.json").write_bytes(damaged.encode("latin-1"))
+        assert not has_chat_template(EngineConfig(model=str(tmp_path)))
     assert has_chat_template(EngineConfig(engine="openai", model="m"))
     assert not has_chat_template(EngineConfig(engine="echo"))
 

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # huggingface_hub uploads in an old way
 
 ROWS = 10
-REPO = "org/answers"
+REPO = "org/answers.csv"
+"""Names of data sets may end as those of files do."""
 DEST = f"hf://datasets/{REPO}"
 CARD = "README.md"
 RECORD = ".collected.json"
@@ -106,6 +107,7 @@ def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: Hub, run: s
     assert sorted(hub.branches[REPO]) == ["main", "v2"]
     assert published(hub) == {}
     assert sum(name.startswith("data/") for name in hub.files(REPO, "v2")) == ROWS
+    assert collect(run, "hf://datasets/org/answers.json")["files"] == ROWS
 
 
 # --------------------------------------------------------------------------- a Hub that fails
@@ -215,7 +217,7 @@ def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path)
         assert all(text in card for text in ("# license:", "| model | tiny |", "| rows | 10 |"))
         assert str(tmp_path) not in card
         script = (
-            "import datasets, json; found = datasets.load_dataset('org/answers', split='train');"
+            f"import datasets, json; found = datasets.load_dataset('{REPO}', split='train');"
             "print(json.dumps([found['_row'][:], found['text'][3]]))"
         )
         read = subprocess.run(

@@ -70,7 +70,7 @@ COMMANDS = {
     "clean": "clean RUN",
     "report": "report RUN -o PAGE",
     "compare": "compare RUN RUN",
-    "stop": "stop RUN --reason EVIL",
+    "stop": "stop RUN",
     "collect": "collect RUN DEST",
     "collect partial": "collect RUN DEST --partial",
     "no run": "status PATH",
