@@ -1,24 +1,23 @@
-"""A store that counts requests, for benchmarks and for tests of what a chunk costs."""
+"""A store that counts requests, for tests of what commands cost."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from batchinfer.storage import ObjectInfo, Store
 
 KEYS_PER_REQUEST = 1000
-"""Number of keys that object stores list or delete with one request."""
+"""Number of keys that object stores list with one request."""
 
 
 class CountingStore:
     """Another store's verbs, counted in `requests` as an object store bills them. Safe for threads.
 
-    A verb is one request, a list or a delete one for every 1000 keys (a list at least one). Parts of a multipart
-    upload, retries and the look after a lost create are not seen from here.
+    A verb is one request, a list one for every 1000 keys, at least one. Parts of a multipart upload, retries and the
+    look after a lost create are not seen from here.
     """
 
     def __init__(self, store: Store) -> None:
@@ -45,12 +44,6 @@ class CountingStore:
                 self._count("list")
             yield found
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
-        doomed = tuple(keys)
-        self._count("delete", math.ceil(len(doomed) / KEYS_PER_REQUEST))
-        self._store.delete(doomed)
-
-    def _count(self, verb: str, times: int = 1) -> None:
+    def _count(self, verb: str) -> None:
         with self._lock:
-            self.requests[verb] += times
+            self.requests[verb] += 1

@@ -1,8 +1,8 @@
-"""Stands in for Slurm: sbatch, squeue, scancel and scontrol that run the tasks of an array as processes here.
+"""Stands in for Slurm: sbatch, squeue and scancel that run the tasks of an array as processes here.
 
 The variable FAKE_SLURM names the folder of the state, FAKE_SLURM_FATE what happens to the next submission: refused;
-silent, with an empty answer; lost, when the job is submitted and the answer says otherwise; broken, when all tasks fail
-before they begin; or hung.
+silent, with an empty answer; lost, when the job is submitted and the answer says otherwise; or broken, when all tasks
+fail before they begin.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
+COMMANDS = ("sbatch", "squeue", "scancel")
 
 
 def install(folder: Path) -> None:
@@ -49,21 +48,16 @@ def _get(task: dict) -> dict:
 
 def sbatch(root: Path) -> None:
     script, fate = sys.stdin.read(), os.environ.get("FAKE_SLURM_FATE", "")
-    with (root / "calls").open("a") as calls:
-        calls.write(" ".join(sys.argv[1:]) + "\n")
     if fate == "refused":
         sys.exit("sbatch: error: Invalid partition name specified")
     if fate == "silent":
         return
-    if fate == "hung":
-        (root / "hung").write_text(str(os.getpid()))
-        time.sleep(600)
     job = len(list(root.glob("*.sh"))) + 1
     (root / f"{job}.sh").write_text(script)
     name = re.findall(r"--job-name=(\S+)", script)[-1]
     last = int(re.findall(r"--array=0-(\d+)", script)[-1])
     for index in range(last + 1):
-        task = {"job": job, "index": index, "name": name, "state": "PENDING", "pid": 0, "starts": 0}
+        task = {"job": job, "index": index, "name": name, "state": "PENDING", "pid": 0}
         _set(task, state="FAILED" if fate == "broken" else "PENDING")
         if fate != "broken" and os.fork() == 0:
             os.setsid()
@@ -78,25 +72,21 @@ def sbatch(root: Path) -> None:
 
 
 def _run(root: Path, task: dict) -> None:
-    """Run one task, again and again while it asks for it."""
+    """Run one task, unless it is cancelled."""
     place = {"SLURM_ARRAY_JOB_ID": str(task["job"]), "SLURM_ARRAY_TASK_ID": str(task["index"])}
-    while _get(task)["state"] != "CANCELLED":
-        task["starts"] += 1
-        with (root / f"{task['job']}-{task['index']}.log").open("ab") as log:
-            process = subprocess.Popen(
-                ["bash", str(root / f"{task['job']}.sh")],
-                env={**os.environ, **place},
-                stdout=log,
-                stderr=log,
-            )
-            _set(task, state="RUNNING", pid=process.pid)
-            status = process.wait()
-        task = _get(task)
-        if task["state"] == "CANCELLED":
-            return
-        if task["state"] != "REQUEUED":
-            _set(task, state="COMPLETED" if status == 0 else "FAILED", status=status)
-            return
+    if _get(task)["state"] == "CANCELLED":
+        return
+    with (root / f"{task['job']}-{task['index']}.log").open("ab") as log:
+        process = subprocess.Popen(
+            ["bash", str(root / f"{task['job']}.sh")],
+            env={**os.environ, **place},
+            stdout=log,
+            stderr=log,
+        )
+        _set(task, state="RUNNING", pid=process.pid)
+        status = process.wait()
+    if _get(task)["state"] != "CANCELLED":
+        _set(task, state="COMPLETED" if status == 0 else "FAILED", status=status)
 
 
 def squeue(_root: Path) -> None:
@@ -116,12 +106,6 @@ def scancel(_root: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 if task["pid"]:
                     os.kill(task["pid"], signal.SIGTERM)
-
-
-def scontrol(_root: Path) -> None:
-    job, index = map(int, sys.argv[2].split("_"))
-    task = next(one for one in tasks() if (one["job"], one["index"]) == (job, index))
-    _set(task, state="REQUEUED")
 
 
 if __name__ == "__main__":

@@ -186,17 +186,6 @@ def run_process(arguments: list[str], *, environment: dict[str, str] | None = No
     return finish_process(start_process(arguments, environment=environment))
 
 
-def run_worker_process(
-    job: str | Path,
-    run: str | Path,
-    *options: str,
-    index: int | None = None,
-    environment: dict[str, str] | None = None,
-) -> Finished:
-    """Run an echo worker as a process of its own."""
-    return run_process(worker_arguments(job, run, *options, index=index), environment=environment)
-
-
 def run_worker_here(
     job: str | Path,
     run: str | Path,

@@ -18,7 +18,6 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
-from counting_store import CountingStore
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
 
@@ -258,17 +257,3 @@ class StoreContract:
     def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store: Store) -> None:
         check_preconditions(store)
         assert list(store.list()) == []
-
-    def test_requests_can_be_counted(self, store: Store, tmp_path: Path) -> None:
-        counting = CountingStore(store)
-        etag = counting.create("k", b"1")
-        counting.replace("k", b"2", etag)
-        counting.get("k")
-        counting.stat("k")
-        counting.download("k", tmp_path / "copy")
-        counting.put_file("l", tmp_path / "copy")
-        assert len(list(counting.list())) == 2
-        counting.delete(["k", "l"])
-        verbs = ["create", "put_file", "delete", "download", "get", "list", "replace", "stat"]
-        assert dict(counting.requests) == dict.fromkeys(verbs, 1)
-        assert counting.url == store.url

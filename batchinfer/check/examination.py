@@ -9,7 +9,7 @@ import threading
 from collections import Counter as Tally
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -67,8 +67,6 @@ class Problem(Record, frozen=True, kw_only=True):
 
 class CheckConfig(Record, frozen=True, kw_only=True):
     """What to check, and the declaration of the options of `check` that are not the worker's."""
-
-    SECTION: ClassVar[str] = "options"
 
     options: Annotated[dict[str, Any], NO_OPTION]
     """All options of the command, by their parameters, as click has parsed them."""

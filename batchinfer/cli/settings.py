@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import click
 
@@ -56,8 +56,6 @@ FROM_FILE = "batchinfer.server_args"
 
 class Machines(Record, frozen=True, kw_only=True):
     """What machines cost, where workers do not say it."""
-
-    SECTION: ClassVar[str] = "options"
 
     is_spot: Annotated[bool | None, Opt(flag="--spot")] = None
     """Whether they are spot machines, where workers do not say. Default: no."""

@@ -17,7 +17,7 @@ import subprocess
 import time
 from pathlib import Path
 from subprocess import PIPE
-from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import Annotated, Literal, NamedTuple, Protocol, cast
 
 from msgspec import Meta, convert
 
@@ -32,8 +32,6 @@ ClusterName = Literal["skypilot", "slurm", "kubernetes"]
 
 class Plan(Record, frozen=True, kw_only=True):
     """Workers to start, and all that their cluster must be told. Its options are those of `launch` alone."""
-
-    SECTION: ClassVar[str] = "options"
 
     job: Annotated[str, NO_OPTION]
     model: Annotated[str, NO_OPTION]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
@@ -21,8 +21,6 @@ Form = Literal["parquet", "jsonl", "csv", "openai-batch", "completions", "lines"
 
 class CollectConfig(Record, frozen=True, kw_only=True):
     """Options of `collect`."""
-
-    SECTION: ClassVar[str] = "options"
 
     run: Annotated[str, NO_OPTION]
     dest: Annotated[str, NO_OPTION]
@@ -64,7 +62,11 @@ class CollectConfig(Record, frozen=True, kw_only=True):
 def suffix_of(dest: str) -> str:
     """The file ending of a destination that is one file; empty if the destination is a folder or on the Hub.
 
-    >>> suffix_of("out/answers.csv"), suffix_of("s3://bucket/answers"), suffix_of("hf://datasets/a/b.csv")
+    >>> (
+    ...     suffix_of("out/answers.csv"),
+    ...     suffix_of("s3://bucket/answers"),
+    ...     suffix_of("hf://datasets/a/b.csv"),
+    ... )
     ('.csv', '', '')
     """
     if dest.startswith("hf://"):

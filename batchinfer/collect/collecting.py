@@ -7,12 +7,10 @@ from contextlib import closing
 from typing import Any
 
 import click
+import msgspec
 
 from batchinfer import __version__
-from batchinfer.cli.help import SectionCommand
-from batchinfer.cli.options import options as options_from
-from batchinfer.cli.options import values_of
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.config_commands import config_command
 from batchinfer.collect.answers import Selection, select, sql_errors, text_of
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, HubDestination, StoreDestination
@@ -227,12 +225,8 @@ def _plain(value: object) -> str:
 # --------------------------------------------------------------------------- the command line
 
 
-@click.command("collect", cls=SectionCommand)
-@click.argument("run")
-@click.argument("dest")
-@options_from(CollectConfig)
-@common_options
-def command(**options: Any) -> dict[str, Any]:
+@config_command("collect", CollectConfig, click.argument("run"), click.argument("dest"))
+def command(config: CollectConfig) -> dict[str, Any]:
     """Collect the verified answers of the run at RUN into DEST, in input order: as a table, or in another form.
 
     DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
@@ -240,6 +234,6 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    places = {name: layout.without_slash(options[name]) for name in ("run", "dest")}
-    config = CollectConfig(**values_of(CollectConfig, options) | places)
+    places = {name: layout.without_slash(getattr(config, name)) for name in ("run", "dest")}
+    config = msgspec.structs.replace(config, **places)
     return run_collect(config, open_store=open_store, clock=SystemClock())

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import click
 from msgspec import Meta
 
-from batchinfer.cli.help import SectionCommand
-from batchinfer.cli.options import options as options_from
-from batchinfer.cli.options import values_of
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.config_commands import config_command
 from batchinfer.collect.answers import Answers, connect, select, sql_errors, text_of
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError
@@ -29,9 +26,8 @@ logger = logging.getLogger(__name__)
 class CompareConfig(Record, frozen=True, kw_only=True):
     """Options of `compare`."""
 
-    SECTION: ClassVar[str] = "options"
-
-    runs: Annotated[tuple[str, str], NO_OPTION]
+    run_a: Annotated[str, NO_OPTION]
+    run_b: Annotated[str, NO_OPTION]
     rows: Annotated[int, Meta(ge=0, le=1000), FIRST] = 10
     """Rows to show of those that differ most: with the fewest words in common."""
     job: Annotated[str | None, Opt(metavar="URL")] = None
@@ -48,7 +44,7 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
     Raises:
         InputError: there is no such run, or the runs are of different jobs.
     """
-    runs = config.runs
+    runs = config.run_a, config.run_b
     found = [select(url, open_store, clock, job_url=config.job) for url in runs]
     sha256s = [selection.run.config.get("job_sha256") for selection in found]
     if not sha256s[0] or sha256s[0] != sha256s[1]:
@@ -105,12 +101,8 @@ def render(found: dict[str, Any]) -> Any:
     return table
 
 
-@click.command("compare", cls=SectionCommand)
-@click.argument("run_a")
-@click.argument("run_b")
-@options_from(CompareConfig)
-@common_options
-def command(run_a: str, run_b: str, **options: Any) -> dict[str, Any]:
+@config_command("compare", CompareConfig, click.argument("run_a"), click.argument("run_b"))
+def command(config: CompareConfig) -> dict[str, Any]:
     """Compare two runs over one job: rows with the same and different answers, failures, lengths.
 
     Rows that only one run has done count as missing; runs may still go on. The exit status is 0 also where answers
@@ -120,7 +112,6 @@ def command(run_a: str, run_b: str, **options: Any) -> dict[str, Any]:
 
     from batchinfer.storage.opening import open_store
 
-    config = CompareConfig(**values_of(CompareConfig, options) | {"runs": (run_a, run_b)})
     found = run_compare(config, open_store=open_store, clock=SystemClock())
     Console(stderr=True, highlight=False).print(render(found))
     return found

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
-from batchinfer.cli.run_commands import run_command
+from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock, SystemClock
@@ -166,7 +166,7 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
         yield Removal("probes", info, max(age, PROBE_SECONDS))
 
 
-@run_command("clean", CleanConfig)
+@config_command("clean", CleanConfig)
 def command(config: CleanConfig) -> dict[str, Any]:
     """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, temporary files.
 

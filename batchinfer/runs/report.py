@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from batchinfer import __version__
-from batchinfer.cli.run_commands import run_command
+from batchinfer.cli.config_commands import config_command
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
@@ -279,7 +279,7 @@ def _columns(line: bytes) -> list[tuple[str, str]]:
 # --------------------------------------------------------------------------- the command line
 
 
-@run_command("report", ReportConfig, has_prices=True)
+@config_command("report", ReportConfig, has_prices=True)
 def command(config: ReportConfig) -> dict[str, Any]:
     """Write the run at RUN as one HTML page: progress, speed, errors, cost, workers, answers, settings.
 

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from batchinfer.cli.run_commands import run_command
+from batchinfer.cli.config_commands import config_command
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
@@ -295,7 +295,7 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
 # --------------------------------------------------------------------------- the command
 
 
-@run_command("status", StatusConfig, has_prices=True)
+@config_command("status", StatusConfig, has_prices=True)
 def command(show: StatusConfig) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
 

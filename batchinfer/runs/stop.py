@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any
 
-from batchinfer.cli.run_commands import run_command
+from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock, iso_utc
@@ -60,7 +60,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     }
 
 
-@run_command("stop", StopConfig)
+@config_command("stop", StopConfig)
 def command(config: StopConfig) -> dict[str, Any]:
     """Stop every worker of a run, wherever it is, and keep new ones from starting.
 

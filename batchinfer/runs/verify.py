@@ -18,8 +18,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.options import read_recorded, words_of
-from batchinfer.cli.run_commands import run_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
@@ -344,7 +344,7 @@ def _words_of(run: Run) -> list[tuple[str, str]]:
 # --------------------------------------------------------------------------- the command line
 
 
-@run_command("verify", VerifyConfig)
+@config_command("verify", VerifyConfig)
 def command(config: VerifyConfig) -> dict[str, Any]:
     """Prove that a run is complete and sound, or say what is missing, corrupt, foreign or left over.
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 import msgspec
 
-from batchinfer.cli.help import SectionCommand
-from batchinfer.cli.options import options as options_from
-from batchinfer.cli.options import values_of
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.config_commands import config_command
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
@@ -36,9 +34,7 @@ _ANEW = "run the same command with --overwrite to make the job anew"
 class SplitConfig(Record, frozen=True, kw_only=True):
     """Options of `split`."""
 
-    SECTION: ClassVar[str] = "options"
-
-    sources: Annotated[list[str], NO_OPTION]
+    sources: Annotated[Sequence[str], NO_OPTION]
     output: Annotated[str, Opt(short="-o", metavar="JOB", is_first=True)]
     """Folder or URL of the job; made if it is not there."""
     num_chunks: Annotated[Count | None, FIRST] = None
@@ -254,11 +250,8 @@ def _refuse_runs(store: Store, output: str) -> None:
 # --------------------------------------------------------------------------- command line
 
 
-@click.command("split", cls=SectionCommand)
-@click.argument("sources", metavar="SOURCE...", nargs=-1)
-@options_from(SplitConfig)
-@common_options
-def command(**options: Any) -> dict[str, Any]:
+@config_command("split", SplitConfig, click.argument("sources", metavar="SOURCE...", nargs=-1))
+def command(config: SplitConfig) -> dict[str, Any]:
     """Split data sets into JSONL chunks and per-worker manifests.
 
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, az://, hf://datasets/org/name[@revision][/path]) of
@@ -269,9 +262,7 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import check_writable, open_store
 
-    if not options["output"]:
+    if not config.output:
         raise ConfigError("--output: missing, expected the job's folder or URL")
-    sources = {"sources": list(options["sources"])}
-    config = SplitConfig(**values_of(SplitConfig, options) | sources)
     check_writable(config.output, option="--output")
     return run_split(config, store=open_store(config.output))

@@ -44,7 +44,7 @@ def runs(tmp_path: Path) -> tuple[str, str]:
 
 
 def compare(*runs: str, **options: Any) -> dict[str, Any]:
-    config = CompareConfig(runs=(runs[0], runs[1]), **options)
+    config = CompareConfig(run_a=runs[0], run_b=runs[1], **options)
     return run_compare(config, open_store=open_store, clock=SystemClock())
 
 

@@ -27,38 +27,16 @@ def catalog(folder: Path, text: str = CATALOG) -> Path:
     return folder
 
 
-def test_the_package_has_a_dated_table() -> None:
-    price = Prices(catalogs=NO_CATALOG).price(L4)
-    assert price is not None
-    assert 0 < price.per_hour < 5
-    assert price.source == "list prices of 2025-06, check yours"
-
-
 def test_every_price_of_the_table_is_a_price() -> None:
     prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
         machine = replace(L4, accelerator=name)
-        on_demand, spot = (
-            prices.price(machine),
-            prices.price(replace(machine, is_spot=True)),
-        )
-        assert on_demand is not None, name
-        assert spot is not None, name
-        assert 0 < spot.per_hour <= on_demand.per_hour < 50, name
-
-
-def test_spot_is_cheaper_and_gpus_add_up() -> None:
-    prices = Prices(catalogs=NO_CATALOG)
-    spot, four = (
-        prices.price(replace(L4, is_spot=True)),
-        prices.price(replace(L4, gpus=4)),
-    )
-    one = prices.price(L4)
-    assert spot is not None
-    assert one is not None
-    assert four is not None
-    assert spot.per_hour < one.per_hour
-    assert four.per_hour == pytest.approx(4 * one.per_hour)
+        others = replace(machine, is_spot=True), replace(machine, gpus=4)
+        one, spot, four = (prices.price(each) for each in (machine, *others))
+        assert None not in (one, spot, four), name
+        assert 0 < spot.per_hour <= one.per_hour < 50, name
+        assert four.per_hour == pytest.approx(4 * one.per_hour)
+        assert one.source == "list prices of 2025-06, check yours"
 
 
 def test_what_is_in_no_table_has_no_price() -> None:

@@ -5,6 +5,8 @@ The simulation shows that rows come back in place, and what becomes of a segment
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from batchinfer.core import layout
@@ -42,6 +44,21 @@ def read(store: MemoryStore) -> tuple[Segments, list[int]]:
     """The chunk's segments, and the lines whose rows they give."""
     found = Segments(store, CHUNK, chunk_sha256=SHA256, fingerprint="f")
     return found, [each.line for each in found.rows()]
+
+
+def test_a_segment_has_the_bytes_that_the_format_says(store: MemoryStore) -> None:
+    records = encode_rows([row(7), FinishedRow(line=8, ok=False, code="c", output=raw(b"{}"))])[0]
+    records += encode_deaths([9], 512)
+    assert records.splitlines() == [
+        b'{"prompt_tokens":3,"line":7,"ok":true,"output":{"t":"x"}}',
+        b'{"line":8,"ok":false,"code":"c","output":{}}',
+        b'{"line":9,"engine_deaths":1,"rows_in_flight":512}',
+    ]
+    key = segment(store, records)
+    assert key == "checkpoints/part-00000/w0-000001.0.jsonl"
+    header = b'{"chunk_sha256":"%s","fingerprint":"f","sha256":"%s"}\n'
+    sums = SHA256.encode(), hashlib.sha256(records).hexdigest().encode()
+    assert store.get(key).data == header % sums + records
 
 
 def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(

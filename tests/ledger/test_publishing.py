@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,28 +31,6 @@ def keys(store: MemoryStore) -> list[str]:
 
 def current_marker(store: MemoryStore) -> Marker:
     return codec.decode(store.get(layout.marker_key(CHUNK)).data, Marker, name="marker")
-
-
-@pytest.mark.parametrize("marker", [b"", b"damaged"])
-def test_the_lease_is_asked_for_right_before_every_write(
-    store: MemoryStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    marker: bytes,
-) -> None:
-    if marker:
-        store.create(layout.marker_key(CHUNK), marker)
-    events: list[str] = []
-    for name in ("create", "put_file", "replace"):
-        note = Mock(
-            side_effect=lambda *_: events.append("write") or DEFAULT, wraps=getattr(store, name)
-        )
-        monkeypatch.setattr(store, name, note)
-    ours = Publisher(store, nonce="n1", require_lease=lambda: events.append("lease"))
-    published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
-    assert published.is_ours
-    assert events.count("write") >= 2
-    assert events == ["lease", "write"] * (len(events) // 2)
 
 
 def test_who_comes_second_discards_its_own_output(store: MemoryStore, tmp_path: Path) -> None:

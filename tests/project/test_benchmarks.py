@@ -69,53 +69,6 @@ def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_
     assert environment(MORE="1")["MORE"] == "1"
 
 
-def test_a_job_of_the_benchmarks_is_as_split_writes_it(tmp_path: Path) -> None:
-    from harness import as_line, write_job
-
-    from batchinfer.core import codec
-    from batchinfer.core.records import Job
-
-    write_job(str(tmp_path), 7, lambda row: as_line({"x": row}, row), per_chunk=3, num_workers=2)
-
-    job = codec.decode((tmp_path / "job.json").read_bytes(), Job, name="job.json")
-    assert [(chunk.first_row, chunk.rows) for chunk in job.chunks] == [(0, 3), (3, 3), (6, 1)]
-    for chunk in job.chunks:
-        data = (tmp_path / f"chunks/{chunk.name}.jsonl").read_bytes()
-        assert (len(data), codec.sha256(data)) == (chunk.bytes, chunk.sha256)
-        rows = [json.loads(line)["_row"] for line in data.splitlines()]
-        assert rows == list(range(chunk.first_row, chunk.first_row + chunk.rows))
-    manifests = [(tmp_path / f"manifests/worker-0000{index}.txt").read_text() for index in (0, 1)]
-    assert "".join(manifests) == (tmp_path / "manifests/all.txt").read_text()
-    assert [len(each.splitlines()) for each in manifests] == [1, 2]
-
-
-def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import s3_stub
-
-    from batchinfer.core.errors import AlreadyExists
-    from batchinfer.storage.opening import open_store
-
-    with s3_stub.serving(2, 1) as endpoint:
-        for name, value in s3_stub.variables(endpoint).items():
-            monkeypatch.setenv(name, value)
-        store = open_store("s3://stub/job/runs/default")
-        store.create("claims/part-00001.json", b"{}")
-        with pytest.raises(AlreadyExists):
-            store.create("claims/part-00001.json", b"[]")
-        store.delete(["claims/part-00001.json"])
-        assert not list(store.list("claims/"))
-        assert len(list(store.list("outputs/"))) == 2, "an output and its marker"
-        assert open_store("s3://stub/job").get("chunks/part-00001.jsonl").data.count(b"\n") == 1
-        came = s3_stub.read_counts(endpoint)
-
-    assert came["PUT claims/"] == 2
-    assert came["DELETE claims/"] == 1
-    assert came["LIST claims/"] == came["LIST outputs/"] == 1
-    assert came["GET chunks/"] == 1
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_2000_mixed_requests_bad_ones_among_them_are_all_answered_though_it_was_killed(

@@ -176,7 +176,10 @@ def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_sta
         refused = when(
             lambda method, key: method != "get_object" and "outputs/part-00000" in key, "refused"
         )
-        options = {"checkpoint_seconds": 1000.0, "limits": Limits(storage_retry_seconds=0.1)}
+        options = {
+            "checkpoint_seconds": 1000.0,
+            "limits": Limits(storage_attempts=1, storage_retry_seconds=0.1),
+        }
         for resumed in (0, 3):
             ending = stage.run(hook=refused, **options)
             assert isinstance(ending.error, StorageError)

@@ -17,7 +17,7 @@ import batchinfer
 from batchinfer.core.errors import BatchinferError, InputError, RowError
 from batchinfer.split.splitting import command as split
 from batchinfer.storage.opening import open_store
-from making import make_job, run_worker_here, run_worker_process
+from making import make_job, run_process, run_worker_here, worker_arguments
 from web_server import WebServer, plain
 
 PACKAGE = Path(batchinfer.__file__).parent
@@ -41,7 +41,8 @@ def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(
     options = ["--log-level", "debug", "--log-format", "json"]
     if is_mistake:
         options += ["--engine", "vllm", "--model", "/no/such/model"]
-    done = run_worker_process(tmp_path / "job", tmp_path / "run", *options, environment=SECRETS)
+    arguments = worker_arguments(tmp_path / "job", tmp_path / "run", *options)
+    done = run_process(arguments, environment=SECRETS)
     assert done.status == (2 if is_mistake else 0)
     assert "SECRETSECRET" not in done.stderr + json.dumps(done.result)
     assert b"SECRETSECRET" not in everything_below(tmp_path)

@@ -17,7 +17,6 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import CleanConfig, run_clean
-from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
@@ -170,15 +169,6 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     assert doomed[-1] == MARKER
 
 
-def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: str) -> None:
-    leave(run)
-    clean(run, redo=[CHUNK])
-    assert run_worker_here(job, run.url)["chunks_done"] == 2
-    clean(run)
-    config = VerifyConfig(run=run.url, deep=True)
-    assert not run_verify(config, open_store=open_store, clock=SystemClock()).findings
-
-
 def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
     """Error rows may be done again by a worker that has read their marker before it makes its own output."""
     before, after = (layout.output_key(layout.output_file(CHUNK, nonce)) for nonce in ("aa", "bb"))
@@ -188,13 +178,6 @@ def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
     clean(run, after_seconds=999 * HOUR)
     assert after in keys(run)
     assert before not in keys(run)
-
-
-def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
-    leave_of_the_living(run)
-    config = CleanConfig(run=run.url, yes=True)
-    run_clean(config, store=run, clock=LaterClock(999 * HOUR))
-    assert keys(run) >= USELESS | NEEDED
 
 
 def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:

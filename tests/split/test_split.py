@@ -73,24 +73,6 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_a_job_holds_every_row_once_in_order(
-    source: Path, tmp_path: Path, compression: str
-) -> None:
-    result = split(source, tmp_path / "job", num_chunks=7, num_workers=3, compression=compression)
-    assert [row["n"] for row in rows_at(tmp_path / "job")] == list(range(100))
-    assert (result["status"], result["rows"], result["chunks"], result["workers"]) == (
-        "done",
-        100,
-        7,
-        3,
-    )
-    job = job_at(tmp_path / "job")
-    assert (job.columns, job.rows, job.id_column) == (["prompt", "n"], 100, "")
-    [file] = job.files
-    assert (file.url, file.rows, file.bytes) == (str(source), 100, source.stat().st_size)
-
-
 def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from batchinfer.engines import http
 from batchinfer.storage.opening import open_store
 from echo_server import FakeEndpoint, fake_endpoint, refusal
-from making import Call, make_job, output_lines, read_marker, said
+from making import Call, make_job, output_lines, read_marker
 
 KEY = "sk-a1B2c3D4e5F6"
 
@@ -149,26 +149,6 @@ def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
     assert by_text["None"]["of_this_server_alone"] == ["x"]
     assert (by_text["True"]["temperature"], by_text["None"]["temperature"]) == (1.0, 0.0)
     assert {body["model"] for body in endpoint.bodies} == {"echo-model"}
-
-
-def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_path, call):
-    def make_row(index: int) -> dict[str, Any]:
-        talk = [{"role": "user", "content": f"q {index}"}]
-        return {"ids": [5, 6, index], "name": f"n{index}", "talk": talk}
-
-    job, template = tmp_path / "job", tmp_path / "t.jinja"
-    make_job(job, rows=2, per_chunk=2, make_row=make_row)
-    template.write_text("Say {{ name }}")
-    no_column = ("--prompt-column", "")
-    for run, way, expected in (
-        ("ids", ("--prompt-column", "ids"), ["5 6 0", "5 6 1"]),
-        ("template", (*no_column, "--prompt-template", str(template)), ["Say n0", "Say n1"]),
-        ("talk", (*no_column, "--messages-column", "talk", "--system-prompt", "S"), ["q 0", "q 1"]),
-    ):
-        status, _, log = call(*worker(job, endpoint, *way, run=run))
-        assert status == 0, log
-        assert [said(line) for line in output_lines(job / run)] == expected
-    assert [each["role"] for each in endpoint.bodies[-1]["messages"]] == ["system", "user"]
 
 
 # --------------------------------------------------------------------------- what goes wrong

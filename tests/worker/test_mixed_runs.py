@@ -131,18 +131,6 @@ class TestAtTheStart:
         assert read == {("part-00002", 0)}
 
 
-class TestRepair:
-    def test_rows_of_another_configuration_are_not_taken_into_a_repair(self) -> None:
-        """Where a store has no preconditions, a marker may be younger than a run.json of another configuration."""
-        with Stage([["a", "", "b"]]) as stage:
-            assert stage.run().is_success
-            marker, key = markers(stage)["part-00000"], layout.marker_key("part-00000")
-            replace_run(stage)
-            stage.scheduler.now += 10.0
-            stage.put(key, codec.encode(marker))
-            assert_does_nothing(stage, "part-00000", retry_errors=True)
-
-
 class TestCheckpoints:
     """run.json tells whose they are. Where it was removed, the worker knows it once its engine has loaded."""
 

@@ -7,7 +7,7 @@ import pytest
 from batchinfer.core.errors import StorageError
 from batchinfer.worker.worker_config import Limits
 from simulation.oracle import JOB
-from simulation.stage import Stage, when
+from simulation.stage import Stage
 from simulation.storage import Hook
 
 DAMAGED = JOB + "chunks/part-00000.jsonl"
@@ -42,16 +42,6 @@ def test_a_chunk_is_given_up_once_nothing_else_is_left(key: str) -> None:
         assert isinstance(ending.error, StorageError)
         assert ending.error.exit_status == 34
         assert len(stage.objects("outputs/")) == 2  # of the other chunk
-
-
-def test_rows_of_a_chunk_that_is_given_up_are_saved() -> None:
-    """A complete chunk was given up at its only attempt, before its rows were in any segment."""
-    with Stage([[f"say {index}" for index in range(20)]]) as stage:
-        hook = when(lambda method, key: method == "put_object" and "outputs/" in key, "refused")
-        limits = Limits(storage_attempts=1, storage_retry_seconds=0.5)
-        ending = stage.run(hook=hook, limits=limits, checkpoint_seconds=1000.0)
-        assert isinstance(ending.error, StorageError)
-        assert stage.run().result["rows_resumed"] == 20
 
 
 def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:

@@ -281,18 +281,6 @@ def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
     assert len(take_all(stream)) >= 1536
 
 
-def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHand) -> None:
-    """An engine's poll drove the bookkeeping of the chunks: how often depended on the engine."""
-    chunks.put("first", 2)
-    stream = stream_over(chunks)
-    keep_books(stream)
-    assert stream.take(4) == []
-    assert stream.take(4) == []
-    keep_books(stream)
-    assert [call.key for call in stream.take(4) or []] == [("first", 0), ("first", 1)]
-    assert stream.take(4) == []
-
-
 def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 1)
     stream = stream_over(chunks)

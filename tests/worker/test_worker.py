@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import threading
@@ -29,7 +28,6 @@ from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import Environment, WorkerConfig, real_environment
 from making import (
     ECHO,
-    default_row,
     finish_process,
     finished_chunks,
     make_job,
@@ -38,21 +36,8 @@ from making import (
     put_job,
     read_marker,
     run_worker_here,
-    run_worker_process,
-    said,
     start_process,
-    worker_arguments,
 )
-
-FAST = ("--lease-seconds", "4", "--checkpoint-seconds", "0.3")
-
-
-def assert_every_row_once(run: str | Path, rows: int) -> None:
-    """Promise P1, with the echo engine's answers as the check of alignment."""
-    lines = output_lines(run)
-    assert [line["_row"] for line in lines] == list(range(rows))
-    for line in lines:
-        assert said(line) == default_row(line["_row"])["prompt"]
 
 
 @pytest.fixture
@@ -102,24 +87,6 @@ class TestTheMainJob:
 
 
 class TestStoppedAndStartedAgain:
-    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(self, job: str) -> None:
-        run = f"{job}/runs/a"
-        slow = ("--echo-latency-seconds", "9", "--max-num-seqs", "8", "--checkpoint-seconds", "600")
-        process = start_process(worker_arguments(job, run, *FAST, *slow, "--grace-seconds", "1"))
-        deadline = time.monotonic() + 120
-        while not list(open_store(run).list(layout.CLAIMS)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        stopped = finish_process(process, timeout_seconds=60)
-        assert stopped.status == 75, stopped.stderr
-        assert "Traceback" not in stopped.stderr
-        again = run_worker_process(job, run, *FAST)
-        done_before = stopped.result["request_count"]
-        assert again.result["request_count"] == 95 - done_before
-        assert_every_row_once(run, 95)
-
     def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(
         self, job: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -193,33 +160,6 @@ class TestBadRows:
         put_job(open_store(str(tmp_path / "job")).create, [b"\n".join(lines) + b"\n"])
         run_worker_here(tmp_path / "job", tmp_path / "run", *options)
         return output_lines(tmp_path / "run")
-
-    def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(
-        self, tmp_path: Path
-    ) -> None:
-        lines = self.rows(
-            tmp_path,
-            [
-                b'{"prompt": "fine"}',
-                b'{"prompt": "broken',
-                b"",
-                b'{"other": 1}',
-                b"[1, 2]",
-                b'{"prompt": ""}',
-                b'{"prompt": "\\ud800"}',
-                b'{"prompt": "fine too"}',
-            ],
-        )
-        assert [line["_row"] for line in lines] == list(range(8))
-        assert ["error" in line for line in lines] == [False, *[True] * 6, False]
-        assert all(line["error"]["code"] and line["error"]["message"] for line in lines[1:-1])
-
-    def test_text_that_breaks_naive_readers_stays_on_its_line(self, tmp_path: Path) -> None:
-        texts = ["a\u2028b", "c\u0085d", "nul\x00nul", "tab\tand\rreturn", "x" * 10_000_000]
-        lines = self.rows(
-            tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]
-        )
-        assert [said(line) for line in lines] == texts
 
     def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
         lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5

@@ -1,4 +1,4 @@
-"""Commands over one run: what each is told, its function gets as one configuration."""
+"""Commands whose functions get what they are told as one configuration."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from batchinfer.cli.settings import common_options, price_options
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def run_command(
-    name: str, struct: type[S], *, has_prices: bool = False
+def config_command(
+    name: str,
+    struct: type[S],
+    *arguments: Callable[[Any], Any],
+    has_prices: bool = False,
 ) -> Callable[[Callable[[S], Any]], click.Command]:
     """Return a decorator that makes a command of a function, whose docstring is the help.
 
     Args:
         name: The command.
-        struct: What the function gets. Its fields, and those of structs in them, declare the command's options; the
-            field `run` is the argument RUN.
+        struct: What the function gets. Its fields, and those of structs in them, declare the command's options.
+        arguments: The command's arguments, as `click.argument` makes them, for fields without an option. Default: RUN.
         has_prices: Whether there are the options about prices, too, for the fields `price_per_hour` and `is_spot`.
     """
 
@@ -35,7 +38,9 @@ def run_command(
 
         shared = common_options(called)
         own = options(struct)(price_options(shared) if has_prices else shared)
-        return click.command(name, cls=SectionCommand)(click.argument("run")(own))
+        for argument in reversed(arguments or (click.argument("run"),)):
+            own = argument(own)
+        return click.command(name, cls=SectionCommand)(own)
 
     return decorate
 
