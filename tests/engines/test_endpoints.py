@@ -360,13 +360,6 @@ def test_an_endpoint_that_says_nothing_is_given_up_in_time(monkeypatch):
     assert time.monotonic() - begin < 9
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a/v1", "http://me:pw@a/v1", "http://"])
-def test_a_url_that_is_none_is_refused_without_its_password(url):
-    with pytest.raises(ConfigError) as caught:
-        opened(url)
-    assert "pw" not in str(caught.value)
-
-
 def test_a_url_without_a_path_gets_the_apis_and_needs_no_list_of_models(endpoint):
     endpoint.models = None
     engine, _ = opened(endpoint.url.removesuffix("/v1"))

@@ -75,12 +75,6 @@ def test_a_config_that_is_none_is_named(tmp_path, text):
         describe_model(EngineConfig(model=str(folder)))
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
-def test_a_folder_that_does_not_exist_is_no_name_on_the_hub(name):
-    with pytest.raises(ConfigError, match="is no folder on this machine"):
-        describe_model(EngineConfig(model=name))
-
-
 # --------------------------------------------------------------------------- the Hub
 
 

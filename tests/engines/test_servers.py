@@ -401,12 +401,6 @@ def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
     assert are_gone([int((tmp_path / "pid").read_text())])
 
 
-@pytest.mark.parametrize("server", ["vllm serve", "x {model}"])
-def test_a_command_that_says_not_where_to_listen_is_refused(model, server):
-    with pytest.raises(ConfigError, match="listen"):
-        opening(model, server)
-
-
 # --------------------------------------------------------------------------- nothing is left
 
 FAMILY = """

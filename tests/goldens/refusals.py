@@ -60,6 +60,10 @@ def make_world() -> None:
     Path("rows").mkdir()
     write_lines("rows/rows.jsonl", [{"text": "a"}])
     write_lines("tools.json", ["[1]"])
+    write_lines("look.json", ['[{"type": "function", "function": {"name": "look"}}]'])
+    write_lines("empty.json", ["{}"])
+    write_lines("ada.json", ['{"name": "Ada"}'])
+    write_lines("deep.json", ["[" * 51 + "]" * 51])
     for name, text in WRONG_SETTINGS.items():
         Path(f"{name}.yaml").write_text(text + "\n")
     for name, text in WRONG_MANIFESTS.items():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import Sampling
 
@@ -66,22 +65,3 @@ def test_constraints_and_tools_have_the_names_of_the_server(
     options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     assert make_body(Sampling(**options)) == fields
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"json_schema": "{}", "choices": ["b"]}, "several constraints, expected one"),
-        ({"choices": ["a"], "sampling": {"response_format": {}}}, "several constraints"),
-        ({"json_schema": "{"}, "--json-schema: not JSON"),
-        ({"sampling": {"max_new_tokens": 5, "max_tokens": 6}}, "another name"),
-        ({"sampling": {"seed": 1}}, "the run's"),
-        ({"json_schema": '{"name": "Ada"}'}, "expected a JSON schema"),
-        ({"json_schema": "[" * 51 + "]" * 51}, "nested deeper than 50 levels"),
-        ({"choices": [","]}, "--choices"),
-        ({"tools": [1]}, "--tools: .*a list of tools"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_body(Sampling(**options))

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import readers
-from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import EngineRules, PromptConfig, RawRow
+from batchinfer.prompts.types import EngineRules, RawRow
 from prompt_rows import builder, code, prepare, sent
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -297,26 +295,3 @@ def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     }
     for bad in ("[", {"a": 1}, [1], 5):
         assert code(prepare({"p": "x", "t": bad}, **options)) == "invalid_column"
-
-
-# ------------------------------------------------------------------ options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "no prompt option"),
-        ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
-        ({"prompt_column": "p", "columns": {"image": ["i"]}}, "--column image"),
-        ({"prompt_column": "p", "columns": {"audio": ["i"]}}, "--column audio"),
-        ({"prompt_column": "p", "body": {"tools": [ADD]}}, "--tools"),
-        ({"prompt_column": "p", "columns": {"lora": ["l"]}}, "no adapter"),
-        ({"prompt_column": "p", "adapters": ["a", "b"]}, "several adapters"),
-        ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
-        ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PromptBuilder(PromptConfig(**options), None, rules=EngineRules(model="m"))
-    assert message in f"{caught.value.message} {caught.value.hint}"
