@@ -109,16 +109,28 @@ def _id_of(value: msgspec.Raw | None) -> bytes | None:
 
 
 def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
-    """Yield the rows as JSON lines, some at a time."""
+    """Yield the rows as JSON lines, some at a time.
+
+    Raises:
+        InputError: The file cannot be read to its end. Stores have given less than there is, without a word.
+    """
     with files.opened(file.url) as there:
         if there.peek(len(_BOM)).startswith(_BOM):
             there.read(len(_BOM))
         if file.format == "jsonl":
             yield from iter(lambda: there.readlines(_BLOCK_BYTES), [])
-            return
-        records = _records(file, wanted, _texts(there, file.url))
-        while some := [msgspec.json.encode(each) + b"\n" for each in islice(records, _BLOCK_ROWS)]:
-            yield some
+        else:
+            records = _records(file, wanted, _texts(there, file.url))
+            while some := list(map(_as_line, islice(records, _BLOCK_ROWS))):
+                yield some
+        is_plain = file.url.lower().endswith(files.ending(file.url))
+        # Of a file that was counted before, the number of rows tells that it has changed.
+        if is_plain and not file.digest and there.tell() < file.bytes:
+            raise files.damaged(file.url, f"{there.tell()} of {file.bytes} bytes came")
+
+
+def _as_line(record: dict[str, str]) -> bytes:
+    return msgspec.json.encode(record) + b"\n"
 
 
 def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[dict[str, str]]:

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, InputError
+from batchinfer.split.files import DataFile, Wanted
 from batchinfer.split.sources import Sources, count_sources, reference_job
+from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
 from fixtures_hub import Hub
 from web_server import WebServer, plain
@@ -337,3 +340,16 @@ def refusal(source: str, error: type[BatchinferError]) -> str:
     with pytest.raises(error) as caught:
         numbers(source)
     return f"{caught.value.message} ({caught.value.hint})"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_a_file_of_which_a_store_gives_less_than_there_is_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """Its last rows were left out without a word."""
+    path, kind = tmp_path / name, {"a.txt": "text"}.get(name, name[2:])
+    path.write_text('{"n":1}\n' * 9)
+    file = DataFile(url=str(path), format=kind, bytes=72, stamp="")
+    assert count_rows(file, Wanted()).rows == (8 if kind == "csv" else 9)
+    with pytest.raises(InputError, match=r"corrupt or truncated \(72 of 80 bytes came\)"):
+        count_rows(msgspec.structs.replace(file, bytes=80), Wanted())
