@@ -169,10 +169,8 @@ def start_worker(settings: Settings, worker_id: str) -> subprocess.Popen[bytes]:
 def is_in_the_middle(run: Path) -> bool:
     """Whether the victim holds finished rows of a chunk that nobody has published, and a chunk is published."""
     published = {path.name.split(".")[0] for path in (run / layout.OUTPUTS).glob("*.succeed")}
-    paths = (run / layout.CHECKPOINTS).glob("*/*")
-    segments = (layout.parse_segment(str(path.relative_to(run))) for path in paths)
-    # A nonce follows the worker's name.
-    own = {each.chunk for each in segments if each and each.writer.startswith(f"{VICTIM}.")}
+    # A segment's name begins with that of its worker and a nonce.
+    own = {path.parent.name for path in (run / layout.CHECKPOINTS).glob(f"*/{VICTIM}.*.jsonl")}
     return bool(published and own - published)
 
 

@@ -40,11 +40,9 @@ GPU_GIB = {
 """Memory of GPUs as their driver reports it, by SkyPilot's names."""
 _BYTES_PER_TOKEN = 3.5
 """UTF-8 bytes of a token in the estimate without a tokenizer: about 4 of English, fewer of code and other languages."""
-_PROMPTS = (
-    *("messages", "prompt", "input"),
-    *("text_1", "text_2", "query", "queries", "documents", "data_1", "data_2"),
-)
-"""Members of bodies that hold prompts: one alone, or the two sides of a score."""
+_PROMPTS = ("messages", "prompt", "input")
+_SIDES = ("text_1", "text_2", "query", "queries", "documents", "data_1", "data_2")
+"""Members of bodies that hold the two sides of a score."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tekken.json")
 
 
@@ -87,8 +85,8 @@ class Counter:
     def count(self, call: Call) -> int:
         """Return the tokens of a call's prompt. Media are not counted."""
         body = msgspec.json.decode(call.body)
-        given = [body[name] for name in _PROMPTS if name in body]
-        prompt: Any = given[0] if len(given) == 1 else given
+        sides = [body[name] for name in _SIDES if name in body]
+        prompt: Any = next((body[name] for name in _PROMPTS if name in body), sides)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
         if self._tokenizer is None:

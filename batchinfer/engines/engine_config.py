@@ -115,14 +115,15 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     def typed_number(self, name: str) -> int | None:
         """Return the value of one of `server_options` that is a whole number, also as in 8k and 8K; None without one.
 
-        vLLM's parser takes more, such as -1 and auto, and refuses what is no value.
+        vLLM's parser takes more, such as -1 and auto, and refuses what is no value. Of several it takes the last.
         """
         value = self.server_options.get(name)
+        value = value[-1] if isinstance(value, list) else value
         if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value)):
             value = int(
                 float(found[1]) * {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
             )
-        return value if isinstance(value, int) and value > 0 else None
+        return value if type(value) is int and value > 0 else None
 
     @property
     def answer_options(self) -> dict[str, Any]:

@@ -125,6 +125,7 @@ def smallest_size(
 def memory_share(config: EngineConfig) -> float:
     """Return the share of a GPU's memory that vLLM may use."""
     typed = config.server_options.get("gpu_memory_utilization")
+    typed = typed[-1] if isinstance(typed, list) else typed
     return typed if isinstance(typed, int | float) else DEFAULT_UTILIZATION
 
 

@@ -90,8 +90,9 @@ def end_mark(config: EngineConfig) -> str:
 
 def tokenizer_config(files: ModelFiles) -> dict[str, Any]:
     """Return what tokenizer_config.json says; nothing if it is not there or damaged, which the server tells better."""
+    name = "tokenizer_config.json"
     try:
-        found = json.loads(files.read("tokenizer_config.json"))
+        found = json.loads(files.read(name)) if name in files.sizes else {}
     except (OSError, LookupError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -28,7 +28,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
         RowProblem: the line is not a JSON object, or is nested too deep; the message says what is wrong.
     """
     if is_deep(data):
-        raise RowProblem(Code.INVALID_JSON, f"JSON nested deeper than {MAX_DEPTH} levels")
+        message = f"nested deeper than {MAX_DEPTH} levels, or cut short, expected a JSON object"
+        raise RowProblem(Code.INVALID_JSON, message)
     try:
         return _decode_object(data)
     except (ValueError, RecursionError) as error:

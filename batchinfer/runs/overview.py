@@ -260,7 +260,7 @@ def _state(record: Worker, age: float) -> str:
 
 def _ready(record: Worker) -> float:
     """The time at which the engine was loaded after the worker's last start, in Unix seconds by the worker's clock."""
-    return min(record.last_start + record.engine_load_seconds, record.heartbeat)
+    return min((record.last_start or record.started) + record.engine_load_seconds, record.heartbeat)
 
 
 def _recent(record: Worker) -> Rate:

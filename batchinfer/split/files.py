@@ -121,9 +121,25 @@ def ending(url: str) -> str:
     >>> ending("s3://b/Rows.JSONL.gz"), ending("https://host/a.csv?token=b"), ending("rows")
     ('.jsonl', '.csv', '')
     """
-    if url.startswith(("http://", "https://")):
-        url = url.partition("?")[0]
-    return posixpath.splitext(url.lower().removesuffix(".gz").removesuffix(".zst"))[1]
+    return posixpath.splitext(_name(url).removesuffix(".gz").removesuffix(".zst"))[1]
+
+
+def packing_of(url: str) -> str:
+    """Return the end of a file's name that tells how it is compressed; "" if it is not.
+
+    >>> (
+    ...     packing_of("s3://b/Rows.JSONL.GZ"),
+    ...     packing_of("https://host/a.zst?b=c.gz"),
+    ...     packing_of("a.csv"),
+    ... )
+    ('.gz', '.zst', '')
+    """
+    return next((end for end in (".gz", ".zst") if _name(url).endswith(end)), "")
+
+
+def _name(url: str) -> str:
+    is_web = url.startswith(("http://", "https://"))
+    return (url.partition("?")[0] if is_web else url).lower()
 
 
 def locate(argument: str) -> tuple[list[DataFile], str]:
@@ -278,10 +294,10 @@ def opened(url: str) -> Iterator[Any]:
             file: Any = stack.enter_context(Path(path).open("rb"))
         else:  # fsspec's files lack some methods of Python's own
             file = io.BufferedReader(stack.enter_context(system.open(path, "rb")), _BUFFER_BYTES)
-        name = (url.partition("?")[0] if url.startswith(("http://", "https://")) else url).lower()
-        if name.endswith(".gz"):
+        packing = packing_of(url)
+        if packing == ".gz":
             file = stack.enter_context(gzip.open(file, "rb"))
-        elif name.endswith(".zst"):
+        elif packing == ".zst":
             import pyarrow
 
             stack.enter_context(_unpacking(url))

@@ -123,8 +123,8 @@ def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
             records = _records(file, wanted, _texts(there, file.url))
             while some := list(map(_as_line, islice(records, _BLOCK_ROWS))):
                 yield some
-        is_plain = file.url.lower().endswith(files.ending(file.url))
         # Of a file that was counted before, the number of rows tells that it has changed.
+        is_plain = not files.packing_of(file.url)
         if is_plain and not file.digest and there.tell() < file.bytes:
             raise files.damaged(file.url, f"{there.tell()} of {file.bytes} bytes came")
 

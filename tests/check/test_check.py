@@ -166,7 +166,7 @@ def test_memory_of_a_model_that_fits() -> None:
         ("--max-model-len 2.5k", 2500),
         ("--max-model-len auto", 8192),
         ("--max-model-len -1", 8192),
-        ("--max-model-len 1k --max-model-len 2k", 8192),
+        ("--max-model-len 1k --max-model-len 2k", 2000),
         ("--gpu-memory-utilization 0.9x", 8192),
         ("--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192),
     ],
@@ -189,11 +189,12 @@ def test_memory_that_is_not_enough_is_said_with_its_sums() -> None:
     assert "--max-model-len 22112" in caught.value.hint
 
 
-def test_both_sides_of_a_score_count() -> None:
+def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not() -> None:
     count = Counter(None).count
     for body in (
         {"text_1": "a" * 35, "text_2": "b" * 35},
         {"query": "a" * 35, "documents": ["b" * 35]},
+        {"messages": [{"role": "user", "content": "a" * 70}], "documents": [{"text": "b"}]},
     ):
         call = records.Call(key=("c", 0), path="/score", body=msgspec.json.encode(body))
         assert count(call) == 20
@@ -208,6 +209,9 @@ def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> Non
     for damaged in ("{", "[]", "\xff"):
         (tmp_path / "tokenizer_config.json").write_bytes(damaged.encode("latin-1"))
         assert not has_chat_template(EngineConfig(model=str(tmp_path)))
+    place = f"memory://{tmp_path.name}/m"
+    open_store(place).create("config.json", b"{}")
+    assert not has_chat_template(EngineConfig(model=place))
     assert has_chat_template(EngineConfig(engine="openai", model="m"))
     assert not has_chat_template(EngineConfig(engine="echo"))
 

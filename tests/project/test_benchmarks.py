@@ -1,4 +1,4 @@
-"""What the benchmarks' figures rest on: measured processes, jobs, and the stub's counts."""
+"""What the benchmarks' figures rest on: measured processes, and the stub's counts."""
 
 import importlib
 import json
@@ -67,6 +67,33 @@ def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_
     with pytest.raises(SystemExit, match="exit 3\nwhy"):
         run([sys.executable, "-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"])
     assert environment(MORE="1")["MORE"] == "1"
+
+
+def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import s3_stub
+
+    from batchinfer.core.errors import AlreadyExists
+    from batchinfer.storage.opening import open_store
+
+    with s3_stub.serving(2, 1) as endpoint:
+        for name, value in s3_stub.variables(endpoint).items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://stub/job/runs/default")
+        store.create("claims/part-00001.json", b"{}")
+        with pytest.raises(AlreadyExists):
+            store.create("claims/part-00001.json", b"[]")
+        store.delete(["claims/part-00001.json"])
+        assert not list(store.list("claims/"))
+        assert len(list(store.list("outputs/"))) == 2, "an output and its marker"
+        assert open_store("s3://stub/job").get("chunks/part-00001.jsonl").data.count(b"\n") == 1
+        came = s3_stub.read_counts(endpoint)
+
+    assert came["PUT claims/"] == 2
+    assert came["DELETE claims/"] == 1
+    assert came["LIST claims/"] == came["LIST outputs/"] == 1
+    assert came["GET chunks/"] == 1
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def test_every_row_and_chunk_counts_once(case: str) -> None:
 LOADING = running(state="loading", open_chunks={}, minutes=[])
 NEW = running(open_chunks={}, minutes=[], engine={"load_seconds": 699.0})
 STUCK = running(minutes=minutes(rows=1, until=NOW - 700), last_start=NOW - 2000)
+UNREAD = worker_record(id="a", state="running", started=NOW, heartbeat=NOW)
 FAILED = running(id="a", state="failed")
 LONG_AGO = [
     running(id=name, state=name, heartbeat=NOW - 9000) for name in ("done", "failed", "stopped")
@@ -108,6 +109,7 @@ STATES: dict[str, tuple[list[Worker], dict[str, Any], str, list[str]]] = {
     "running": ([running()], {}, "running", ["running"]),
     "new": ([NEW], {}, "running", ["running"]),
     "waiting": ([running(open_chunks={})], {}, "waiting", ["waiting"]),
+    "its numbers cannot be read": ([UNREAD], {}, "running", ["running"]),
     "silent": ([running(heartbeat=NOW - 80)], {}, "stalled", ["stalled"]),
     "no row for ten minutes": ([STUCK], {}, "stalled", ["stalled"]),
     "gone": ([GONE], {}, "idle", ["gone"]),

@@ -42,7 +42,7 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a defect: it stands in for a function of a class or module, which it gets as first argument."""
+    """Make a function a defect: it stands in for a function of a class or module, which is its first argument."""
     real = getattr(owner, name)
 
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
