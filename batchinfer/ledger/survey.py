@@ -34,6 +34,8 @@ class Survey(NamedTuple):
     """Chunks whose claim was released, or has lapsed."""
     owners: list[WorkerLease]
     """The records of living workers that hold one of the chunks, for each of these chunks."""
+    num_reads: int
+    """About how many requests it took."""
 
 
 def neighbours_of(name: str) -> str:
@@ -98,23 +100,25 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         }
         infos = [] if done >= generations.keys() else store.list(layout.CLAIMS + beginning)
         may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
+        num_reads = 2
     else:
         done = {name for name in generations if read_marker(store, name, generations[name])[0]}
         may_be_claimed = set(generations)
+        num_reads = len(generations) + len(done)
     claims.watch()
-    survey = Survey(done, [], [], [])
-    num_read = 0
+    unclaimed, lapsed, owners = list[str](), list[str](), list[WorkerLease]()
     for name in generations:
-        if name in done or (name in may_be_claimed and num_read >= MOST_SAMPLED):
+        num_claims = len(lapsed) + len(owners)
+        if name in done or (name in may_be_claimed and num_claims >= MOST_SAMPLED):
             continue
         held = read_claim(store, name) if name in may_be_claimed else None
         if held is None:
-            survey.unclaimed.append(name)
+            unclaimed.append(name)
             continue
-        num_read += 1
         owner = claims.look(held) if held.claim.worker else None
         if owner is None:
-            survey.lapsed.append(name)
+            lapsed.append(name)
         else:
-            survey.owners.append(owner)
-    return survey
+            owners.append(owner)
+    num_reads += 2 * (len(lapsed) + len(owners))
+    return Survey(done, unclaimed, lapsed, owners, num_reads)

@@ -32,9 +32,8 @@ _LONGEST_ROUND_SECONDS = 10.0
 """Most seconds between two rounds over a job of few workers."""
 _NEXT_BLOCK_SECONDS = 0.5
 """Least seconds between two looks at different blocks of the job."""
-_CLAIMS_PER_SECOND = 2000
-"""Most claims that the workers of a job together read in a second, if all are idle. For each they also read the owner's
-record and perhaps a marker; S3 takes 5500 reads a second for a prefix."""
+_READS_PER_SECOND = 5000
+"""Most reads of the workers of a job together in a second, if all are idle; S3 takes 5500 for a prefix."""
 _MOST_RELEASED = 16
 """Most chunks that the worker has given up whose claims a look reads again, to release those that came late."""
 _FRESH_SECONDS = 60.0
@@ -245,7 +244,7 @@ class Ring:
         self._found_at = self._environment.clock.monotonic()
         for owner in survey.owners:
             circle.meet(owner)
-        self._pause(len(survey.owners) + len(lapsed), has_to_wait=bool(lapsed and not free))
+        self._pause(survey.num_reads, has_to_wait=bool(lapsed and not free))
         if self._found:
             circle.found()
         elif not circle.num_left:
@@ -261,15 +260,14 @@ class Ring:
         self._circle.end_round()
         self._pause(0, has_to_wait=True)
 
-    def _pause(self, num_claims: int, *, has_to_wait: bool) -> None:
+    def _pause(self, num_reads: int, *, has_to_wait: bool) -> None:
         """Decide when to look at a block again.
 
         Args:
-            num_claims: Number of others' claims that the last look has read.
+            num_reads: Number of requests of the last look.
             has_to_wait: Whether a new round begins, or only claims of workers that are gone were found.
         """
-        # A look at a finished block reads no claims, but lists two pages.
-        seconds = max(num_claims, 1) * self._num_workers / _CLAIMS_PER_SECOND
+        seconds = num_reads * self._num_workers / _READS_PER_SECOND
         least = _NEXT_BLOCK_SECONDS
         if has_to_wait:
             lease_seconds = self._run.lease.lease_seconds

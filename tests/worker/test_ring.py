@@ -121,13 +121,19 @@ def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
     assert least <= read.call_count <= most
 
 
-@pytest.mark.parametrize(("num_workers", "most"), [(1000, 55), (3000, 160)])
+@pytest.mark.parametrize(
+    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 130), (1000, 10, 410)]
+)
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
-    num_workers: int, most: int, monkeypatch: pytest.MonkeyPatch
+    num_workers: int, num_neighbours: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They waited five seconds after each of a hundred finished blocks: nine minutes of a thousand idle machines."""
-    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-1])
-    idle = Idle(f"finished-{num_workers}", 1000, num_workers=num_workers)
+    """They waited five seconds after each of a hundred finished blocks: nine minutes of a thousand idle machines.
+
+    A block is listed. Ten chunks or fewer are looked up one by one, and that many requests take their time.
+    """
+    digits = len(str(num_neighbours)) - 1
+    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-digits])
+    idle = Idle(f"finished-{most}", 100 * num_neighbours, num_workers=num_workers)
     idle.finish(*idle.names)
     began = idle.clock.monotonic()
     assert idle.find(most_ticks=8 * most, seconds=0.125) is None
