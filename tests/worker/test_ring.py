@@ -106,7 +106,7 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
 @pytest.mark.parametrize(
     ("num_workers", "least", "most"), [(100, 290, 300), (1000, 50, 70), (4000, 10, 20)]
 )
-def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
+def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
     num_workers: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand idle ones that look at another block each second are more than a bucket takes."""
