@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 
+from batchinfer.cli.main import group
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.splitting import command as split
@@ -43,6 +46,23 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
     assert "hf_abc" not in done.out + done.err
     assert read_settings(path, split) == {"num_chunks": "4"}, "the run's sections are not its"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("run", "input: {job: j, limit: 20, output: o}", {"limit": "20"}),
+        ("launch", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+        ("check", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+    ],
+)
+def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(
+    name: str, text: str, read: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    assert read_settings(tmp_path / "run.yaml", command) == read
 
 
 def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
