@@ -137,7 +137,7 @@ def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> N
 def test_options_whose_files_are_pipes_are_read_once(tmp_path: Path) -> None:
     """A check read the pipe, and the worker then answered without schema, system prompt and options of the server."""
     words = (
-        "run - -o a.jsonl --engine echo --json-schema <(echo '{\"type\": \"object\"}') "
+        'run - -o a.jsonl --engine echo --json-schema <(echo \'{"type": "object"}\') '
         "--system-prompt @<(printf hey) --config <(echo 'vllm: {max_model_len: 99}')"
     )
     command = f"echo one | {sys.executable} -m batchinfer {words}"
