@@ -100,6 +100,8 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
         options.pop(name, None)
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
+    if "show_config" in options:
+        raise errors.ConfigError("show_config: is for the command line", hint="leave it out")
     kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
     if kept and not quiet:
         from batchinfer.cli.terminal import say

@@ -31,6 +31,7 @@ from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
+from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
 WATCH_SECONDS = 30.0
@@ -47,6 +48,7 @@ _NOT_TAKEN = ("manifests", "job", "output", "worker_id", "price_per_hour")
 @options_from(Plan)
 @price_options
 @options_from(WorkerConfig, without=(*_NOT_TAKEN, *NODE_OPTIONS))
+@look_options
 @common_options
 def command(**options: Any) -> dict[str, Any] | None:
     """Start workers for JOB on a cluster. Everything is checked first, and the run keeps a record of the launch.

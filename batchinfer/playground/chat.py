@@ -22,10 +22,12 @@ from batchinfer.core.records import Call, Reply
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
 from batchinfer.playground.session import Session, play_options
+from batchinfer.worker.command import look_options
 
 
 @click.command("chat", cls=ServerCommand)
 @play_options("n")
+@look_options
 @common_options
 def command(**options: Any) -> None:
     """Talk with a model. Answers stream; Ctrl-C ends an answer, not the chat.

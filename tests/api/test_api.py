@@ -178,6 +178,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
         ({"max_tokens": object()}, errors.ConfigError, "max_tokens: is a object"),
         ({"output": "-"}, errors.ConfigError, "is for the command line"),
+        ({"show_config": True}, errors.ConfigError, "is for the command line"),
         *(
             ({"data": each}, errors.InputError, "is no file, table, or list of prompts")
             for each in (3, {"prompt": "a"}, b"x", "What is 1 + 1?")
