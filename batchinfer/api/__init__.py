@@ -58,7 +58,7 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
 
     Args:
         data: Prompts, conversations (lists of messages) or dictionaries; a path or URL, or several; an Arrow table, a
-            frame of pandas or polars, or a `datasets.Dataset`.
+            frame of pandas or polars, a `datasets.Dataset`, or a column of one.
         model: A name on the Hub, a local folder, or a folder in a bucket.
         output: File or folder for the answers, as `-o` of `batchinfer run`. With None, none is written.
         work: Folder or URL for the job and the run. With None, it is beside `output`, or else a new folder, whose name
