@@ -168,7 +168,6 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         },
         engine=engine,
         prompt=prompt_config(options),
-        sampling=Sampling(**values_of(Sampling, options)),
         limits=Limits(**values_of(Limits, options)),
         host=host,
     )

@@ -97,7 +97,7 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     engine: EngineConfig
     prompt: PromptConfig
     sampling: Sampling = Sampling()
-    """The options of which `prompt.body` was made."""
+    """Only declares the options of which `prompt.body` is made."""
     run_seed: Annotated[
         int | None, Opt(form="seed", flag="--seed", section="sampling", is_recorded=True)
     ] = 0
