@@ -62,7 +62,13 @@ def command(**options: Any) -> dict[str, Any] | None:
     launch = Launch(_plan(options), options)
     if not options["dry_run"]:
         return launch.start() | (launch.watch() if options["watch"] else {})
-    write(redact(launch.page()))
+    page = launch.page()
+    shown = redact(
+        page, with_queries=False
+    )  # those may be a prompt's, or say which API an endpoint is to use
+    if shown != page:
+        say("user and password of a URL are shown as …, so what is printed does not run as it is")
+    write(shown)
     return None
 
 

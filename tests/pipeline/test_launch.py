@@ -335,6 +335,21 @@ def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(call: Call) -> None:
+    """Values in queries were masked, so workers got another prompt, and an endpoint no version of its API."""
+    url, cited = "https://host/v1?api-version=2024", "cite https://example.com/?id=7"
+    options = ("s3://b/job", "--run", "s3://b/job/r", "--on", "slurm", "--workers", "1")
+    options += ("--engine", "openai", "--model", "m", "--system-prompt", cited, "--dry-run")
+    shown = call("launch", *options, "--base-url", url)
+    assert (shown.status, shown.err) == (0, "")
+    assert url in shown.out
+    assert cited in shown.out
+    hidden = call("launch", *options, "--base-url", url.replace("host", "me:hush@host"))
+    assert "hush" not in hidden.out + hidden.err
+    assert url.replace("host", "…@host") in hidden.out
+    assert "user and password of a URL are shown as …" in hidden.err
+
+
 def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
     job: Path, tmp_path: Path, call: Call
 ) -> None:
