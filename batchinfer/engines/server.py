@@ -203,6 +203,8 @@ def write_vllm_command(
     # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
     # in a form that the worker does not know must not be fetched by the server in its stead.
     ours += ["--allowed-media-domains", "none.invalid"]
+    if config.tokenizer[0] != config.model:  # where vLLM would look for the model's commit
+        ours += ["--tokenizer-revision", "main"]
     named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]

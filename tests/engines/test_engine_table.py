@@ -84,6 +84,21 @@ def test_typed_options_win_over_our_defaults_and_lose_to_what_we_decide(monkeypa
     assert "--structured-outputs-config" not in typed
 
 
+def test_a_tokenizer_of_another_repository_is_not_looked_for_at_the_models_commit(monkeypatch):
+    typed = ["--tokenizer", "org/base"]
+    found = command(monkeypatch, *typed, revision="c" * 40)
+    assert value_of(found, "--tokenizer-revision") == "main"
+    found = command(monkeypatch, *typed, "--tokenizer-revision", "v2", revision="c" * 40)
+    assert value_of(found, "--tokenizer-revision") == "v2"
+    found = command(monkeypatch, "--tokenizer", "org/name", revision="c" * 40)
+    assert "--tokenizer-revision" not in found
+    assert EngineConfig(model="org/name", revision="v1", server_args=typed).tokenizer == (
+        "org/base",
+        None,
+    )
+    assert EngineConfig(model="org/name", revision="v1").tokenizer == ("org/name", "v1")
+
+
 def test_on_a_cpu_it_takes_little_memory_and_splits_no_prompt(monkeypatch):
     found = command(monkeypatch, is_cpu=True)
     assert value_of(found, "--kv-cache-memory-bytes") == str(1 << 30)
