@@ -121,6 +121,9 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
+    # A server that is started again loads the same commit. vLLM would look for it in the repository of a config, too.
+    if info.revision and "hf_config_path" not in config.server_options:
+        config = msgspec.structs.replace(config, revision=info.revision)
     model = str(local_copy(config.model, stop) or config.model)
     adapters = describe_adapters(config)
     check_fit(adapters, model, info.revision)
