@@ -184,7 +184,10 @@ def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tupl
         # Without chunked prefill, a step must have room for the longest prompt.
         seqs, tokens = 256 * size, max(4096 * size, length)
     seqs = config.typed_number("max_num_seqs") or seqs
-    return seqs, 0 if model.is_multimodal or not length else tokens
+    # Many pooling models, too, take a prompt whole. vLLM knows which, and makes their steps large enough.
+    is_whole = config.is_pooling or config.server_options.get("enable_chunked_prefill") is False
+    is_left = model.is_multimodal or not length or (is_whole and length > tokens)
+    return seqs, 0 if is_left else tokens
 
 
 def write_vllm_command(

@@ -130,6 +130,21 @@ def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
     assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
 
 
+@pytest.mark.parametrize(
+    ("length", "options", "tokens"),
+    [
+        (32768, {"task": "embed"}, 0),
+        (8192, {"task": "embed"}, 8192),
+        (32768, {"server_args": ["--no-enable-chunked-prefill"]}, 0),
+        (32768, {}, 8192),
+    ],
+)
+def test_a_step_has_room_for_the_longest_prompt_that_may_not_be_divided(length, options, tokens):
+    gpu = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
+    model = ModelInfo(identity="", max_model_len=length)
+    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == (256, tokens)
+
+
 def test_any_servers_command_has_its_places_filled(tmp_path):
     model = str(write_model_stub(tmp_path / "m"))
     config = EngineConfig(
