@@ -112,7 +112,7 @@ class PromptBuilder:
             "/rerank": {"query": text, "documents": [text]},
         }
         body = prompts.get(path, {"input": text})
-        if path in _GENERATING:
+        if path in _GENERATING and "max_completion_tokens" not in self._config.body:
             body["max_tokens"] = self._config.body.get("min_tokens") or 1
         return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 

@@ -260,6 +260,10 @@ def test_a_probe_has_the_runs_fields() -> None:
     assert probe is not None
     assert probe.path == "/v1/completions"
     assert json.loads(probe.body) == {"prompt": "Hello", "model": "m", "max_tokens": 1, "top_k": 5}
+    probe = builder(messages_column="m", body={"max_completion_tokens": 500}).probe()
+    assert probe is not None
+    assert "max_tokens" not in json.loads(probe.body)
+    assert json.loads(probe.body)["max_completion_tokens"] == 500
     for task, field in (("embed", "input"), ("score", "text_1"), ("rerank", "documents")):
         columns = {"pair_columns": ["a", "b"]} if task != "embed" else {"messages_column": "m"}
         probe = builder(task=task, body={"priority": 1}, **columns).probe()
