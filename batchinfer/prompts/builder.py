@@ -235,7 +235,7 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     keeps = body.get("logprobs") not in (None, False)
     if not keeps:
         body["logprobs"] = True if path == CHAT_URL else 0
-    return BestOf(n=n, keeps_logprobs=keeps)
+    return BestOf(n=n, asked=best, keeps_logprobs=keeps)
 
 
 def finish_call(prepared: Prepared, contents: Sequence[bytes]) -> Prepared:

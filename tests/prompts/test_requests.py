@@ -168,13 +168,17 @@ def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
 
 def test_best_of_is_asked_as_answers_with_their_log_probabilities() -> None:
     found = completion(best_of=4, n=2)
-    assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, BestOf(n=2))
+    expected = BestOf(n=2, asked=4)
+    assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, expected)
     found = completion(best_of=4, logprobs=1)
-    assert (sent(found)["logprobs"], found.best_of) == (1, BestOf(n=1, keeps_logprobs=True))
+    assert (sent(found)["logprobs"], found.best_of) == (
+        1,
+        BestOf(n=1, asked=4, keeps_logprobs=True),
+    )
     found = request({"messages": MESSAGES, "best_of": 3, "logprobs": False})
-    assert (sent(found)["logprobs"], found.best_of) == (True, BestOf(n=1))
+    assert (sent(found)["logprobs"], found.best_of) == (True, BestOf(n=1, asked=3))
     found = prepare({"p": "x"}, prompt_column="p", body={"best_of": 3})
-    assert (sent(found)["n"], found.best_of) == (3, BestOf(n=1))
+    assert (sent(found)["n"], found.best_of) == (3, BestOf(n=1, asked=3))
     for same in ({"best_of": 2, "n": 2}, {"best_of": 4, "temperature": 0}, {"best_of": None}):
         found = completion(**same)
         assert (found.best_of, sent(found).get("n"), "best_of" in sent(found)) == (
