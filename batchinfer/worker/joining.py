@@ -146,6 +146,8 @@ class Membership:
         if engine is not None and (call := builder.probe()) is not None:
             reply = engine.ask(call, self._environment.stopper)
             failure = failure_of(reply)
+            if failure is not None and failure.param == "max_tokens":  # rows may have none
+                failure = failure if "max_tokens" in config.prompt.body else None
             if failure is not None and 400 <= reply.status < 500 and reply.status != 429:
                 raise ConfigError(
                     f"the server refuses the run's options: {failure.message}",
