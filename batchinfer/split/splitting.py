@@ -171,13 +171,11 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
 def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
     """Make the job, or append to it, unless it is there already."""
     from batchinfer.split import writer
-    from batchinfer.split.sources import reference_job
-    from batchinfer.storage.opening import open_store
 
     if counted is not None and config.append:
         return writer.append(store, counted, num_chunks=config.num_chunks)
     wanted = msgspec.structs.replace(
-        counted.as_job() if counted else reference_job(config.by_reference, open_store),
+        counted.as_job() if counted else _referred(config),
         num_workers=config.num_workers,
         limit=config.limit,
         compression=config.compression,
@@ -206,6 +204,22 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
         wanted = writer.write_chunks(store, wanted, counted, bounds)
     writer.complete_job(store, wanted)
     return wanted
+
+
+def _referred(config: SplitConfig) -> Job:
+    """Return the job by reference, none of whose files lies where `split` puts its own."""
+    from batchinfer.split.sources import reference_job
+    from batchinfer.storage.opening import is_inside, join_url, open_store
+
+    job = reference_job(config.by_reference, open_store)
+    own = [join_url(config.output, folder) for folder in (layout.CHUNKS, layout.MANIFESTS)]
+    for place in [config.by_reference, *(chunk.file or "" for chunk in job.chunks)]:
+        if any(is_inside(place, folder) for folder in own):
+            raise InputError(
+                f"{config.output}: is not apart from {place}, which a job there would replace",
+                hint="name another --output, or move the file",
+            )
+    return job
 
 
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:

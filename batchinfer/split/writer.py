@@ -47,6 +47,10 @@ some ten to fifty rows in a second, fewer if they are long."""
 _CHUNKS_PER_WORKER, _FEWEST_PER_WORKER, _FEW_ROWS = 50, 4, 20
 _MOST_CHUNKS = 100_000
 _MOST_IDS = 10_000_000
+_OWN_KEY = re.compile(
+    r"chunks/part-\d{5,}(\.[0-9a-f]{12})?\.jsonl(\.zst)?|manifests/(all|worker-\d{5,}|first-\d+)\.txt"
+)
+"""Keys that `split` writes, and `run`. What else lies in their folders is not theirs to remove."""
 
 
 def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
@@ -219,7 +223,7 @@ def _another(store: Store) -> InputError:
 
 
 def complete_job(store: Store, job: Job) -> None:
-    """Check that the job's chunks are there, remove others, write the manifests and, last, job.json.
+    """Check that the job's chunks are there, remove others of `split`, write the manifests and, last, job.json.
 
     Raises:
         InputError: Another split wrote to the same place meanwhile.
@@ -234,20 +238,20 @@ def complete_job(store: Store, job: Job) -> None:
 
 
 def _require_chunks(store: Store, job: Job) -> None:
-    """Raise InputError unless all chunks of the job are there, and then remove others."""
+    """Raise InputError unless all chunks of the job are there, and then remove others of `split`."""
     there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
     own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
     wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}
     if any(there.get(key) != size for key, size in wanted.items()):
         raise _another(store)
-    store.delete([key for key in there if key not in wanted])
+    store.delete([key for key in there if key not in wanted and _OWN_KEY.fullmatch(key)])
 
 
 def write_manifests(store: Store, job: Job) -> None:
-    """Write the manifests of a job, and remove others."""
+    """Write the manifests of a job, and remove others of `split`."""
     manifests = manifest_chunks(job)
-    stale = [item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests]
-    store.delete(stale)
+    stale = (item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests)
+    store.delete(list(filter(_OWN_KEY.fullmatch, stale)))
     with contextlib.closing(Scratch()) as scratch:
         for key, chunks in manifests.items():
             path = scratch.new_path("manifest")

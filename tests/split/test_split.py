@@ -162,6 +162,20 @@ def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
     ]
 
 
+@pytest.mark.parametrize("again", [{"overwrite": True, "num_chunks": 2}, {"append": True}])
+def test_files_of_others_beside_chunks_and_manifests_stay(
+    source: Path, tmp_path: Path, again: dict[str, Any]
+) -> None:
+    store, others = open_store(str(tmp_path / "job")), ("chunks/mine.jsonl", "manifests/app.yaml")
+    for key in (*others, "manifests/worker-00001.txt", "manifests/first-5.txt"):
+        store.create(key, b"mine")
+    split(source, tmp_path / "job", num_chunks=5)
+    split(make_source(tmp_path / "b.parquet", 1, 2), tmp_path / "job", **again)
+    own = [chunk_key(job, chunk) for job in [job_at(tmp_path / "job")] for chunk in job.chunks]
+    manifests = ["manifests/all.txt", "manifests/worker-00000.txt"]
+    assert {*tree(tmp_path / "job")} == {*others, *own, *manifests, "job.json"}
+
+
 def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     open_store(str(tmp_path / "job")).create("job.json", b'{"format_version":99}')
     for overwrite in (True, False):
@@ -351,6 +365,21 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=what):
             split([], tmp_path / "job", by_reference=str(place))
     assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("folder", ["chunks", "manifests"])
+def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(
+    tmp_path: Path, folder: str
+) -> None:
+    place = make_list(tmp_path / folder)
+    (tmp_path / folder / "b.jsonl").rename(tmp_path / folder / "part-00000.jsonl")
+    place.write_text("part-00000.jsonl\n")
+    (tmp_path / "list.txt").write_text(f"{folder}/part-00000.jsonl\n")
+    before = tree(tmp_path)
+    for each in (place, tmp_path / "list.txt"):
+        with pytest.raises(InputError, match="is not apart from"):
+            split([], tmp_path, by_reference=str(each))
+    assert tree(tmp_path) == before
 
 
 # --------------------------------------------------------------------------- S3 and memory
