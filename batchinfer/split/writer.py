@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,9 +28,12 @@ from batchinfer.core.errors import (
     PreconditionFailed,
 )
 from batchinfer.core.records import Chunk, Job
+from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, decode_job, identity, is_absolute, manifest_chunks
+from batchinfer.split.files import is_local
 from batchinfer.storage import Store
+from batchinfer.storage.opening import local_path
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
@@ -328,14 +332,18 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
             f"{url}: was made with {option}, so nothing can be appended",
             hint="make another job of the new sources",
         )
-    known = {_address(file.url) for file in job.files}
+    known = {_addresses(file.url)[0]: file.url for file in job.files}
+    paths = [file.url for file in job.files if not is_absolute(file.url)]
+    known |= {re.sub(r"^(\.\.?/)+", "", path): path for path in paths}
     for file in new.files:
-        if _address(file.url) in known:
+        there = next((known[each] for each in _addresses(file.url) if each in known), None)
+        if there is not None:
             hint = "put the new rows into a file of their own; if all its rows are new, rename it"
             if file.format == "csv":
                 hint += "; if it has not changed, give the --delimiter that the job was made with"
+            name = "" if there == redact(file.url) else f" as {there}"
             raise InputError(
-                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
+                f"{file.url}: has changed since its rows became a part of the job{name}, expected only new files",
                 hint=hint,
             )
     new.require("the job", job.columns)
@@ -347,6 +355,13 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
         )
 
 
-def _address(url: str) -> str:
-    """Return what names a file: its URL, for a file of the Hub without the revision."""
-    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)
+def _addresses(url: str) -> list[str]:
+    """Return what names a file, the surest first: a URL without secrets and the Hub's revision, or a local path.
+
+    An absolute path may be named by its ends, too: job.json does not say of which folder its relative paths are.
+    """
+    if not is_local(url):
+        return [re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", redact(url))]
+    parts = Path(os.path.normpath(url)).parts
+    ends = ["/".join(parts[index:]) for index in range(1, len(parts))]
+    return [os.path.realpath(local_path(url)), *(ends if is_absolute(url) else [])]

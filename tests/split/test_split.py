@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
 from making import run_worker_here, split
+from web_server import WebServer, plain
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -287,6 +289,39 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
     split(tmp_path / "a.parquet", tmp_path / "limited", limit=5)
     with pytest.raises(InputError, match="was made with --limit 5"):
         split(tmp_path / "b.parquet", tmp_path / "limited", append=True)
+
+
+@pytest.mark.parametrize("first", ["data/a.parquet", "../data/a.parquet"])
+@pytest.mark.parametrize(
+    "other", ["file://{}/data/a.parquet", "{}/x/../data/a.parquet", "link/a.parquet"]
+)
+def test_a_changed_file_is_known_by_any_spelling_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, other: str
+) -> None:
+    """All of its old rows were appended a second time."""
+    for name in ("data", "x"):
+        (tmp_path / name).mkdir()
+    file = make_source(tmp_path / "data/a.parquet", *range(9))
+    monkeypatch.chdir(tmp_path / "x" if first.startswith("..") else tmp_path)
+    split(first, tmp_path / "job")
+    make_source(file, *range(12))
+    if other.startswith("link"):
+        Path("link").symlink_to(file.parent)
+    else:
+        monkeypatch.chdir("/")
+    with pytest.raises(InputError, match=f"a part of the job as {first}, expected only new files"):
+        split(other.format(tmp_path), tmp_path / "job", append=True)
+
+
+def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path: Path) -> None:
+    with contextlib.closing(WebServer()) as server:
+        for rows, token in ((9, 1), (12, 2)):
+            server.answers[f"/a.jsonl?token={token}"] = plain(200, b'{"n":1}\n' * rows)
+        split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
+        with pytest.raises(
+            InputError, match="has changed since its rows became a part of the job,"
+        ):
+            split(f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
 
 
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
