@@ -32,14 +32,13 @@ from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, decode_job, identity, is_absolute, manifest_chunks
 from batchinfer.split.files import is_local
+from batchinfer.split.sources import Sources, references
 from batchinfer.storage import Store
 from batchinfer.storage.opening import local_path
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
     import polars as pl
-
-    from batchinfer.split.sources import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +325,7 @@ def complete_manifests(store: Store) -> None:
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:
     """Raise InputError if new files have other columns than the job, or may have rows that are in it already."""
-    if job.limit is not None or any(is_absolute(chunk.file or "") for chunk in job.chunks):
+    if job.limit is not None or references(job):
         option = "--by-reference" if job.limit is None else f"--limit {job.limit}"
         raise InputError(
             f"{url}: was made with {option}, so nothing can be appended",

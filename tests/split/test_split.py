@@ -387,6 +387,24 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
         split([], tmp_path / "job", by_reference=str(place), num_workers=2)
 
 
+def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path: Path) -> None:
+    place = make_list(tmp_path / "data")
+    place.write_text("b.jsonl\n")
+    split([], tmp_path / "job", by_reference=str(place))
+    moved = (tmp_path / "data").rename(tmp_path / "moved")
+    split(moved / "b.jsonl", tmp_path / "copied", num_chunks=1)
+    for sources, job, options in (
+        ([], "job", {"by_reference": str(moved / "list.txt")}),
+        ([moved / "b.jsonl"], "job", {}),
+        ([], "copied", {"by_reference": str(moved / "list.txt")}),
+    ):
+        with pytest.raises(InputError, match="in the places of files by reference") as caught:
+            split(sources, tmp_path / job, **options)
+        assert "--overwrite" in caught.value.hint
+    split([], tmp_path / "job", by_reference=str(moved / "list.txt"), overwrite=True)
+    assert run_worker_here(tmp_path / "job", tmp_path / "run")["request_count"] == 3
+
+
 def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
     place = make_list(tmp_path / "data")
     (tmp_path / "data/none.jsonl").touch()
