@@ -162,7 +162,9 @@ def _signed(shape: Shape, types: set[str]) -> Shape:
 
 def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     """Return whether a run's own body fields ask for JSON, and the schema that they give; None if they give none."""
-    asked, constraint = body.get("response_format") or {}, body.get("structured_outputs") or {}
+    # For speech, `response_format` is the name of a format.
+    fields = body.get("response_format"), body.get("structured_outputs")
+    asked, constraint = (each if isinstance(each, Mapping) else {} for each in fields)
     schema = (asked.get("json_schema") or {}).get("schema", constraint.get("json"))
     if isinstance(schema, str):
         schema = json.loads(schema)

@@ -145,6 +145,11 @@ def test_several_answers_are_lists(job: Path) -> None:
     assert "text" not in rows[0]
 
 
+def test_transcripts_of_a_run_that_names_their_form_are_texts(job: Path) -> None:
+    prompt = {"task": "transcribe", "body": {"response_format": "verbose_json"}}
+    assert table(job, [{"text": "hi"}], prompt)["text"].to_pylist() == ["hi"] * ROWS
+
+
 def test_a_run_of_which_every_row_failed_has_the_columns(job: Path) -> None:
     assert table(job, [TOO_LONG])["text"].to_pylist() == [None] * ROWS
 
