@@ -69,8 +69,15 @@ class JsonColumns:
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
-        for name, kind in (known or {}).items():
-            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else kind):
+        known = known or {}
+        numbers = {
+            name: (self._member(name), kind)
+            for name, kind in known.items()
+            if (kind, self.kinds.get(name)) == ("DOUBLE", "BIGINT")
+        }
+        wider = _fitting(sql, relation, numbers)
+        for name, kind in known.items():
+            if self.kinds.get(name, "NULL") == "NULL" or wider.get(name) == kind:
                 self.kinds[name] = kind
 
     @property

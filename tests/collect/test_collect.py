@@ -243,6 +243,11 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
     assert "answer_age" not in table_of(job / "runs/a", tmp_path, answer_json=False).column_names
 
 
+def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job: Path) -> None:
+    found = table(job, [chat('{"age": 1, "rate": 9007199254740993}'), chat('{"age": 2}')], ASKED)
+    assert found["answer_rate"].to_pylist()[:2] == [9007199254740993, None]
+
+
 def test_finished_answers_that_break_the_schema_are_marked_and_counted(
     job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
