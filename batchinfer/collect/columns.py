@@ -10,6 +10,7 @@ import base64
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -210,7 +211,8 @@ class AnswerSchema:
     def array(self, texts: Any, reasons: Any) -> Any:
         """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
 
-        Null for an answer that did not end by itself, and where the schema refers to another place.
+        Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or
+        a number that Python cannot use.
         """
         import pyarrow as pa
 
@@ -231,7 +233,7 @@ class AnswerSchema:
             return bool(self._validator.is_valid(json.loads(text)))
         except (ValueError, RecursionError):
             return False
-        except Unresolvable:
+        except (Unresolvable, re.error, OverflowError):
             return None
 
 

@@ -275,10 +275,20 @@ def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(
     assert collect(job / "runs/a", tmp_path / "a.parquet")["broken_answers"] == ROWS
 
 
-def test_a_schema_that_points_elsewhere_is_not_fetched(job: Path) -> None:
-    body = {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}}}
-    rows = table(job, [chat('{"a": 1}')], {"body": body}).to_pylist()
-    assert {(row["answer_valid"], row["answer_a"]) for row in rows} == {(None, 1)}
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"$ref": "http://127.0.0.1:1/schema.json"},  # is not fetched
+        {"pattern": "^(?<year>[0-9]{4})$"},  # of JavaScript
+        {"multipleOf": 0.01},
+    ],
+    ids=lambda member: next(iter(member)),
+)
+def test_a_schema_that_cannot_be_used_judges_no_answer(job: Path, member: Any) -> None:
+    body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
+    answer = '{"a": %s}' % ("1" + "0" * 400 if "multipleOf" in member else '"2026"')
+    rows = table(job, [chat(answer)], {"body": body}).to_pylist()
+    assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, answer)}
 
 
 MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901234567890123}')
