@@ -106,10 +106,12 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._key = ""
+        self._old_record, self._key = b"", ""
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
+
+        Nothing is changed: what is there stays until the first `put`.
 
         Raises:
             InputError: Other data are there, which must not be replaced.
@@ -119,11 +121,11 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        record = _read_record(self._store.get(RECORD_KEY).data, key) if is_taken else None
+        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
+        record = _read_record(self._old_record, key)
         if record and record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
             return record
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
-        self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))
         return None
 
@@ -136,10 +138,13 @@ class StoreDestination:
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
-            # `prepare` has removed the record that was there.
             with contextlib.suppress(ObjectNotFound):
-                if _read_record(self._store.get(RECORD_KEY).data, self._key) is None:
+                data = self._store.get(RECORD_KEY).data
+                if data == self._old_record:
+                    self._store.delete([RECORD_KEY])
+                elif _read_record(data, self._key) is None:
                     raise _raced(self._store.url)
+            self._old_record = b""
         elif not self._overwrite and any(info.key == name for info in self._store.list(name)):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)

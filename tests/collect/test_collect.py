@@ -23,6 +23,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
@@ -580,7 +581,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
-    run: Path, tmp_path: Path
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
     before = contents(tmp_path / "out")
@@ -588,8 +589,17 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "out", where="status = 200")
     assert contents(tmp_path / "out") == before
+    is_whole: list[bool] = []
+    look = lambda: is_whole.append((tmp_path / "out/_COLLECTED").exists())  # noqa: E731
+    meanwhile(monkeypatch, LocalStore, "put_file", look)
     collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
+    assert is_whole == [False]
     assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
+    before = contents(tmp_path / "out")
+    for wrong in ({"where": "nonsense = 1"}, {"with_source": True, "columns": ["none"]}):
+        with pytest.raises(ConfigError):
+            collect(run, tmp_path / "out", **wrong, overwrite=True)
+    assert contents(tmp_path / "out") == before
     record = tmp_path / "out/_COLLECTED"
     record.write_bytes(record.read_bytes().replace(b'"bytes"', b'"size"'))
     assert (
