@@ -182,6 +182,8 @@ class RunAccess:
     """Returns the store at a URL, from which chunks are read."""
     checkpointed: Container[str]
     """Names of the chunks that had checkpoints when the worker started."""
+    retry_errors: bool = False
+    """Whether error rows in checkpoints are asked again."""
 
 
 def real_environment(
