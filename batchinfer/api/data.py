@@ -35,7 +35,13 @@ def sources_of(data: Any) -> Iterator[tuple[list[str], Path]]:
                 folder,
             )
         elif write is not None:
-            write(folder / "data.parquet")
+            try:
+                write(folder / "data.parquet")
+            except (TypeError, ValueError, NotImplementedError) as error:
+                raise errors.InputError(
+                    f"data: cannot be written as parquet ({error})",
+                    hint="give each column a name of its own and values of one type",
+                ) from error
             yield [str(folder / "data.parquet")], folder
         elif isinstance(data, Mapping) and data and all(map(_writer_of, data.values())):
             splits = ", ".join(map(str, data))

@@ -43,6 +43,13 @@ def data_set() -> Any:
     return datasets.Dataset.from_list(ROWS)
 
 
+class MixedFrame:
+    """Stands for a frame of pandas with a column of texts and numbers."""
+
+    def to_parquet(self, _path: Path) -> None:
+        raise pa.ArrowTypeError("Expected bytes, got a 'int' object")
+
+
 class Frame(pl.DataFrame):
     """A frame of another package, which extends one that we know."""
 
@@ -217,6 +224,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
         ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
+        ({"data": MixedFrame()}, errors.InputError, "data: cannot be written as parquet"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
