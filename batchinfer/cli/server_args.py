@@ -34,6 +34,7 @@ _MANAGED = {
     **dict.fromkeys(
         ("--api-key", "--ssl-keyfile", "--root-path"), "only the worker reaches its server"
     ),
+    "--disable-log-stats": "the server's statistics tell the worker that it goes on; leave it out",
     "--grpc": "the worker speaks HTTP with its server; leave it out",
     "-tp": "write --tensor-parallel-size",
     "-pp": "write --pipeline-parallel-size",
