@@ -194,6 +194,15 @@ def pause_seconds(num_failed: int) -> float:
     return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (num_failed - 2)) * random.uniform(0.8, 1.2)
 
 
+def length_of(listed: Answer, model: str) -> int | None:
+    """Return the length that a list of models states of one, or of the first if it does not name that one. Pure."""
+    data = listed.field("data")
+    models = [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
+    models.sort(key=lambda each: each.get("id") != model)
+    length = models[0].get("max_model_len") if models else None
+    return length if isinstance(length, int) else None
+
+
 @functools.lru_cache(64)
 def read_parameters(description: bytes, path: str) -> frozenset[str]:
     """Return the fields that an /openapi.json names for the body of a POST to a path; empty if it does not. Pure."""

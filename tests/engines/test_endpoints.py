@@ -410,6 +410,22 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("listed", "length"),
+    [
+        ([{"id": "other", "max_model_len": 1}, {"id": "echo-model", "max_model_len": 512}], 512),
+        (["echo-model"], None),
+    ],
+)
+def test_facts_are_those_of_the_models_entry_at_an_endpoint_that_answers(endpoint, listed, length):
+    endpoint.models = reply(200, {"data": listed})
+    with fake_endpoint() as gone:
+        gone.close()
+        engine, info = opened(gone, endpoint, stall_seconds=0.5)
+    assert info.max_model_len == length
+    engine.close()
+
+
 def test_an_endpoint_that_takes_over_anothers_rows_gets_no_more_of_them_at_once(endpoint):
     most, running = 0, set()
 
