@@ -231,7 +231,7 @@ class Collection:
             return table
         try:
             number = "n" * (1 + max(map(len, table.column_names)))  # no column has this name
-            numbered = f"(SELECT *, row_number() OVER () - 1 AS {number} FROM rows)"
+            numbered = f"(SELECT *, row_number() OVER () - 1 AS {number} FROM rows) AS rows"
             # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
             query = f"SELECT {number} FROM {numbered} WHERE CAST(({self._config.where}) AS BOOLEAN)"
             sql = self._sql.cursor()
