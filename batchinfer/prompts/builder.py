@@ -79,6 +79,7 @@ class PromptBuilder:
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
         self._fields_for = functools.lru_cache(64)(self._make_fields)
         self._check_names()
+        self._check_length()
 
     @property
     def needed_columns(self) -> dict[str, list[str]]:
@@ -193,6 +194,18 @@ class PromptBuilder:
             if name not in known | {"best_of", "max_tokens"}:
                 text = f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}"
                 raise ConfigError(text, hint="--sampling sets parameters by the server's names")
+
+    def _check_length(self) -> None:
+        """Refuse plain prompts without a length: answers would end early, and nobody would see it.
+
+        Raises:
+            ConfigError: the run states no length.
+        """
+        is_plain = self._reader.path == COMPLETIONS_URL and not self._rules.fills_length
+        if is_plain and "max_tokens" not in self._config.body:
+            text = f"--max-tokens: is missing; the API ends answers to plain prompts after {_API_MAX_TOKENS} tokens"
+            hint = "say how long they may be, as in --max-tokens 512, or add --as-chat: chats need no length"
+            raise ConfigError(text, hint=hint)
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""

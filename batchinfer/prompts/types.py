@@ -137,6 +137,8 @@ class EngineRules:
     """Most tokens of prompt and answer together; None if the engine does not say."""
     parameters: Callable[[str], frozenset[str]] = lambda _path: frozenset()
     """Names of the fields that bodies for a path may have. An empty set: unknown, no name is refused."""
+    fills_length: bool = True
+    """Whether the server cuts a wish for longer answers down to what there is room for; most refuse it instead."""
     fetches_links: bool = False
     """Whether the server fetches media at http(s) links itself."""
     eos_token: str = ""
