@@ -20,7 +20,10 @@ COLUMN_KINDS = (*MEDIA_KINDS, "tools", "constraint", "lora", "id")
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+RESPONSES_URL = "/v1/responses"
 SPEECH_URLS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+WITH_TOOLS = ("tool_choice", "parallel_tool_calls")
+"""Fields that say how the tools of a body are called."""
 TASK_PATHS = {
     "embed": "/v1/embeddings",
     "token-embed": "/pooling",
