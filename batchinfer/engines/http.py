@@ -322,7 +322,7 @@ class HttpEngine:
             await self._pace.wait(call)
             answered_before = target.num_answered
             found = await target.post(call)
-            reply, verdict = judge(call, found.status, found.body)
+            reply, verdict = judge(call, found.status, found.body, target.masked)
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
             if verdict == "final" and self._outage.has_lost(call, reply):

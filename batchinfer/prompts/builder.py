@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _TASK_FIELDS: dict[str, dict[str, Any]] = {
     "embed": {"encoding_format": "base64"},
-    "token-embed": {"task": "token_embed", "encoding_format": "base64"},
+    "token-embed": {"task": "token_embed"},  # base64 would not say where a vector ends
     "reward": {"use_activation": False},
 }
 """Fields of bodies that a task implies, unless a row or the run says otherwise."""

@@ -314,7 +314,8 @@ def check_error_rate(
     commonest = most_common(counts.errors)
     if config.max_error_rate is not None:
         rate = counts.rows_error / counts.rows_done
-        if counts.rows_error >= config.min_errors and rate > config.max_error_rate:
+        is_over = counts.rows_error >= config.min_errors and rate > config.max_error_rate
+        if is_over and not config.retry_errors:  # it asks only rows that have failed
             raise ErrorRateExceeded(
                 f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:"
                 + "".join(f"\n  {n} x {_said(telemetry, code)}" for code, n in commonest[:3]),

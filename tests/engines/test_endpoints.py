@@ -255,6 +255,26 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("key", ["EMPTY", "null", "echo-model"])
+def test_a_key_without_a_secret_changes_no_answer(endpoint, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    answer = '{"choices": [{"text": "the shelf is EMPTY", "stop": null}], "model": "echo-model"}'
+    endpoint.rule = lambda *_: reply(200, answer)
+    engine, _ = opened(endpoint)
+    found = engine.ask(call(0, "/v1/completions", prompt="a"))
+    engine.close()
+    assert found.body.decode() == answer
+
+
+def test_what_is_said_of_an_answer_that_is_none_has_no_key(endpoint):
+    endpoint.rule = lambda *_: reply(200, "x" * 160 + KEY, "text/html")
+    engine, _ = opened(endpoint, stall_seconds=0.3)
+    with pytest.raises(EngineDied, match="answer is none: xxx") as caught:
+        drive(engine, ListSource(calls(4)))
+    engine.close()
+    assert KEY[:5] not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("models", "error", "said"),
     [
