@@ -387,6 +387,16 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
         split([], tmp_path / "job", by_reference=str(place), num_workers=2)
 
 
+def test_a_list_may_name_files_above_its_folder(tmp_path: Path) -> None:
+    make_list(tmp_path / "data")
+    (tmp_path / "lists").mkdir()
+    place = tmp_path / "lists/list.txt"
+    place.write_text(f"../data/b.jsonl\nfile://{tmp_path}/lists/../data/a.jsonl.zst\n")
+    split([], tmp_path / "job", by_reference=str(place))
+    files = [chunk.file for chunk in job_at(tmp_path / "job").chunks]
+    assert files == [f"{tmp_path}/data/b.jsonl", f"file://{tmp_path}/data/a.jsonl.zst"]
+
+
 def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path: Path) -> None:
     place = make_list(tmp_path / "data")
     place.write_text("b.jsonl\n")
