@@ -231,12 +231,12 @@ def _pinned(url: str) -> tuple[str, str]:
     from huggingface_hub import HfApi
 
     system, path = _filesystem(url)
-    place = system.resolve_path(path)
-    if place.repo_type != "dataset":
+    if not path.startswith("datasets/"):
         raise InputError(
             f"{url}: is no data set, expected hf://datasets/org/name[@revision][/path]",
             hint="download other files and pass their paths",
         )
+    place = system.resolve_path(path)
     commit: str = HfApi().dataset_info(place.repo_id, revision=place.revision).sha or ""
     return f"hf://datasets/{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/"), commit
 
