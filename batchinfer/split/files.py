@@ -145,7 +145,7 @@ def _name(url: str) -> str:
 def locate(argument: str) -> tuple[list[DataFile], str]:
     """Find the files of one SOURCE argument: a file, a folder, a glob or a URL. They are sorted by their addresses.
 
-    In folders, what is below a name with "." or "_" at its start is left out.
+    What is below a name with "." or "_" at its start is left out, unless SOURCE or a pattern's last part names it.
 
     Returns:
         The files, and the commit if the argument is a data set of the Hub, else "".
@@ -176,13 +176,20 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             folders = [path] if is_folder else []
         for folder in folders if is_local(argument) else ():
             _look_into(folder)
-        found = []
+        found, hidden = list[DataFile](), list[DataFile]()
+        # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
+        named = "._" if posixpath.basename(path).startswith(".") else "_"
+        hiding = r"/[._]" if is_folder else rf"/(?![{named}][^/]*$)[._]"
         for name, described in sorted(listed.items()):
             start = os.path.commonpath([name, path])
             # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
             info = _info(system, name) if is_local(argument) else described
-            if info and info["type"] == "file" and not re.search(r"/[._]", name[len(start) :]):
-                found.append(_data_file(name, info, argument))
+            if info and info["type"] == "file":
+                is_hidden = re.search(hiding, name[len(start) :])
+                (hidden if is_hidden else found).append(_data_file(name, info, argument))
+    if left_out := [redact(file.url) for file in hidden if file.format]:
+        text = "%s: left out %s whose name or folder begins with . or _, %s first"
+        logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])
     return _of_one_format(argument, found), revision
 
 

@@ -59,6 +59,17 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
     with caplog.at_level("INFO"):
         assert numbers(data) == [1, 2, 3]
     assert "left out 3 other files" in caplog.text
+    what = "left out 2 files whose name or folder begins with . or _"
+    assert f"{data}: {what}, {data}/.hidden/d.parquet first" in caplog.text
+    write_parquet(data / ".dot.parquet", n=[8])
+    for pattern, expected in (
+        ("_*.parquet", [9]),
+        ("[._]*", [9]),
+        ("*.parquet", [9, 2, 3]),
+        (".d*", [8]),
+    ):
+        assert numbers(f"{data}/{pattern}") == expected
+    assert numbers(f"{data}/**/*.parquet") == [9, 1, 2, 3]
     (data / "b.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match=r"files of several formats, csv \(.*, expected one"):
         numbers(data)
