@@ -23,6 +23,7 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
+from batchinfer.core.json_text import raw_members
 from batchinfer.core.records import Record, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.storage.hub import hub_errors
@@ -90,10 +91,16 @@ class Block(NamedTuple):
     num_rows: int
     lines: bytes
     """The rows, each with a newline at its end."""
-    ids: Sequence[bytes] | pl.Series = ()
-    """The ids that rows have from a column."""
+    ids: Sequence[bytes | None] | pl.Series = ()
+    """The rows' ids from a column, if one was chosen; None for a row without."""
     num_broken: int = 0
     """Number of rows that are no JSON object."""
+
+    def first(self, count: int) -> Block:
+        """Return only its first rows."""
+        lines = self.lines.split(b"\n", count)[:count]
+        num_broken = sum(raw_members(line) is None for line in lines)
+        return Block(count, b"\n".join([*lines, b""]), self.ids[:count], num_broken)
 
 
 def refuse_columns(names: Collection[str], where: str) -> None:

@@ -65,18 +65,22 @@ class Sources(Record, frozen=True, kw_only=True):
         return job.limit is None and num_new > 0 and len(self.files) - num_new >= num_files
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, more than it allows.
+        """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, no more than it allows.
 
         Raises:
             InputError: A file is damaged, has changed since it was counted, or holds a value without a form in JSON.
         """
         row = self.first_row
+        end = row + self.rows
         for file in self.files:
             last = row + file.rows
             for block in _reader_of(file).read_rows(file, self.wanted, row):
                 row += block.num_rows
                 if row > last:
                     break
+                if row > end:
+                    yield block.first(block.num_rows - (row - end))
+                    return
                 yield block
             if row != last:
                 raise files.changed(file.url)
