@@ -50,7 +50,7 @@ FORMATS = {
 _NOTES = (".json", ".txt")
 """Ends of files that describe the data if other files lie beside them."""
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
-_STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
+_STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "Last-Modified", "updated")
 """Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
 _BUFFER_BYTES = 1 << 20
 

@@ -207,6 +207,21 @@ def test_an_address_is_unpacked_by_its_name_and_damage_there_is_no_fault_of_the_
                 numbers(f"{server.url}/{name}.csv.zst")
 
 
+@pytest.mark.parametrize("header", ["etag", "last_modified"])
+def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(header: str) -> None:
+    with contextlib.closing(WebServer()) as server:
+        server.answers["/a.jsonl"] = plain(
+            200, b'{"n":1}', **{header: "Thu, 26 Nov 2026 10:00:00 GMT"}
+        )
+        counted = count_sources([f"{server.url}/a.jsonl"])
+        counted.check_unchanged()
+        server.answers["/a.jsonl"] = plain(
+            200, b'{"n":2}', **{header: "Thu, 26 Nov 2026 10:00:01 GMT"}
+        )
+        with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
+            counted.check_unchanged()
+
+
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", n=[f"text {n}" for n in range(1000)])
     data = bytearray(path.read_bytes())
