@@ -21,7 +21,7 @@ from batchinfer.cli.options import value_of
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.option_help import NO_OPTION, Count, Opt, Positive
-from batchinfer.core.records import Call, Job, Record
+from batchinfer.core.records import Call, Failure, Job, Record, RowKey
 from batchinfer.engines import create_engine, has_model, is_remote
 from batchinfer.engines.adapters import describe_adapters
 from batchinfer.engines.engine_config import EngineConfig, check_engine
@@ -29,7 +29,7 @@ from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import Prepared, PromptConfig, RawRow
+from batchinfer.prompts.types import Prepared, PromptConfig, RawRow, RowProblem
 from batchinfer.storage.opening import (
     check_preconditions,
     leaving_no_folders,
@@ -257,14 +257,18 @@ class Examination:
         places = (builder.build(name, first, raw) for name, first, raw in data.sample)
         rows = [row for place in places for row in place]
         calls = [row.call for row in rows if row.call and row.call.content_type.endswith("json")]
+        if self.config.counts_tokens and calls:
+            refused = self._measure(calls)
+            rows = [
+                msgspec.structs.replace(row, failure=row.failure or refused.get(row.key))
+                for row in rows
+            ]
         codes = Tally(row.failure.code for row in rows if row.failure)
         num_media = sum(bool(row.media) for row in rows)
         self.result["sample"] = {"rows": len(rows), "errors": dict(codes), "with_media": num_media}
         self.result["requests"] = [call.body.decode() for call in calls]
         for code in codes:
             self._judge(code, rows)
-        if self.config.counts_tokens and calls:
-            self._measure(calls)
 
     @property
     def _longest(self) -> int | None:
@@ -279,10 +283,22 @@ class Examination:
         text = f"{len(failed)} of {len(rows)} sample rows would be {code}; row {failed[0].row}: {message}"
         self._problem(ERROR if len(failed) == len(rows) else WARNING, "prompts", text)
 
-    def _measure(self, calls: list[Call]) -> None:
-        """Measure the lengths of prompts, and warn of those that leave no room for their answers."""
+    def _measure(self, calls: list[Call]) -> dict[RowKey, Failure]:
+        """Measure the lengths of prompts, and warn of those that leave no room for their answers.
+
+        Returns:
+            Why the model's chat template refuses a row, for each that it refuses.
+        """
         counter = Counter(self.engine if self.model else None)
-        lengths = sorted(map(counter.count, calls))
+        lengths, refused = list[int](), dict[RowKey, Failure]()
+        for call in calls:
+            try:
+                lengths.append(counter.count(call))
+            except RowProblem as problem:
+                refused[call.key] = problem.as_failure()
+        if not lengths:
+            return refused
+        lengths.sort()
         self.tokens = sum(lengths) / len(lengths)
         self.result["lengths"] = {
             "is_estimate": counter.is_estimate,
@@ -295,6 +311,7 @@ class Examination:
         if cut:
             text = f"{cut} of {len(calls)} sample rows and --max-tokens exceed the model's {longest} tokens"
             self._problem(WARNING, "prompts", text, "lower --max-tokens or raise --max-model-len")
+        return refused
 
     def _ask_for_memory(self) -> None:
         gpu, engine = self.options.get("gpu"), self.engine

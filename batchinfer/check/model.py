@@ -9,10 +9,12 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call
+from batchinfer.core.row_codes import Code
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import GIB, OVERHEAD_BYTES, Gpu, choose_layout, memory_share
 from batchinfer.engines.model_files import model_files
 from batchinfer.engines.models import ModelInfo, tokenizer_config
+from batchinfer.prompts.types import RowProblem
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +56,7 @@ def has_chat_template(config: EngineConfig) -> bool:
     """
     if config.engine != "vllm" or config.server_command or "chat_template" in config.server_options:
         return config.engine != "echo"
-    files = model_files(
-        str(config.server_options.get("tokenizer") or config.model), config.revision
-    )
+    files = model_files(*config.tokenizer)
     found = files.sizes.keys() & _TEMPLATE_FILES
     return bool(found or tokenizer_config(files).get("chat_template"))
 
@@ -71,11 +71,13 @@ class Counter:
     def __init__(self, config: EngineConfig | None) -> None:
         self._tokenizer: Any = None
         if config is not None:
-            name = config.server_options.get("tokenizer") or config.model
+            name, revision = config.tokenizer
             try:
                 from transformers import AutoTokenizer
 
-                self._tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
+                self._tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+                if "chat_template" in config.server_options:  # the model's own is not used
+                    self._tokenizer.chat_template = None
             # Loading fails for many reasons, such as a missing file or package, with an error of its own each.
             except Exception as error:  # noqa: BLE001
                 reason = str(error).partition("\n")[0] or type(error).__name__
@@ -83,16 +85,28 @@ class Counter:
         self.is_estimate = self._tokenizer is None
 
     def count(self, call: Call) -> int:
-        """Return the tokens of a call's prompt. Media are not counted."""
+        """Return the tokens of a call's prompt. Media are not counted.
+
+        Raises:
+            RowProblem: the model's chat template refuses the prompt, in its own words.
+        """
         body = msgspec.json.decode(call.body)
         sides = [body[name] for name in _SIDES if name in body]
         prompt: Any = next((body[name] for name in _PROMPTS if name in body), sides)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
-        if self._tokenizer is None:
-            return round(sum(map(len, _texts(prompt))) / _BYTES_PER_TOKEN)
+        try:
+            if self._tokenizer is not None:
+                return self._tokens(body, prompt)
+        # Templates and tokenizers fail over unusual bodies with any error; the server may take these all the same.
+        except Exception as error:
+            if type(error).__name__ == "TemplateError":  # the template's own `raise_exception`
+                raise RowProblem(Code.INVALID_REQUEST, str(error)) from error
+        return round(sum(map(len, _texts(prompt))) / _BYTES_PER_TOKEN)
+
+    def _tokens(self, body: dict[str, Any], prompt: Any) -> int:
         if "messages" in body and self._tokenizer.chat_template:
-            kwargs = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
+            kwargs = {"tools": body.get("tools"), **(body.get("chat_template_kwargs") or {})}
             texts = [{**each, "content": b"".join(_texts(each)).decode()} for each in prompt]
             chat = self._tokenizer.apply_chat_template(
                 texts, add_generation_prompt=True, tokenize=False, **kwargs
@@ -107,7 +121,7 @@ def _texts(prompt: Any) -> list[bytes]:
         return [prompt.encode()]
     if isinstance(prompt, dict):
         prompt = [prompt[name] for name in ("content", "text") if name in prompt]
-    return [text for part in prompt or () for text in _texts(part)]
+    return [text for part in prompt for text in _texts(part)] if isinstance(prompt, list) else []
 
 
 def parse_gpu(text: str) -> tuple[str, int]:

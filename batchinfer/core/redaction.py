@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ _PUNCTUATION = "'\"`:;,.)]}>"
 _MASK = "…"
 
 
-def redact(text: str) -> str:
-    """Mask the user and password in every URL of a text, and the values of the query in URLs of the web.
+def redact(text: str, *, with_queries: bool = True) -> str:
+    """Mask the user and password in every URL of a text and, if `with_queries`, values of the query in URLs of the web.
 
     >>> redact("http://me:secret@host/x.jsonl?token=secret&page=2: no such file")
     'http://…@host/x.jsonl?token=…&page=…: no such file'
@@ -27,7 +28,8 @@ def redact(text: str) -> str:
     >>> redact("s3://bucket/part-?.jsonl"), redact("hf://datasets/org/name@main")
     ('s3://bucket/part-?.jsonl', 'hf://datasets/org/name@main')
     """
-    return _URL.sub(_masked, text) if ":/" in text else text
+    mask = partial(_masked, with_queries=with_queries)
+    return _URL.sub(mask, text) if ":/" in text else text
 
 
 def has_user(url: str) -> bool:
@@ -44,9 +46,9 @@ def has_user(url: str) -> bool:
     return found is not None and found[2] is not None
 
 
-def _masked(found: re.Match[str]) -> str:
+def _masked(found: re.Match[str], *, with_queries: bool) -> str:
     scheme, user, rest, query = found.groups(default="")
-    if query and scheme.partition(":")[0].lower() in _WITH_QUERY:
+    if with_queries and query and scheme.partition(":")[0].lower() in _WITH_QUERY:
         body = query.rstrip(_PUNCTUATION)
         fields = [field.partition("=") for field in body[1:].split("&")]
         masked = "&".join(f"{name}={_MASK}" if equals else _MASK for name, equals, _ in fields)

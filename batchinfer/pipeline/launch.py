@@ -62,7 +62,12 @@ def command(**options: Any) -> dict[str, Any] | None:
     launch = Launch(_plan(options), options)
     if not options["dry_run"]:
         return launch.start() | (launch.watch() if options["watch"] else {})
-    write(redact(launch.page()))
+    page = launch.page()
+    # Queries may be a prompt's, or say which API an endpoint is to use.
+    shown = redact(page, with_queries=False)
+    if shown != page:
+        say("user and password of a URL are shown as …, so what is printed does not run as it is")
+    write(shown)
     return None
 
 
@@ -201,7 +206,7 @@ class Launch:
 
     def _plan_of(self, workers: int, budget: float | None, lost: list[str]) -> Plan:
         """Return the plan of so many workers, which divide the budget in dollars among them; None: without a limit."""
-        share = None if budget is None else round(max(0.01, budget) / workers, 4)
+        share = None if budget is None else max(0.0001, round(budget / workers, 4))
         asked, identity = self._asked, new_id(self._clock.now())
         given = self._options | {"max_cost": share, "job": asked.job, "output": asked.run}
         words = [text for _, text in words_of(WorkerConfig, given, is_parsed=True)]
@@ -211,21 +216,38 @@ class Launch:
         own |= {"env": [*asked.env, *shared], "share": share, "replaces": lost}
         return msgspec.structs.replace(asked, **own)
 
+    def _budget(self, seen: Overview | None, *, is_for_lost: bool) -> float | None:
+        """Return the dollars that new workers may spend: what the run has neither spent nor given to others.
+
+        Raises:
+            ConfigError: Less than a cent is left.
+        """
+        most: float | None = self._options["max_cost"]
+        if most is None or seen is None:
+            return most
+        held = sum(launch.held or 0.0 for launch in seen.launches)
+        budget = most - (seen.cost.so_far or 0.0) - held
+        if budget < 0.01:
+            spent = f"the run has cost {units.money(seen.cost.so_far)}"
+            more = f", and its workers may spend {units.money(held)} more" if held > 0 else ""
+            hint = "raise --max-cost, the budget of the whole run"
+            raise ConfigError(f"--max-cost {most:g}: {spent}{more}, so nothing is left", hint=hint)
+        if is_for_lost:  # they get no more than their own shares
+            left = (launch.left for launch in seen.launches if launch.lost)
+            return min(budget, max(0.01, sum(budget if one is None else one for one in left)))
+        return budget
+
     def _submit(self, workers: int, lost: list[str], seen: Overview | None) -> dict[str, str]:
         """Record a launch, then submit it. Return what the command's result says of it.
 
         Of two launches at once, which may both start the same lost workers again, at most one submits anything.
 
         Raises:
-            ConfigError: The cluster refuses, another launch was made since the run was seen, or the run was stopped.
-                The record is removed again, unless the cluster has got workers, or cannot say.
+            ConfigError: Nothing is left of the budget, the cluster refuses, another launch was made since the run was
+                seen, or the run was stopped. The record is removed again, unless the cluster has got workers, or cannot
+                say.
         """
-        budget = self._options["max_cost"]
-        if budget is not None and seen:
-            budget -= seen.cost.so_far or 0.0
-            if workers == len(lost):  # others go on with their own shares
-                left = (launch.left for launch in seen.launches if launch.lost)
-                budget = min(budget, sum(budget if one is None else one for one in left))
+        budget = self._budget(seen, is_for_lost=workers == len(lost))
         plan = self._plan_of(workers, budget, lost)
         record_launch(self._store, plan)
         known = {plan.id, *(launch.id for launch in (seen.launches if seen else ()))}

@@ -14,7 +14,7 @@ from batchinfer.clusters import (
 from batchinfer.core import errors, layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import FINAL_STATUSES, BatchinferError, Interrupted
-from batchinfer.runs.overview import LaunchView, Overview, WorkerView
+from batchinfer.runs.overview import ALIVE_STATES, LaunchView, Overview, WorkerView
 from batchinfer.storage import Store
 
 LAUNCHING_SECONDS = 900.0
@@ -54,7 +54,7 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
         notes += more
         is_new = seen.time - recorded < LAUNCHING_SECONDS
         said: dict[str, list[int]] = {}
-        lost, coming = [], 0
+        lost, coming = list[str](), list[str]()
         for rank, worker in away.items():
             text, kind = worker.state if worker else "never seen", "coming"
             if fates is not None and (fate := fates.get(rank)):
@@ -62,10 +62,11 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
             elif fates is not None:
                 text, kind = f"{text}; {launch.on} does not know it", "coming" if is_new else "lost"
             said.setdefault(text, []).append(rank)
-            coming += kind == "coming"
-            if kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
+            if kind == "coming":
+                coming.append(names[rank])
+            elif kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
                 lost.append(names[rank])
-        spent = sum(workers[name].money.cost or 0.0 for name in lost if name in workers)
+        busy = [name for name in names if name in workers and workers[name].state in ALIVE_STATES]
         view = LaunchView(
             id=launch.id,
             cluster=launch.on,
@@ -73,8 +74,9 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
             seen=sum(name in workers for name in names),
             away=said,
             lost=lost,
-            coming=coming,
-            left=None if launch.share is None else launch.share * len(lost) - spent,
+            coming=len(coming),
+            left=_left(launch, lost, workers),
+            held=None if seen.state == "done" else _left(launch, busy + coming, workers),
             relaunched=sum(name in replaced for name in names),
         )
         views.append(view)
@@ -127,6 +129,14 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
         if asked:
             clock.sleep(_POLL_SECONDS)
     return left
+
+
+def _left(launch: LaunchRecord, names: list[str], workers: dict[str, WorkerView]) -> float | None:
+    """Return the dollars that some of a launch's workers have left of their shares; None: they have no limit."""
+    if launch.share is None:
+        return None
+    costs = [workers[name].money.cost or 0.0 if name in workers else 0.0 for name in names]
+    return sum(max(0.0, launch.share - cost) for cost in costs)
 
 
 def _exit_status(view: WorkerView | None) -> int | None:

@@ -106,6 +106,8 @@ class LaunchView(Record, frozen=True, kw_only=True):
     """Number of those that the cluster is still to start, or of which nobody here can say."""
     left: float | None = None
     """Dollars that the lost ones have left of their shares; None: they have no limit."""
+    held: float | None = None
+    """Dollars that those at work or to come may still spend; None: they have no limit, or nothing to do."""
     relaunched: int = 0
     """Number of lost workers in whose place others were launched."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,45 @@ def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(
     assert "1 of 10 sample rows" in messages(done.result, "warning")[0]
     source.write_text('{"prompt": null}\n')
     assert check(str(source), *ECHO).status == 2
+
+
+@pytest.mark.full
+def test_rows_that_the_model_s_chat_template_refuses_are_a_problem_in_its_words(
+    check: Call, tmp_path: Path
+) -> None:
+    model, source = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(MODEL, model)
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template + "{{ messages[0].content }}{{ x.y }}")
+    source.write_text('{"prompt": "a"}\n')
+    options = (str(source), "--model", str(model), "--prompt-column", "prompt", "--as-chat")
+    assert check(*options).status == 0, "other failures of a template are not the server's"
+    refused = check(*options, "--system-prompt", "Be brief.")
+    assert refused.status == 2
+    assert messages(refused.result) == [
+        "1 of 1 sample rows would be invalid_request; row 0: no system role"
+    ]
+    given = (*options, "--system-prompt", "Be brief.", "--", "--chat-template", "{{ messages }}")
+    assert check(*given).status == 0, "the server uses another template"
+
+
+@pytest.mark.full
+def test_lengths_of_unusual_bodies_are_told(check: Call, tmp_path: Path) -> None:
+    source = tmp_path / "batch.jsonl"
+    chat = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": None}
+    bodies = {"completions": {"prompt": [[1, 2], [3, 4]]}, "chat/completions": chat}
+    source.write_text(
+        "".join(
+            json.dumps({"custom_id": url, "method": "POST", "url": f"/v1/{url}", "body": body})
+            + "\n"
+            for url, body in bodies.items()
+        )
+    )
+    done = check(str(source), "--model", MODEL, "--request-format", "openai-batch")
+    assert (done.status, messages(done.result)) == (0, [])
+    assert done.result["lengths"]["longest"] > 1
 
 
 @pytest.mark.parametrize("kind", ["constraint", "tools"])

@@ -112,9 +112,13 @@ def launched(call: Call, run: Path) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- workers that run
 
 
-def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
+def test_launched_workers_do_the_job(job: Path, call: Call, tmp_path: Path) -> None:
+    """Workers get texts of files as ``<(printf …)``, which can be read only once."""
     run = job / "runs/a"
-    done = call(*launching_of(job, "--workers", "2"))
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    files = [f"--tools={tmp_path}/tools.json", f"--json-schema={tmp_path}/schema.json"]
+    done = call(*launching_of(job, "--workers", "2", "--as-chat", *files))
     assert done.status == 0, done.err
     wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
     verified = call("verify", str(run))
@@ -124,6 +128,8 @@ def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
     assert (view["expected"], view["seen"], view["away"], view["lost"]) == (2, 2, {}, [])
     names = {worker["id"] for worker in seen["workers"]}
     assert names == {f"{done.result['launch']}-0000{rank}" for rank in (0, 1)}
+    body = json.loads((run / "run.json").read_text())["config"]["prompt"]["body"]
+    assert body.keys() == {"tools", "response_format"}
     assert not list(Path().iterdir())
     recorded(run)  # a launch whose worker never came is not lost, since nothing is left to do
     assert [view["lost"] for view in launched(call, run)] == [[], []]
@@ -335,6 +341,21 @@ def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(call: Call) -> None:
+    """Values in queries were masked, so workers got another prompt, and an endpoint no version of its API."""
+    url, cited = "https://host/v1?api-version=2024", "cite https://example.com/?id=7"
+    options = ("s3://b/job", "--run", "s3://b/job/r", "--on", "slurm", "--workers", "1")
+    options += ("--engine", "openai", "--model", "m", "--system-prompt", cited, "--dry-run")
+    shown = call("launch", *options, "--base-url", url)
+    assert (shown.status, shown.err) == (0, "")
+    assert url in shown.out
+    assert cited in shown.out
+    hidden = call("launch", *options, "--base-url", url.replace("host", "me:hush@host"))
+    assert "hush" not in hidden.out + hidden.err
+    assert url.replace("host", "…@host") in hidden.out
+    assert "user and password of a URL are shown as …" in hidden.err
+
+
 def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
     job: Path, tmp_path: Path, call: Call
 ) -> None:
@@ -386,6 +407,38 @@ def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
     monkeypatch.setattr(launch, "run_status", lambda *_, **__: seen)
     again = call(*launching_of(job, *budget)).result["launch"]
     assert find_launches(store)[0][again][0].share == 3.75
+
+
+def test_workers_that_are_added_get_a_budget_that_is_neither_spent_nor_given_to_others(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They got what was not spent, so the run could cost about twice as much; a spent budget still bought machines."""
+    store = open_store(str(job / "runs/a"))
+    plan = recorded(job / "runs/a", is_old=False, workers=2, share=2.5)
+    config = RunConfig(run=store.url)
+    empty = run_status(config, open_store=open_store, clock=SystemClock())
+
+    def with_cost(cost: float) -> None:
+        worker = SimpleNamespace(
+            id=f"{plan.id}-00000", state="running", reason="", money=Money(cost=cost)
+        )
+        money = msgspec.structs.replace(empty.cost, so_far=cost)
+        seen = msgspec.structs.replace(empty, workers=[worker], launches=[], cost=money)
+        seen = with_launches(seen, store)
+        monkeypatch.setattr(launch, "run_status", lambda *_, **__: seen)
+
+    def add(most: str) -> Any:
+        return call(*launching_of(job, "--workers", "1", "--max-cost", most, "--gpu", "L4"))
+
+    with_cost(0.5)
+    refused = add("5")
+    assert (refused.status, states()) == (2, [])
+    assert "the run has cost $0.50, and its workers may spend $4.50 more" in refused.err
+    with_cost(9.5)
+    assert add("7").status == 2
+    with_cost(0.5)
+    added = add("9").result["launch"]
+    assert find_launches(store)[0][added][0].share == 4
 
 
 def test_the_model_must_fit_each_accelerator_of_the_template(
