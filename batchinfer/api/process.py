@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from batchinfer.core import errors
+from batchinfer.core.processes import describe_exit
 
 _CHILD = (
-    "from batchinfer.engines.parent_death import die_with_parent; die_with_parent();"
+    "from batchinfer.engines.parent_death import die_with_parent; die_with_parent({});"
     "from batchinfer.cli.main import run; run()"
 )
-"""Program of a command's process. On Linux the kernel kills it when the thread that has started it ends."""
+"""Program of a command's process, with the id of ours to fill in.
+
+On Linux the kernel kills it when the thread that has started it ends.
+"""
 _ERRORS = {each.exit_status: each for each in errors.BatchinferError.__subclasses__()}
 """Class of the error that is raised, by the exit status of the command; 1 has several."""
+_LAST_LINES = 5
+"""Lines of its log that say what a command did before it was killed."""
 _JSON_FILES = ("json_schema", "tools")
 """Options that are files with JSON, for which values are written to files."""
 
@@ -40,8 +46,9 @@ def call(
     if not quiet and is_shown_to_people(sys.stderr):
         variables[MARKED_LINES] = "1"
     lines: deque[str] = deque(maxlen=200)
+    program = _CHILD.format(os.getpid())
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, name, *arguments, "--config", str(settings)],
+        [sys.executable, "-c", program, name, *arguments, "--config", str(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -132,11 +139,15 @@ def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> 
 
 
 def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
-    """Raise the error that a command has printed: its last lines are the message and the hints."""
+    """Raise the error that a command has printed: its last lines are the message and the hints.
+
+    If it has printed none, the error says how the command ended, and its last lines are the hint.
+    """
     kept = [line for line in lines if not (line.startswith("hint: ") and "options.yaml" in line)]
-    text = "\n".join(kept) or f"ended with exit status {status}"
-    found = re.split(r"^error: ", text, flags=re.MULTILINE)
-    message, _, hint = (found[-1] if len(found) > 1 else kept[-1]).partition("\nhint: ")
+    found = re.split(r"^error: ", "\n".join(kept), flags=re.MULTILINE)
+    message, _, hint = found[-1].partition("\nhint: ")
+    if len(found) == 1:  # killed, or a bug
+        message, hint = f"the command: {describe_exit(status)}", "\n".join(kept[-_LAST_LINES:])
     kind = errors.BatchinferError if status == 1 else _ERRORS.get(status, errors.BatchinferError)
     error = kind(message, hint=hint)
     error.attach_result(result)

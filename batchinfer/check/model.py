@@ -56,9 +56,7 @@ def has_chat_template(config: EngineConfig) -> bool:
     """
     if config.engine != "vllm" or config.server_command or "chat_template" in config.server_options:
         return config.engine != "echo"
-    files = model_files(
-        str(config.server_options.get("tokenizer") or config.model), config.revision
-    )
+    files = model_files(*config.tokenizer)
     found = files.sizes.keys() & _TEMPLATE_FILES
     return bool(found or tokenizer_config(files).get("chat_template"))
 
@@ -73,11 +71,11 @@ class Counter:
     def __init__(self, config: EngineConfig | None) -> None:
         self._tokenizer: Any = None
         if config is not None:
-            name = config.server_options.get("tokenizer") or config.model
+            name, revision = config.tokenizer
             try:
                 from transformers import AutoTokenizer
 
-                self._tokenizer = AutoTokenizer.from_pretrained(name, revision=config.revision)
+                self._tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
                 if "chat_template" in config.server_options:  # the model's own is not used
                     self._tokenizer.chat_template = None
             # Loading fails for many reasons, such as a missing file or package, with an error of its own each.

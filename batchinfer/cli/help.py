@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import textwrap
 from typing import Any
 
@@ -27,6 +29,17 @@ class SectionOption(click.Option):
         super().__init__(*arguments, **settings)
         self.section = section or _OWN
         self.is_first = is_first
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """See click.Option. Of an option that may be repeated, the whole text is one value, a JSON list several."""
+        text = self.resolve_envvar_value(ctx)
+        if text is None or not self.multiple:
+            return super().value_from_envvar(ctx)
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(text)
+            if isinstance(found, list):
+                return [one if isinstance(one, str) else json.dumps(one) for one in found]
+        return [text]
 
 
 class HelpOption(SectionOption):

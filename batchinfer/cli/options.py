@@ -182,6 +182,7 @@ def options(
                 left_out |= {option.field, option.flag[2:].replace("-", "_")}
             else:
                 function = option.decorate(function)
+                left_out -= {option.field}  # declared anew, in place of another struct's
         setattr(function, LEFT_OUT, left_out)
         return function
 

@@ -16,6 +16,7 @@ from batchinfer.cli.help import COMMON, SECTIONS, HelpOption, SectionOption
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import LEFT_OUT, F, options
 from batchinfer.cli.terminal import say
+from batchinfer.cli.values import text_of
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.option_help import NotNegative, Opt
 from batchinfer.core.records import Record
@@ -222,7 +223,7 @@ def _load(path: Path) -> dict[Any, Any]:
         ConfigError: the file cannot be read as one.
     """
     try:
-        loaded = parse_yaml(path.read_text(encoding="utf-8"), f"--config {path}")
+        loaded = parse_yaml(text_of(path), f"--config {path}")
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:

@@ -6,6 +6,7 @@ The second direction is for the command that resumes a run: the values in run.js
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -228,9 +229,19 @@ def _read_adapters(flag: str, given: Iterable[str]) -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _text_of_pipe(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def text_of(path: Path) -> str:
+    """Return a file's text. A pipe, as bash's ``<(…)`` is, gives it only once, so a pipe's text is kept."""
+    return path.read_text(encoding="utf-8") if path.is_file() else _text_of_pipe(path)
+
+
 def _read_file(flag: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(

@@ -10,6 +10,7 @@ import base64
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,8 +70,15 @@ class JsonColumns:
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
-        for name, kind in (known or {}).items():
-            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else kind):
+        known = known or {}
+        numbers = {
+            name: (self._member(name), kind)
+            for name, kind in known.items()
+            if (kind, self.kinds.get(name)) == ("DOUBLE", "BIGINT")
+        }
+        wider = _fitting(sql, relation, numbers)
+        for name, kind in known.items():
+            if self.kinds.get(name, "NULL") == "NULL" or wider.get(name) == kind:
                 self.kinds[name] = kind
 
     @property
@@ -162,7 +170,9 @@ def _signed(shape: Shape, types: set[str]) -> Shape:
 
 def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     """Return whether a run's own body fields ask for JSON, and the schema that they give; None if they give none."""
-    asked, constraint = body.get("response_format") or {}, body.get("structured_outputs") or {}
+    # For speech, `response_format` is the name of a format.
+    fields = body.get("response_format"), body.get("structured_outputs")
+    asked, constraint = (each if isinstance(each, Mapping) else {} for each in fields)
     schema = (asked.get("json_schema") or {}).get("schema", constraint.get("json"))
     if isinstance(schema, str):
         schema = json.loads(schema)
@@ -201,7 +211,8 @@ class AnswerSchema:
     def array(self, texts: Any, reasons: Any) -> Any:
         """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
 
-        Null for an answer that did not end by itself, and where the schema refers to another place.
+        Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or
+        a number that Python cannot use.
         """
         import pyarrow as pa
 
@@ -222,7 +233,7 @@ class AnswerSchema:
             return bool(self._validator.is_valid(json.loads(text)))
         except (ValueError, RecursionError):
             return False
-        except Unresolvable:
+        except (Unresolvable, re.error, OverflowError):
             return None
 
 

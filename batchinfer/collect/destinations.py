@@ -55,7 +55,7 @@ class Collected(Record, frozen=True, kw_only=True):
     result: dict[str, Any]
     """What the command said of the collection."""
     sha256: dict[str, str]
-    """Hashes of the files, by their names."""
+    """Hashes of the files, by their names; on the Hub that of the card, too."""
 
 
 def _raced(where: str) -> InputError:
@@ -71,14 +71,14 @@ class _Figures(Record, frozen=True, kw_only=True):
     bytes: int
 
 
-def _read_record(data: bytes, key: str) -> Collected | None:
-    """Return the record of a collection; None if it is damaged or has another key."""
+def _read_record(data: bytes, key: str | None = None) -> Collected | None:
+    """Return the record of a collection; None if it is damaged or has another key than this."""
     try:
         record = codec.decode(data, Collected, name=RECORD_KEY)
         codec.convert(record.result, _Figures)
     except (InputError, msgspec.ValidationError):
         return None
-    return record if record.key == key else None
+    return record if key in (None, record.key) else None
 
 
 def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
@@ -106,10 +106,12 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._key = ""
+        self._old_record, self._key = b"", ""
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
+
+        Nothing is changed: what is there stays until the first `put`.
 
         Raises:
             InputError: Other data are there, which must not be replaced.
@@ -119,11 +121,11 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        record = _read_record(self._store.get(RECORD_KEY).data, key) if is_taken else None
+        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
+        record = _read_record(self._old_record, key)
         if record and record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
             return record
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
-        self._store.delete([RECORD_KEY])
         self._old = set(filter(OWN_NAME.match, there))
         return None
 
@@ -136,10 +138,13 @@ class StoreDestination:
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
-            # `prepare` has removed the record that was there.
             with contextlib.suppress(ObjectNotFound):
-                if _read_record(self._store.get(RECORD_KEY).data, self._key) is None:
+                data = self._store.get(RECORD_KEY).data
+                if data == self._old_record:
+                    self._store.delete([RECORD_KEY])
+                elif _read_record(data, self._key) is None:
                     raise _raced(self._store.url)
+            self._old_record = b""
         elif not self._overwrite and any(info.key == name for info in self._store.list(name)):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
@@ -261,19 +266,25 @@ class HubDestination:
         return str(addition.path_in_repo)
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """Publish the files that were uploaded in one commit, with a card if there is none."""
+        """Publish the files that were uploaded in one commit, with a card unless somebody has written one."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        added = {HUB_RECORD: codec.encode_pretty(record), CARD: card().encode()}
+        text = card().encode()
+        whole = msgspec.structs.replace(record, sha256=record.sha256 | {CARD: codec.sha256(text)})
+        added = {HUB_RECORD: codec.encode_pretty(whole), CARD: text}
 
         def publish(api: Any) -> str:
             commit, files = self._look(api)
-            if self._collected(commit, files, record.key):
+            there = self._collected(commit, files)
+            if there and there.key == record.key:
                 return commit  # an attempt before has made the commit, and only its reply was lost
             if _data_of(files) != self._before:
                 raise _raced(self.url)
-            if CARD in files and not self._overwrite and added.pop(CARD, b""):
-                logger.info("%s: its card stays as it is", self.url)
+            if CARD in files and CARD in added:
+                old = codec.sha256(self._read(commit, CARD))
+                if there is None or there.sha256.get(CARD) != old:
+                    del added[CARD]
+                    logger.info("%s: its card stays as it is", self.url)
             gone = sorted(self._before.keys() - record.sha256.keys())
             info = api.create_commit(
                 **self._where,
@@ -295,12 +306,15 @@ class HubDestination:
         found = api.list_repo_tree(**self._where, revision=commit, recursive=True)
         return commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")}
 
-    def _collected(self, commit: str, files: Files, key: str) -> Collected | None:
-        """Return the record of the collection with this key, if a commit brought it."""
+    def _collected(self, commit: str, files: Files, key: str | None = None) -> Collected | None:
+        """Return the record of the collection (with this key), if a commit brought it."""
         if HUB_RECORD not in files:
             return None
-        store = ReadOnlyStore(f"hf://datasets/{self._repo}@{commit}", retries=self._retries)
-        return _read_record(store.get(HUB_RECORD).data, key)
+        return _read_record(self._read(commit, HUB_RECORD), key)
+
+    def _read(self, commit: str, name: str) -> bytes:
+        url = f"hf://datasets/{self._repo}@{commit}"
+        return ReadOnlyStore(url, retries=self._retries).get(name).data
 
     def _preupload(self, api: Any, addition: Any) -> None:
         api.preupload_lfs_files(**self._where, additions=[addition], revision=self._branch)

@@ -140,8 +140,9 @@ class Collection:
         return found.columns("fields")
 
     def _apart(self, name: str) -> str:
-        """Return a name for a column of the answers that no column of the source has."""
-        while name in self._source_names:
+        """Return a name for a column of the answers that no column of the source has, for SQL in whatever case."""
+        taken = {each.casefold() for each in self._source_names}
+        while name.casefold() in taken:
             name = f"_{name}"
         return name
 
@@ -230,10 +231,14 @@ class Collection:
         if not self._config.where:
             return table
         try:
-            query = f"SELECT coalesce(CAST(({self._config.where}) AS BOOLEAN), false) FROM rows"
+            number = "n" * (1 + max(map(len, table.column_names)))  # no column has this name
+            numbered = f"(SELECT *, row_number() OVER () - 1 AS {number} FROM rows) AS rows"
+            # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
+            query = f"SELECT {number} FROM {numbered} WHERE CAST(({self._config.where}) AS BOOLEAN)"
             sql = self._sql.cursor()
             sql.register("rows", table)
-            return table.filter(pa.array([fits for [fits] in rows_of(sql, query)], pa.bool_()))
+            found = rows_of(sql, f"{query} ORDER BY 1")
+            return table.take(pa.array([index for [index] in found], pa.int64()))
         except duckdb.Error as error:
             more = "" if self._config.with_source else ", and the source's with --with-source"
             raise ConfigError(

@@ -126,6 +126,15 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         return value if type(value) is int and value > 0 else None
 
     @property
+    def tokenizer(self) -> tuple[str, str | None]:
+        """Name and revision of the tokenizer. The model's revision is none of another repository."""
+        typed = self.server_options
+        name = str(typed.get("tokenizer") or self.model)
+        own = self.revision if name == self.model else None
+        revision = typed.get("tokenizer_revision", own)
+        return name, revision and str(revision)
+
+    @property
     def answer_options(self) -> dict[str, Any]:
         """Those of `server_options` that may change answers. They must be the same for all workers of a run."""
         return {

@@ -27,7 +27,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.headless import Nodes
 from batchinfer.engines.replies import judge
 from batchinfer.engines.server import OwnServer, plan
-from batchinfer.engines.targets import Target, pause_seconds, read_parameters
+from batchinfer.engines.targets import Answer, Target, length_of, pause_seconds, read_parameters
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
@@ -112,18 +112,18 @@ class HttpEngine:
         return [target for target in self.targets if isinstance(target, OwnServer)]
 
     def _describe(self, load_seconds: float) -> EngineInfo:
-        ask = self.targets[0].get
-        version = self._run(ask("/version")).field("version")
-        models = self._run(ask("/v1/models")).field("data")
-        length = models[0].get("max_model_len") if isinstance(models, list) and models else None
-        self._description = self._run(ask("/openapi.json")).body
+        asked = ((each, self._run(each.get("/v1/models"))) for each in self.targets)
+        found = (pair for pair in asked if pair[1].status == 200)  # an endpoint may be down
+        target, listed = next(found, (self.targets[0], Answer(0, b"")))
+        version = self._run(target.get("/version")).field("version")
+        self._description = self._run(target.get("/openapi.json")).body
         launches = [server.launch for server in self._servers]
         return EngineInfo(
             name=self.config.engine,
             version=version if isinstance(version, str) else "",
             model=self.config.model or self.config.served_names[0],
             max_in_flight=sum(target.slots for target in self.targets),
-            max_model_len=length if isinstance(length, int) else None,
+            max_model_len=length_of(listed, self.config.served_names[0]),
             max_num_seqs=sum(launch.max_num_seqs or 0 for launch in launches) or None,
             revision=launches[0].revision if launches else "",
             num_replicas=len(self.targets),
@@ -322,7 +322,7 @@ class HttpEngine:
             await self._pace.wait(call)
             answered_before = target.num_answered
             found = await target.post(call)
-            reply, verdict = judge(call, found.status, found.body)
+            reply, verdict = judge(call, found.status, found.body, target.masked)
             if verdict == "denied" and isinstance(target, Endpoint):
                 raise target.denied(found)
             if verdict == "final" and self._outage.has_lost(call, reply):

@@ -80,9 +80,8 @@ def describe_model(config: EngineConfig) -> ModelInfo:
 
 def end_mark(config: EngineConfig) -> str:
     """Return the text of the model's end-of-sequence token; "" if its files do not say it, or cannot be read."""
-    name = str(config.server_options.get("tokenizer") or config.model)
     try:
-        found = tokenizer_config(model_files(name, config.revision)).get("eos_token")
+        found = tokenizer_config(model_files(*config.tokenizer)).get("eos_token")
     except BatchinferError:
         return ""
     return str(found.get("content", "") if isinstance(found, dict) else found or "")

@@ -23,14 +23,18 @@ def register() -> None:
         die_with_parent()
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when the thread that started it ends. Works on Linux only.
 
     If the parent had already ended before this call, the kernel does nothing. In that case this process kills itself.
+
+    Args:
+        parent: Id of the parent's process; 1 where the parent is the first process of a container. None: any but 1.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     except (OSError, AttributeError):
         return
-    if os.getppid() == 1:
+    now = os.getppid()
+    if now == 1 if parent is None else now != parent:
         os.kill(os.getpid(), signal.SIGKILL)

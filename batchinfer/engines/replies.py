@@ -6,6 +6,7 @@ The tables go by the HTTP status and by the fields `param`, `code` and `type` of
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -92,7 +93,9 @@ _ITEMS = re.compile(rb'\[\s*\{\s*"')
 """How a list begins whose first item has a field."""
 
 
-def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
+def judge(
+    call: Call, status: int, body: bytes, masked: Callable[[bytes], bytes] = bytes
+) -> tuple[Reply, Verdict]:
     """Return the reply to a call and what follows from it. Pure.
 
     It is final; or it would be the same for everyone who has this key; or the server has too much to do, which says
@@ -102,9 +105,11 @@ def judge(call: Call, status: int, body: bytes) -> tuple[Reply, Verdict]:
         call: The call.
         status: The server's status; 0 if no whole answer came.
         body: Its body, or the reason.
+        masked: Hides the key in an answer that is none, before it is quoted.
     """
     reply = Reply(key=call.key, status=status or 503, body=body)
     if status == 200 and not _is_answer(call, body):
+        body = masked(body)
         said = problem_of(body).message or printable(body[:200].decode("utf-8", "replace"))
         message = f"the server's answer is none: {said[:200]}"
         error = msgspec.json.encode({"error": {"message": message, "type": _INVALID_TYPE}})

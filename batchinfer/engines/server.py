@@ -121,6 +121,9 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
+    # A server that is started again loads the same commit. vLLM would look for it in the repository of a config, too.
+    if info.revision and "hf_config_path" not in config.server_options:
+        config = msgspec.structs.replace(config, revision=info.revision)
     model = str(local_copy(config.model, stop) or config.model)
     adapters = describe_adapters(config)
     check_fit(adapters, model, info.revision)
@@ -181,7 +184,10 @@ def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tupl
         # Without chunked prefill, a step must have room for the longest prompt.
         seqs, tokens = 256 * size, max(4096 * size, length)
     seqs = config.typed_number("max_num_seqs") or seqs
-    return seqs, 0 if model.is_multimodal or not length else tokens
+    # Many pooling models, too, take a prompt whole. vLLM knows which, and makes their steps large enough.
+    is_whole = config.is_pooling or config.server_options.get("enable_chunked_prefill") is False
+    is_left = model.is_multimodal or not length or (is_whole and length > tokens)
+    return seqs, 0 if is_left else tokens
 
 
 def write_vllm_command(
@@ -203,6 +209,8 @@ def write_vllm_command(
     # The worker fetches what rows name, behind its guard against private addresses. A link that some path's body holds
     # in a form that the worker does not know must not be fetched by the server in its stead.
     ours += ["--allowed-media-domains", "none.invalid"]
+    if config.tokenizer[0] != config.model:  # where vLLM would look for the model's commit
+        ours += ["--tokenizer-revision", "main"]
     named = {name.partition(".")[0] for name in typed}
     if config.is_pooling:
         ours += ["--runner", "pooling"]

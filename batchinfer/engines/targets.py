@@ -129,14 +129,14 @@ class Target:
         try:
             async with asyncio.timeout(seconds), request as found:
                 wait, body = found.headers.get("retry-after", ""), await _body_of(found)
-                body = self._masked(body)
+                body = body if found.status == 200 else self.masked(body)
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
                 return Answer(found.status, body, wait_seconds)
         except _BROKEN as error:
             return Answer(0, f"no answer: {type(error).__name__}: {error}".encode())
 
-    def _masked(self, body: bytes) -> bytes:
-        """Return a body without the key, which some endpoints repeat in their refusals."""
+    def masked(self, body: bytes) -> bytes:
+        """Return a body without the key, which some endpoints repeat in their refusals. Answers stay as they are."""
         return body.replace(self._key.encode(), "…".encode()) if self._key else body
 
     async def events(self, call: Call) -> AsyncGenerator[bytes]:
@@ -148,7 +148,7 @@ class Target:
         try:
             async with self._post(call) as found:
                 if found.status != 200:
-                    yield self._masked(await _body_of(found))
+                    yield self.masked(await _body_of(found))
                     return
                 async for line in found.content:
                     data = line.removeprefix(b"data:").strip()
@@ -192,6 +192,15 @@ def slots_for(num_seqs: int) -> int:
 def pause_seconds(num_failed: int) -> float:
     """Return the seconds before the next attempt: half a second, and twice as long after each further failure."""
     return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (num_failed - 2)) * random.uniform(0.8, 1.2)
+
+
+def length_of(listed: Answer, model: str) -> int | None:
+    """Return the length that a list of models states of one, or of the first if it does not name that one. Pure."""
+    data = listed.field("data")
+    models = [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
+    models.sort(key=lambda each: each.get("id") != model)
+    length = models[0].get("max_model_len") if models else None
+    return length if isinstance(length, int) else None
 
 
 @functools.lru_cache(64)

@@ -19,7 +19,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import MAX_DEPTH, is_deep
 from batchinfer.core.records import Failure, Record, Reply, RowKey, Usage
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.types import Prepared
+from batchinfer.prompts.types import BestOf, Prepared
 
 Body = dict[str, msgspec.Raw]
 """A body's members, each as the server wrote it."""
@@ -105,7 +105,7 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
         usage = Usage(prompt_tokens=reply.prompt_tokens)
         body.pop("usage", None)
     if prepared.best_of is not None:
-        keep_best(body, prepared.best_of.n, keeps_logprobs=prepared.best_of.keeps_logprobs)
+        keep_best(body, prepared.best_of)
     reason = finish_reason_of(body)
     line = _line(prepared, 200, b'"body":%b' % settle(body, prepared.key))
     return EncodedRow(line=line, ok=True, finish_reason=reason, usage=usage)
@@ -292,24 +292,29 @@ def finish_reason_of(body: Body) -> str:
     return ""
 
 
-def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
-    """Keep the `count` answers whose tokens have the highest mean log-probability, in place.
+def keep_best(body: Body, best: BestOf) -> None:
+    """Keep the answers to each prompt whose tokens have the highest mean log-probability, the best first, in place.
 
     Args:
         body: Body of an answer with log-probabilities. Another one stays as it is.
-        count: Number of answers to keep, the best first.
-        keeps_logprobs: Whether the request asked for log-probabilities itself.
+        best: How many answers were asked for, and are kept.
     """
+
+    def prompt_of(choice: dict[str, Any]) -> int:
+        return int(choice["index"]) // best.asked
+
     try:
         choices = msgspec.json.decode(body["choices"])
-        best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
+        choices.sort(key=lambda choice: (prompt_of(choice), -_mean_logprob(choice)))
+        groups = itertools.groupby(choices, prompt_of)
+        kept = [choice for _, group in groups for choice in itertools.islice(group, best.n)]
     except (KeyError, AttributeError, TypeError, ValueError, RecursionError):
         return
-    for index, choice in enumerate(best):
+    for index, choice in enumerate(kept):
         choice["index"] = index
-        if not keeps_logprobs:
+        if not best.keeps_logprobs:
             choice["logprobs"] = None
-    body["choices"] = msgspec.Raw(_encode(best))
+    body["choices"] = msgspec.Raw(_encode(kept))
 
 
 def _mean_logprob(choice: dict[str, Any]) -> float:

@@ -360,7 +360,7 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
 
 def _refuse_references(job: Job, base: str) -> None:
     """Refuse a job in a bucket whose chunks are elsewhere: who wrote it may not have the right to read them."""
-    own = base.partition("://")[0], split_bucket(base)[0]
+    own = base.partition("://")[0].replace("r2", "s3"), split_bucket(base)[0]
     for chunk in job.chunks:
         file = chunk.file or ""
         if is_absolute(file) and (file.partition("://")[0], split_bucket(file)[0]) != own:

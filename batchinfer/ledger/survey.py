@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
@@ -16,8 +18,8 @@ from batchinfer.storage import Store
 _FEW = 10
 """Largest number of neighbours that are looked up one by one. More of them are read from a listing, which shows other
 chunks, too: all of the run if the numbers in their names are not padded."""
-_NEIGHBOUR_DIGITS = 3
-"""Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
+_MOST_NEIGHBOURS = 1000
+"""Largest number of neighbours: so many chunks whose names begin alike are listed together."""
 MOST_SAMPLED = 16
 """Largest number of claims that one look reads. If each worker read the claims of all others, the requests would grow
 with the square of the number of workers."""
@@ -38,13 +40,31 @@ class Survey(NamedTuple):
     """About how many requests it took."""
 
 
-def neighbours_of(name: str) -> str:
-    """Return what the names of a chunk and its neighbours begin with: up to a thousand of a job's chunks share it.
+def neighbours(names: Iterable[str]) -> list[list[str]]:
+    """Group the chunks of a job: those of one group begin alike, and are at most a thousand.
 
-    >>> neighbours_of("part-04711"), neighbours_of("part-0104711")
-    ('part-04', 'part-0104')
+    >>> [len(group) for group in neighbours(f"train-{index:05d}-of-01500" for index in range(1500))]
+    [1000, 500]
     """
-    return name[: max(0, len(name) - _NEIGHBOUR_DIGITS)]
+    found, groups = list[list[str]](), [list(names)]
+    while groups:
+        group = groups.pop(0)
+        if len(group) <= _MOST_NEIGHBOURS:
+            found.append(group)
+            continue
+        length = len(_beginning_of(group)) + 1
+        longer: defaultdict[str, list[str]] = defaultdict(list)
+        for name in group:
+            longer[name[:length]].append(name)
+        groups = [*longer.values(), *groups]
+    return found
+
+
+def _beginning_of(names: Collection[str]) -> str:
+    """Return what all of the names begin with."""
+    first, last = min(names), max(names)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return "".join(letter for letter, _ in same)
 
 
 def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
@@ -92,7 +112,7 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
             A chunk with a marker of this generation or a higher one is done.
     """
     if len(generations) > _FEW:
-        beginning = neighbours_of(next(iter(generations)))
+        beginning = _beginning_of(generations)
         done = {
             name
             for name, marker in newest_markers(store, beginning).items()

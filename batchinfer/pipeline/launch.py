@@ -71,9 +71,8 @@ def command(**options: Any) -> dict[str, Any] | None:
     if not options["dry_run"]:
         return launch.start() | (launch.watch() if options["watch"] else {})
     page = launch.page()
-    shown = redact(
-        page, with_queries=False
-    )  # those may be a prompt's, or say which API an endpoint is to use
+    # Queries may be a prompt's, or say which API an endpoint is to use.
+    shown = redact(page, with_queries=False)
     if shown != page:
         say("user and password of a URL are shown as …, so what is printed does not run as it is")
     write(shown)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _TASK_FIELDS: dict[str, dict[str, Any]] = {
     "embed": {"encoding_format": "base64"},
-    "token-embed": {"task": "token_embed", "encoding_format": "base64"},
+    "token-embed": {"task": "token_embed"},  # base64 would not say where a vector ends
     "reward": {"use_activation": False},
 }
 """Fields of bodies that a task implies, unless a row or the run says otherwise."""
@@ -112,7 +112,7 @@ class PromptBuilder:
             "/rerank": {"query": text, "documents": [text]},
         }
         body = prompts.get(path, {"input": text})
-        if path in _GENERATING:
+        if path in _GENERATING and "max_completion_tokens" not in self._config.body:
             body["max_tokens"] = self._config.body.get("min_tokens") or 1
         return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 
@@ -123,10 +123,9 @@ class PromptBuilder:
         prepared = Prepared(key=(chunk_name, row.line_index), row=number, id=str(number))
         try:
             columns = decode_object(row.data)
-            columns.pop(ROW_FIELD, None)
-            own_id = columns.pop(ID_FIELD, None)
-            if column := self._config.column("id"):
-                own_id = columns.get(column)
+            own_id = columns.get(self._config.column("id") or ID_FIELD)
+            for name in (ROW_FIELD, ID_FIELD):
+                columns.pop(name, None)
             if self._config.request_format == "openai-batch":
                 own_id = columns.get("custom_id") or own_id
             if own_id is not None:
@@ -235,7 +234,7 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     keeps = body.get("logprobs") not in (None, False)
     if not keeps:
         body["logprobs"] = True if path == CHAT_URL else 0
-    return BestOf(n=n, keeps_logprobs=keeps)
+    return BestOf(n=n, asked=best, keeps_logprobs=keeps)
 
 
 def finish_call(prepared: Prepared, contents: Sequence[bytes]) -> Prepared:

@@ -149,6 +149,8 @@ _PROMPTS = ("messages_column", "prompt_column", "prompt_template", "pair_columns
 """Fields that say what the prompt of a row is."""
 _OTHERS = ("system_prompt", "as_chat", "blank_columns")
 """The other fields that only rows of columns have."""
+_VECTORS = {"embed_dtype": ("float32",), "endianness": ("little", "native")}
+"""Fields that say how vectors are written, each with the values of vectors that can be read."""
 
 
 def check_config(config: PromptConfig) -> None:
@@ -161,6 +163,14 @@ def check_config(config: PromptConfig) -> None:
         raise ConfigError(message, hint=hint)
 
 
+def _vector_complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
+    vectors = _VECTORS | ({"encoding_format": ("float",)} if config.task == "token-embed" else {})
+    for name, readable in vectors.items():
+        if (value := config.body.get(name)) not in (None, *readable):
+            expected = " or ".join(readable)
+            yield f"--sampling {name}: {shown(value)}, expected {expected}", "leave it out"
+
+
 def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do. Later complaints may follow from the first."""
     for kind, names in config.columns.items():
@@ -169,6 +179,7 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
             yield f"--column {kind}: expected one of {known}", "--column image=photo"
         if len(names) > 1 and kind not in MEDIA_KINDS:
             yield f"--column {kind}: {len(names)} columns, expected one", "give it once"
+    yield from _vector_complaints(config)
     given = {x: f"--{x.replace('_', '-')}" for x in (*_PROMPTS, *_OTHERS) if getattr(config, x)}
     given |= {kind: f"--column {kind}" for kind in config.columns if kind != "id"}
     if config.request_format != "rows":

@@ -167,7 +167,9 @@ class BestOf(Record, frozen=True, kw_only=True, gc=False):
     """A request with `best_of`: the body asks for so many answers, of which the likeliest are kept when they come."""
 
     n: int
-    """Number of answers to keep: those with the highest mean log-probability of their tokens."""
+    """Number of answers to keep for each prompt: those with the highest mean log-probability of their tokens."""
+    asked: int
+    """Number of answers that the body asks for."""
     keeps_logprobs: bool = False
     """Whether the row asked for log-probabilities itself. Otherwise they are taken out of the answer."""
 

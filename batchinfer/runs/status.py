@@ -47,6 +47,8 @@ STATE_STYLES = {
 """Colours of states. The name of the state is always shown, too."""
 _NAMED_STATES = ("slow", "stalled", "gone", "failed")
 """States of workers that somebody should look at, so the workers are named."""
+_MOST_MARKERS = 2000
+"""Most markers that `status` reads, where it has to."""
 
 
 class RunConfig(Record, frozen=True, kw_only=True):
@@ -91,12 +93,15 @@ def look_closely(
 ) -> tuple[Snapshot, Overview]:
     """Read a run, and perhaps also its markers, with one request for each; they count exactly what outputs hold.
 
+    They are read in any case where some rows were asked again, if there are not very many: workers count these twice.
+
     Raises:
         InputError: there is no such run, or the run cannot be read.
     """
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
     generations = {name: seen.generation for name, seen in snapshot.markers.items()}
+    reads_markers |= any(generations.values()) and len(generations) <= _MOST_MARKERS
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     prices = Prices(config.price_per_hour)
     seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)

@@ -319,3 +319,8 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         num_workers=1,
         broken_lines=num_broken,
     )
+
+
+def references(job: Job) -> list[str]:
+    """Return the paths and URLs of those chunks of a job that were not copied."""
+    return [chunk.file for chunk in job.chunks if chunk.file and is_absolute(chunk.file)]

@@ -146,7 +146,15 @@ def _check_options(config: SplitConfig) -> None:
         )
     refused = {
         "append": ("overwrite", "limit", "num_workers", "id_column", "compression"),
-        "by_reference": ("append", "limit", "columns", "id_column", "delimiter", "num_chunks"),
+        "by_reference": (
+            "append",
+            "limit",
+            "columns",
+            "id_column",
+            "delimiter",
+            "num_chunks",
+            "compression",
+        ),
     }
     usual = SplitConfig(sources=[], output="")
     for option, names in refused.items():
@@ -171,13 +179,11 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
 def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
     """Make the job, or append to it, unless it is there already."""
     from batchinfer.split import writer
-    from batchinfer.split.sources import reference_job
-    from batchinfer.storage.opening import open_store
 
     if counted is not None and config.append:
         return writer.append(store, counted, num_chunks=config.num_chunks)
     wanted = msgspec.structs.replace(
-        counted.as_job() if counted else reference_job(config.by_reference, open_store),
+        counted.as_job() if counted else _referred(config),
         num_workers=config.num_workers,
         limit=config.limit,
         compression=config.compression,
@@ -208,11 +214,30 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
     return wanted
 
 
+def _referred(config: SplitConfig) -> Job:
+    """Return the job by reference, none of whose files lies where `split` puts its own."""
+    from batchinfer.split.sources import reference_job, references
+    from batchinfer.storage.opening import is_inside, join_url, open_store
+
+    job = reference_job(config.by_reference, open_store)
+    own = [join_url(config.output, folder) for folder in (layout.CHUNKS, layout.MANIFESTS)]
+    for place in [config.by_reference, *references(job)]:
+        if any(is_inside(place, folder) for folder in own):
+            raise InputError(
+                f"{config.output}: is not apart from {place}, which a job there would replace",
+                hint="name another --output, or move the file",
+            )
+    return job
+
+
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
     """Raise InputError unless `existing` is the job that this split would make, perhaps with data appended to it.
 
-    Files are compared by their content, not by their names. If no option says the number of chunks, any will do.
+    Files that are copied are compared by their content, not by their names; those by reference by both. If no option
+    says the number of chunks, any will do.
     """
+    from batchinfer.split.sources import references
+
     files, there = ([file.content for file in job.files] for job in (wanted, existing))
     is_same = files == there
     if existing.generation:  # what it began with, or all that it has now
@@ -225,6 +250,8 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
         pairs["chunks"] = len(existing.chunks), config.num_chunks
     different = [f"{name} ({a} there, {b} here)" for name, (a, b) in pairs.items() if a != b]
     different += [] if is_same else ["the sources' files"]
+    if references(existing) != references(wanted):
+        different.append("the places of files by reference")
     if different:
         raise InputError(
             f"{config.output}: holds a finished job that differs in {'; '.join(different)}",

@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,15 +28,17 @@ from batchinfer.core.errors import (
     PreconditionFailed,
 )
 from batchinfer.core.records import Chunk, Job
+from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, decode_job, identity, is_absolute, manifest_chunks
+from batchinfer.split.files import is_local
+from batchinfer.split.sources import Sources, references
 from batchinfer.storage import Store
+from batchinfer.storage.opening import local_path
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 if TYPE_CHECKING:
     import polars as pl
-
-    from batchinfer.split.sources import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ some ten to fifty rows in a second, fewer if they are long."""
 _CHUNKS_PER_WORKER, _FEWEST_PER_WORKER, _FEW_ROWS = 50, 4, 20
 _MOST_CHUNKS = 100_000
 _MOST_IDS = 10_000_000
+_OWN_KEY = re.compile(
+    r"chunks/part-\d{5,}(\.[0-9a-f]{12})?\.jsonl(\.zst)?|manifests/(all|worker-\d{5,}|first-\d+)\.txt"
+)
+"""Keys that `split` writes, and `run`. What else lies in their folders is not theirs to remove."""
 
 
 def usual_num_chunks(rows: int, num_bytes: int, num_workers: int) -> int:
@@ -219,7 +226,7 @@ def _another(store: Store) -> InputError:
 
 
 def complete_job(store: Store, job: Job) -> None:
-    """Check that the job's chunks are there, remove others, write the manifests and, last, job.json.
+    """Check that the job's chunks are there, remove others of `split`, write the manifests and, last, job.json.
 
     Raises:
         InputError: Another split wrote to the same place meanwhile.
@@ -234,20 +241,20 @@ def complete_job(store: Store, job: Job) -> None:
 
 
 def _require_chunks(store: Store, job: Job) -> None:
-    """Raise InputError unless all chunks of the job are there, and then remove others."""
+    """Raise InputError unless all chunks of the job are there, and then remove others of `split`."""
     there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
     own = (chunk for chunk in job.chunks if not is_absolute(chunk_key(job, chunk)))
     wanted = {chunk_key(job, chunk): chunk.bytes for chunk in own}
     if any(there.get(key) != size for key, size in wanted.items()):
         raise _another(store)
-    store.delete([key for key in there if key not in wanted])
+    store.delete([key for key in there if key not in wanted and _OWN_KEY.fullmatch(key)])
 
 
 def write_manifests(store: Store, job: Job) -> None:
-    """Write the manifests of a job, and remove others."""
+    """Write the manifests of a job, and remove others of `split`."""
     manifests = manifest_chunks(job)
-    stale = [item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests]
-    store.delete(stale)
+    stale = (item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests)
+    store.delete(list(filter(_OWN_KEY.fullmatch, stale)))
     with contextlib.closing(Scratch()) as scratch:
         for key, chunks in manifests.items():
             path = scratch.new_path("manifest")
@@ -318,20 +325,24 @@ def complete_manifests(store: Store) -> None:
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:
     """Raise InputError if new files have other columns than the job, or may have rows that are in it already."""
-    if job.limit is not None or any(is_absolute(chunk.file or "") for chunk in job.chunks):
+    if job.limit is not None or references(job):
         option = "--by-reference" if job.limit is None else f"--limit {job.limit}"
         raise InputError(
             f"{url}: was made with {option}, so nothing can be appended",
             hint="make another job of the new sources",
         )
-    known = {_address(file.url) for file in job.files}
+    known = {_addresses(file.url)[0]: file.url for file in job.files}
+    paths = [file.url for file in job.files if not is_absolute(file.url)]
+    known |= {re.sub(r"^(\.\.?/)+", "", path): path for path in paths}
     for file in new.files:
-        if _address(file.url) in known:
+        there = next((known[each] for each in _addresses(file.url) if each in known), None)
+        if there is not None:
             hint = "put the new rows into a file of their own; if all its rows are new, rename it"
             if file.format == "csv":
                 hint += "; if it has not changed, give the --delimiter that the job was made with"
+            name = "" if there == redact(file.url) else f" as {there}"
             raise InputError(
-                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
+                f"{file.url}: has changed since its rows became a part of the job{name}, expected only new files",
                 hint=hint,
             )
     new.require("the job", job.columns)
@@ -343,6 +354,13 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
         )
 
 
-def _address(url: str) -> str:
-    """Return what names a file: its URL, for a file of the Hub without the revision."""
-    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)
+def _addresses(url: str) -> list[str]:
+    """Return what names a file, the surest first: a URL without secrets and the Hub's revision, or a local path.
+
+    An absolute path may be named by its ends, too: job.json does not say of which folder its relative paths are.
+    """
+    if not is_local(url):
+        return [re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", redact(url))]
+    parts = Path(os.path.normpath(url)).parts
+    ends = ["/".join(parts[index:]) for index in range(1, len(parts))]
+    return [os.path.realpath(local_path(url)), *(ends if is_absolute(url) else [])]

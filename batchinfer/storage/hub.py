@@ -5,6 +5,7 @@ huggingface_hub and fsspec take their time to load, so only the functions that u
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from batchinfer.core.errors import (
     BatchinferError,
     InputError,
     ObjectNotFound,
+    ScratchFull,
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
@@ -37,6 +39,8 @@ _ACCESS = (
 _NETWORK = (
     "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
 )
+_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
+_DISK = "see to the disk, or set HF_HOME to a folder with room that can be written"
 _RULES = [
     Rule(
         "GatedRepoError LocalTokenNotFoundError",
@@ -112,6 +116,13 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     if type(error) is RuntimeError and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise)
     status = _status(error)
+    if isinstance(error, OSError) and status is None and error.errno in (*_FULL, *_REFUSED):
+        what = f"{subject}: cannot be kept on this machine ({error})"
+        # A server's refusal may be a PermissionError, too; it names no file.
+        if error.errno in _FULL:
+            return ScratchFull(what, hint=_DISK)
+        if error.filename is not None:
+            return AccessDenied(what, hint=_DISK)
     facts = {each.__name__ for each in type(error).__mro__}
     if status is not None:
         facts |= {str(status), f"{status // 100}xx", "status"}

@@ -111,10 +111,11 @@ def join_url(base: str, key: str) -> str:
 def is_inside(url: str, folder: str) -> bool:
     """Whether `url` is `folder` or lies below it, by whole components. Follows links of local paths.
 
-    >>> is_inside("s3://b/data/x", "s3://b/data"), is_inside("s3://b/data2", "s3://b/data")
+    >>> is_inside("s3://b/data/x", "r2://b/data"), is_inside("s3://b/data2", "s3://b/data")
     (True, False)
     """
     (scheme, inner), (folder_scheme, outer) = split_url(url), split_url(folder)
+    scheme, folder_scheme = ("s3" if each == "r2" else each for each in (scheme, folder_scheme))
     if scheme != folder_scheme:
         return False
     if scheme == "file":

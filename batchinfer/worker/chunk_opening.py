@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from batchinfer.core import codec, layout
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import BatchinferError, InputError
-from batchinfer.core.records import Marker
+from batchinfer.core.records import Marker, Usage
 from batchinfer.core.shell import quote
-from batchinfer.formats.lines import EncodedRow, answer_of, read_line
+from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Held, Taken
@@ -18,7 +19,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import read_marker
 from batchinfer.ledger.runs import refuse_foreign
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
-from batchinfer.worker.chunk import OpenChunk, Spool, finished_row
+from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.worker_config import RunAccess
 
 Opened = OpenChunk | Marker | Held
@@ -83,9 +84,19 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> None:
         chunk_sha256=chunk.local.sha256,
         fingerprint=run.fingerprint,
     )
-    # Segments of an earlier generation may still exist. A repair (generation above 0) does not adopt error rows from
-    # segments, because it does error rows again.
-    chunk.adopt(row for row in segments.rows() if row.ok or not chunk.ref.generation)
+    failed: list[FinishedRow] = []
+
+    def answered() -> Iterator[FinishedRow]:
+        for row in segments.rows():
+            if row.ok:
+                yield row
+            else:
+                failed.append(row)
+
+    chunk.adopt(answered())  # before errors of the same rows, which were asked again
+    # A repair (generation above 0) does error rows again. Segments of the generation before may still exist.
+    if not (chunk.ref.generation or run.retry_errors):
+        chunk.adopt(failed)
     # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if every
     # segment could be read, no new segment has to repeat the adopted rows.
     chunk.adopt_segments(segments.keys, segments.deaths, holds_every_row=not segments.has_vanished)
@@ -121,19 +132,19 @@ def _keep_good_rows(chunk: OpenChunk, base: int, run: RunAccess) -> None:
                 )
             file.seek(0)
             chunk.adopt(good_rows(file, chunk.num_rows))
+            # Lines do not tell all tokens of a row. Error rows have none, so those of the marker are of the rows kept.
+            tokens = {name: getattr(before, name) for name in Usage.__struct_fields__}
+            chunk.counts = chunk.counts.plus(Counts(**tokens))
     finally:
         remove_quietly(path)
 
 
 def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
-    """Yield the rows without an error from a published output's first `num_rows` lines, as finished rows."""
+    """Yield the rows without an error from a published output's first `num_rows` lines, without their tokens."""
     for index, data in enumerate(codec.lines(file)):
         if index >= num_rows:
             return
         line = read_line(data)
         if line.is_ok:
-            answer = answer_of(line)
-            row = EncodedRow(
-                line=data, ok=True, usage=answer.usage, finish_reason=answer.finish_reason
-            )
-            yield finished_row(index, row)
+            reason = answer_of(line).finish_reason
+            yield FinishedRow(line=index, ok=True, finish_reason=reason, output=codec.raw(data))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_OPEN_FILES = 65_536
+_MAX_OPEN_FILES, _FEWER_OPEN_FILES = 65_536, 10_240
 _MOST_SEEDS = 2**32
 """Number of seeds that the libraries take with which a server seeds itself."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -134,7 +134,10 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        for most in (wanted, _FEWER_OPEN_FILES):  # macOS has a lower limit than it says
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                return
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
@@ -165,7 +168,6 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         },
         engine=engine,
         prompt=prompt_config(options),
-        sampling=Sampling(**values_of(Sampling, options)),
         limits=Limits(**values_of(Limits, options)),
         host=host,
     )

@@ -146,6 +146,8 @@ class Membership:
         if engine is not None and (call := builder.probe()) is not None:
             reply = engine.ask(call, self._environment.stopper)
             failure = failure_of(reply)
+            if failure is not None and failure.param == "max_tokens":  # rows may have none
+                failure = failure if "max_tokens" in config.prompt.body else None
             if failure is not None and 400 <= reply.status < 500 and reply.status != 429:
                 raise ConfigError(
                     f"the server refuses the run's options: {failure.message}",
@@ -312,7 +314,8 @@ def check_error_rate(
     commonest = most_common(counts.errors)
     if config.max_error_rate is not None:
         rate = counts.rows_error / counts.rows_done
-        if counts.rows_error >= config.min_errors and rate > config.max_error_rate:
+        is_over = counts.rows_error >= config.min_errors and rate > config.max_error_rate
+        if is_over and not config.retry_errors:  # it asks only rows that have failed
             raise ErrorRateExceeded(
                 f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:"
                 + "".join(f"\n  {n} x {_said(telemetry, code)}" for code, n in commonest[:3]),

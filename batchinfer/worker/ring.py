@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections import ChainMap, defaultdict, deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from itertools import islice
@@ -23,7 +23,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours_of
+from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,10 @@ class _Circle:
     """The chunks of the job in blocks of neighbours, which one round after the other goes through."""
 
     def __init__(self, names: Iterable[str], worker_id: str) -> None:
-        groups: defaultdict[str, list[str]] = defaultdict(list)
-        for name in names:
-            groups[neighbours_of(name)].append(name)
-        self._blocks = deque(groups.values())
-        self._blocks.rotate(-random.Random(worker_id).randrange(len(groups) or 1))
-        self.num_left = len(groups)
+        self._blocks = deque(neighbours(names))
+        self.num_left = len(self._blocks)
         """Blocks that this round has not looked at."""
+        self._blocks.rotate(-random.Random(worker_id).randrange(self.num_left or 1))
         self.is_undecided = False
         """Whether this round met a claim whose owner may be gone, or a block that could not be seen."""
         self.is_over = False

@@ -216,11 +216,9 @@ class _Start:
         if self.config.retry_errors or not others <= before.keys():
             self.markers.refuse_mixed(membership.run.fingerprint, before, others)
         self._do(membership.confirm, may_finish=True)
-        if self.markers.rows_done:
-            markers, counts = self.markers, self.telemetry.workload.counts
-            refuse_errors(
-                self.config, markers.rows_ok + counts.rows_ok, markers.rows_done + counts.rows_done
-            )
+        markers, counts = self.markers, self.telemetry.workload.counts
+        if rows_done := markers.rows_done + counts.rows_done:
+            refuse_errors(self.config, markers.rows_ok + counts.rows_ok, rows_done)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Future[EngineInfo]:
         """Open the engine in the background.
@@ -301,6 +299,7 @@ class _Start:
             scratch=scratch,
             source_at=source_at,
             checkpointed=checkpointed,
+            retry_errors=self.config.retry_errors,
         )
 
     def _make_ring(self, membership: Membership, access: RunAccess, done: dict[str, int]) -> Ring:

@@ -185,7 +185,8 @@ class Telemetry:
         A start that ends because of a signal, `batchinfer stop` or a limit does not count as an attempt.
         Nor does a start that is refused because the run has another configuration: each further start says so, too.
         """
-        if isinstance(error, StopRequested | LimitReached | Interrupted | RunMismatch):
+        is_asked = isinstance(error, StopRequested | LimitReached | Interrupted | RunMismatch)
+        if is_asked or self._only_waits:
             self.attempts = max(0, self.attempts - 1)
         message = error.message if isinstance(error, BatchinferError) else error
         self.set_state(
@@ -317,6 +318,12 @@ class Telemetry:
         """Seconds since this start began."""
         return self._clock.monotonic() - self._began
 
+    @property
+    def _only_waits(self) -> bool:
+        """Whether this start waits for other workers alone. If it ends, it does not count as an attempt."""
+        is_running = self._present["state"] == "running" and not self.workload.num_opened
+        return is_running and self.busy_seconds >= WAITING_SECONDS
+
     # -- the record
 
     def snapshot(self) -> Worker:
@@ -325,16 +332,10 @@ class Telemetry:
         Most of its counters are sums over this start and all earlier ones.
         """
         base, work = self._base.plus(self.counts), self.workload
-        # A start that ends while it waits for others does not count as an attempt.
-        is_waiting = (
-            self._present["state"] == "running"
-            and not work.num_opened
-            and self.busy_seconds >= WAITING_SECONDS
-        )
         self.latest = msgspec.structs.replace(
             base,
             **self._present,
-            attempts=max(0, self.attempts - is_waiting),
+            attempts=max(0, self.attempts - self._only_waits),
             open_chunks={
                 name: chunk.num_rows - chunk.num_left for name, chunk in work.open.items()
             },

@@ -97,7 +97,7 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     engine: EngineConfig
     prompt: PromptConfig
     sampling: Sampling = Sampling()
-    """The options of which `prompt.body` was made."""
+    """Only declares the options of which `prompt.body` is made."""
     run_seed: Annotated[
         int | None, Opt(form="seed", flag="--seed", section="sampling", is_recorded=True)
     ] = 0
@@ -182,6 +182,8 @@ class RunAccess:
     """Returns the store at a URL, from which chunks are read."""
     checkpointed: Container[str]
     """Names of the chunks that had checkpoints when the worker started."""
+    retry_errors: bool = False
+    """Whether error rows in checkpoints are asked again."""
 
 
 def real_environment(

@@ -22,6 +22,7 @@ import pytest
 
 import batchinfer
 from batchinfer import errors
+from batchinfer.api import process
 from echo_server import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
@@ -268,6 +269,22 @@ def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
         program.kill()
     with (tmp_path / "a.parquet.batchinfer/running.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the command's until it ends
+
+
+@pytest.mark.parametrize(("parent", "status"), [(1, 0), (2, -signal.SIGKILL)])
+def test_a_program_that_is_the_first_process_of_a_container_is_no_parent_that_has_ended(
+    parent: int, status: int
+) -> None:
+    code = f"import os; os.getppid = lambda: 1; {process._CHILD.format(parent)}"
+    command = [sys.executable, "-c", code, "--version"]
+    assert subprocess.run(command, capture_output=True).returncode == status
+
+
+@pytest.mark.parametrize("lines", [[], ["INFO chunk-0: open", "INFO chunk-1: open"]])
+def test_a_command_that_is_killed_is_an_error_that_says_so(lines: list[str]) -> None:
+    with pytest.raises(errors.BatchinferError, match="killed by SIGKILL") as caught:
+        process._fail(-signal.SIGKILL, lines, {})
+    assert caught.value.hint == "\n".join(lines)
 
 
 def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 
+from batchinfer.cli.main import group
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.splitting import command as split
@@ -26,7 +29,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
     monkeypatch.setenv("BATCHINFER_WORKER_SEED", "7")
-    monkeypatch.setenv("BATCHINFER_WORKER_SAMPLING", "min_tokens=1 x=1")
+    monkeypatch.setenv("BATCHINFER_WORKER_SAMPLING", "min_tokens=1,x=1")
     done = call("worker", "--job", "s3://nowhere/job", *ECHO, "--n", "4", "--show-config")
     assert done.status == 0, done.err
     found = done.result
@@ -34,7 +37,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     assert options["n"] == {"value": 4, "from": "command line"}
     assert options["top-p"] == {"value": 0.5, "from": "environment"}
     assert options["seed"] == {"value": "7", "from": "environment"}
-    assert options["sampling"]["value"] == ["min_tokens=1", "x=1"]
+    assert options["sampling"]["value"] == ["min_tokens=1,x=1"]
     assert options["max-tokens"] == {"value": 9, "from": "settings file"}
     assert options["temperature"] == {"value": None, "from": "default"}
     prompt = found["resolved"]["prompt"]
@@ -43,6 +46,45 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
     assert "hf_abc" not in done.out + done.err
     assert read_settings(path, split) == {"num_chunks": "4"}, "the run's sections are not its"
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "values"),
+    [
+        ("stop", "END OF ANSWER", ["END OF ANSWER"]),
+        ("stop", "\n\n", ["\n\n"]),
+        ("stop", '["END OF", "\\n", 3]', ["END OF", "\n", "3"]),
+        ("stop", "[END]", ["[END]"]),
+        ("stop", "3", ["3"]),
+        ("choices", "very positive,negative", ["very positive,negative"]),
+        ("manifest", "/my dir/w.txt", ["/my dir/w.txt"]),
+    ],
+)
+def test_a_variable_is_one_value_of_an_option_that_may_be_repeated_and_a_json_list_several(
+    option: str, text: str, values: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were divided at blanks, and every answer was cut at the first of three words."""
+    name = {"manifest": "DATA_METADATA"}.get(option, f"BATCHINFER_WORKER_{option.upper()}")
+    monkeypatch.setenv(name, text)
+    found = call("worker", *ECHO, "--show-config").result["options"]
+    assert found[option] == {"value": values, "from": "environment"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("run", "input: {job: j, limit: 20, output: o}", {"limit": "20"}),
+        ("launch", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+        ("check", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+    ],
+)
+def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(
+    name: str, text: str, read: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    assert read_settings(tmp_path / "run.yaml", command) == read
 
 
 def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:

@@ -23,6 +23,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
@@ -145,6 +146,11 @@ def test_several_answers_are_lists(job: Path) -> None:
     assert "text" not in rows[0]
 
 
+def test_transcripts_of_a_run_that_names_their_form_are_texts(job: Path) -> None:
+    prompt = {"task": "transcribe", "body": {"response_format": "verbose_json"}}
+    assert table(job, [{"text": "hi"}], prompt)["text"].to_pylist() == ["hi"] * ROWS
+
+
 def test_a_run_of_which_every_row_failed_has_the_columns(job: Path) -> None:
     assert table(job, [TOO_LONG])["text"].to_pylist() == [None] * ROWS
 
@@ -238,6 +244,11 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
     assert "answer_age" not in table_of(job / "runs/a", tmp_path, answer_json=False).column_names
 
 
+def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job: Path) -> None:
+    found = table(job, [chat('{"age": 1, "rate": 9007199254740993}'), chat('{"age": 2}')], ASKED)
+    assert found["answer_rate"].to_pylist()[:2] == [9007199254740993, None]
+
+
 def test_finished_answers_that_break_the_schema_are_marked_and_counted(
     job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,10 +276,20 @@ def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(
     assert collect(job / "runs/a", tmp_path / "a.parquet")["broken_answers"] == ROWS
 
 
-def test_a_schema_that_points_elsewhere_is_not_fetched(job: Path) -> None:
-    body = {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}}}
-    rows = table(job, [chat('{"a": 1}')], {"body": body}).to_pylist()
-    assert {(row["answer_valid"], row["answer_a"]) for row in rows} == {(None, 1)}
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"$ref": "http://127.0.0.1:1/schema.json"},  # is not fetched
+        {"pattern": "^(?<year>[0-9]{4})$"},  # of JavaScript
+        {"multipleOf": 0.01},
+    ],
+    ids=lambda member: next(iter(member)),
+)
+def test_a_schema_that_cannot_be_used_judges_no_answer(job: Path, member: Any) -> None:
+    body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
+    answer = '{"a": %s}' % ("1" + "0" * 400 if "multipleOf" in member else '"2026"')
+    rows = table(job, [chat(answer)], {"body": body}).to_pylist()
+    assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, answer)}
 
 
 MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901234567890123}')
@@ -340,7 +361,8 @@ def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path)
     assert joined["_row"].to_pylist() == [4]
     assert table_of(run, tmp_path, where="false").num_rows == 0
     assert table_of(run, tmp_path, where="_row").num_rows == ROWS - 1  # SQL takes numbers as truth
-    for where in ("status=error", "texts = 'a'", "select", "1; drop table answers"):
+    of_several = ("row_number() OVER () = 1", "_row = max(_row)")
+    for where in ("status=error", "texts = 'a'", "select", "1; drop table answers", *of_several):
         with pytest.raises(ConfigError, match="--where"):
             collect(run, tmp_path / "out", where=where)
     assert not (tmp_path / "out").exists()
@@ -559,7 +581,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
-    run: Path, tmp_path: Path
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
     before = contents(tmp_path / "out")
@@ -567,8 +589,17 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "out", where="status = 200")
     assert contents(tmp_path / "out") == before
+    is_whole: list[bool] = []
+    look = lambda: is_whole.append((tmp_path / "out/_COLLECTED").exists())  # noqa: E731
+    meanwhile(monkeypatch, LocalStore, "put_file", look)
     collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
+    assert is_whole == [False]
     assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
+    before = contents(tmp_path / "out")
+    for wrong in ({"where": "nonsense = 1"}, {"with_source": True, "columns": ["none"]}):
+        with pytest.raises(ConfigError):
+            collect(run, tmp_path / "out", **wrong, overwrite=True)
+    assert contents(tmp_path / "out") == before
     record = tmp_path / "out/_COLLECTED"
     record.write_bytes(record.read_bytes().replace(b'"bytes"', b'"size"'))
     assert (

@@ -165,6 +165,16 @@ def test_a_card_that_somebody_writes_meanwhile_is_kept(hub: Hub, run: str, tmp_p
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
+def test_a_card_is_replaced_unless_somebody_has_changed_it(hub: Hub, run: str) -> None:
+    for size in (5, 2):
+        collect(run, shard_rows=size, overwrite=True, where=f"_row < {size}")
+        assert f"_row \\< {size}".encode() in hub.files(REPO)[CARD]
+    hub.someone_commits(REPO, CARD, b"mine")
+    for size in (5, 2):
+        collect(run, shard_rows=size, overwrite=True)
+        assert hub.files(REPO)[CARD] == b"mine"
+
+
 def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: Hub, run: str) -> None:
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))

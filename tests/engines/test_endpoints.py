@@ -255,6 +255,26 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("key", ["EMPTY", "null", "echo-model"])
+def test_a_key_without_a_secret_changes_no_answer(endpoint, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    answer = '{"choices": [{"text": "the shelf is EMPTY", "stop": null}], "model": "echo-model"}'
+    endpoint.rule = lambda *_: reply(200, answer)
+    engine, _ = opened(endpoint)
+    found = engine.ask(call(0, "/v1/completions", prompt="a"))
+    engine.close()
+    assert found.body.decode() == answer
+
+
+def test_what_is_said_of_an_answer_that_is_none_has_no_key(endpoint):
+    endpoint.rule = lambda *_: reply(200, "x" * 160 + KEY, "text/html")
+    engine, _ = opened(endpoint, stall_seconds=0.3)
+    with pytest.raises(EngineDied, match="answer is none: xxx") as caught:
+        drive(engine, ListSource(calls(4)))
+    engine.close()
+    assert KEY[:5] not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("models", "error", "said"),
     [
@@ -388,6 +408,22 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint):
         engine, _ = opened(endpoint, other)
         assert len(drive(engine, ListSource(calls(20)))) == 20
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("listed", "length"),
+    [
+        ([{"id": "other", "max_model_len": 1}, {"id": "echo-model", "max_model_len": 512}], 512),
+        (["echo-model"], None),
+    ],
+)
+def test_facts_are_those_of_the_models_entry_at_an_endpoint_that_answers(endpoint, listed, length):
+    endpoint.models = reply(200, {"data": listed})
+    with fake_endpoint() as gone:
+        gone.close()
+        engine, info = opened(gone, endpoint, stall_seconds=0.5)
+    assert info.max_model_len == length
+    engine.close()
 
 
 def test_an_endpoint_that_takes_over_anothers_rows_gets_no_more_of_them_at_once(endpoint):

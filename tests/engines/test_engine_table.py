@@ -84,6 +84,21 @@ def test_typed_options_win_over_our_defaults_and_lose_to_what_we_decide(monkeypa
     assert "--structured-outputs-config" not in typed
 
 
+def test_a_tokenizer_of_another_repository_is_not_looked_for_at_the_models_commit(monkeypatch):
+    typed = ["--tokenizer", "org/base"]
+    found = command(monkeypatch, *typed, revision="c" * 40)
+    assert value_of(found, "--tokenizer-revision") == "main"
+    found = command(monkeypatch, *typed, "--tokenizer-revision", "v2", revision="c" * 40)
+    assert value_of(found, "--tokenizer-revision") == "v2"
+    found = command(monkeypatch, "--tokenizer", "org/name", revision="c" * 40)
+    assert "--tokenizer-revision" not in found
+    assert EngineConfig(model="org/name", revision="v1", server_args=typed).tokenizer == (
+        "org/base",
+        None,
+    )
+    assert EngineConfig(model="org/name", revision="v1").tokenizer == ("org/name", "v1")
+
+
 def test_on_a_cpu_it_takes_little_memory_and_splits_no_prompt(monkeypatch):
     found = command(monkeypatch, is_cpu=True)
     assert value_of(found, "--kv-cache-memory-bytes") == str(1 << 30)
@@ -113,6 +128,21 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
     model = ModelInfo(identity="", max_model_len=8192)
     assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "tokens"),
+    [
+        (32768, {"task": "embed"}, 0),
+        (8192, {"task": "embed"}, 8192),
+        (32768, {"server_args": ["--no-enable-chunked-prefill"]}, 0),
+        (32768, {}, 8192),
+    ],
+)
+def test_a_step_has_room_for_the_longest_prompt_that_may_not_be_divided(length, options, tokens):
+    gpu = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
+    model = ModelInfo(identity="", max_model_len=length)
+    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == (256, tokens)
 
 
 def test_any_servers_command_has_its_places_filled(tmp_path):

@@ -24,6 +24,7 @@ from batchinfer.engines.adapters import check_fit, describe_adapters, write_opti
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
+from batchinfer.engines.server import plan
 from batchinfer.storage.opening import open_store
 from engine_contract import Flag
 from models import DEMO_MODEL, write_adapter, write_model_stub
@@ -107,6 +108,15 @@ def test_a_model_on_the_hub_is_known_by_its_commit_without_its_weights(fake_hub)
     info = describe_model(EngineConfig(model="org/name", revision="main"))
     assert info.identity == info.revision == "c" * 40
     assert (info.parameter_bytes, info.max_model_len) == (1000, 8192)
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_server_that_is_started_again_loads_the_same_commit(fake_hub, tmp_path, revision):
+    [launch] = plan(EngineConfig(model="org/name", revision=revision), tmp_path)
+    assert launch.command[launch.command.index("--revision") + 1] == "c" * 40
+    typed = ["--hf-config-path", "org/other"]
+    [launch] = plan(EngineConfig(model="org/name", revision=revision, server_args=typed), tmp_path)
+    assert "c" * 40 not in launch.command
 
 
 @pytest.mark.parametrize(

@@ -248,15 +248,21 @@ class TestBestOf:
     @pytest.mark.parametrize("is_chat", [False, True])
     def test_the_most_likely_answers_are_kept(self, is_chat: bool) -> None:
         choices = self.choices(is_chat)
-        found = encoded({"choices": choices}, best_of=BestOf(n=2, keeps_logprobs=True))
+        found = encoded({"choices": choices}, best_of=BestOf(n=2, asked=3, keeps_logprobs=True))
         kept = msgspec.json.decode(found.line)["body"]["choices"]
         assert kept == [choices[1] | {"index": 0}, choices[2] | {"index": 1}]
 
     def test_logprobs_that_nobody_asked_for_go(self) -> None:
-        found = encoded({"choices": self.choices(False)}, best_of=BestOf(n=1, keeps_logprobs=False))
+        found = encoded({"choices": self.choices(False)}, best_of=BestOf(n=1, asked=3))
         assert msgspec.json.decode(found.line)["body"]["choices"] == [
             {"index": 0, "logprobs": None}
         ]
+
+    def test_each_prompt_of_a_request_keeps_its_own(self) -> None:
+        choices = [x | {"index": n} for n, x in enumerate([*self.choices(False)] * 2)]
+        best = BestOf(n=1, asked=3, keeps_logprobs=True)
+        kept = msgspec.json.decode(encoded({"choices": choices}, best_of=best).line)
+        assert kept["body"]["choices"] == [choices[1] | {"index": 0}, choices[4] | {"index": 1}]
 
 
 class TestAnswer:

@@ -112,9 +112,13 @@ def launched(call: Call, run: Path) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- workers that run
 
 
-def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
+def test_launched_workers_do_the_job(job: Path, call: Call, tmp_path: Path) -> None:
+    """Workers get texts of files as ``<(printf …)``, which can be read only once."""
     run = job / "runs/a"
-    done = call(*launching_of(job, "--workers", "2"))
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    files = [f"--tools={tmp_path}/tools.json", f"--json-schema={tmp_path}/schema.json"]
+    done = call(*launching_of(job, "--workers", "2", "--as-chat", *files))
     assert done.status == 0, done.err
     wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
     verified = call("verify", str(run))
@@ -124,6 +128,8 @@ def test_launched_workers_do_the_job(job: Path, call: Call) -> None:
     assert (view["expected"], view["seen"], view["away"], view["lost"]) == (2, 2, {}, [])
     names = {worker["id"] for worker in seen["workers"]}
     assert names == {f"{done.result['launch']}-0000{rank}" for rank in (0, 1)}
+    body = json.loads((run / "run.json").read_text())["config"]["prompt"]["body"]
+    assert body.keys() == {"tools", "response_format"}
     assert not list(Path().iterdir())
     recorded(run)  # a launch whose worker never came is not lost, since nothing is left to do
     assert [view["lost"] for view in launched(call, run)] == [[], []]

@@ -134,6 +134,21 @@ def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_whose_files_are_pipes_are_read_once(tmp_path: Path) -> None:
+    """A check read the pipe, and the worker then answered without schema, system prompt and options of the server."""
+    words = (
+        'run - -o a.jsonl --engine echo --json-schema <(echo \'{"type": "object"}\') '
+        "--system-prompt @<(printf hey) --config <(echo 'vllm: {max_model_len: 99}')"
+    )
+    command = f"echo one | {sys.executable} -m batchinfer {words}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())
+    prompt = run["config"]["prompt"]
+    assert (list(prompt["body"]), prompt["system_prompt"]) == (["response_format"], "hey")
+    assert run["recorded"]["server_args"] == ["--max-model-len", "99"]
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [

@@ -168,13 +168,17 @@ def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
 
 def test_best_of_is_asked_as_answers_with_their_log_probabilities() -> None:
     found = completion(best_of=4, n=2)
-    assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, BestOf(n=2))
+    expected = BestOf(n=2, asked=4)
+    assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, expected)
     found = completion(best_of=4, logprobs=1)
-    assert (sent(found)["logprobs"], found.best_of) == (1, BestOf(n=1, keeps_logprobs=True))
+    assert (sent(found)["logprobs"], found.best_of) == (
+        1,
+        BestOf(n=1, asked=4, keeps_logprobs=True),
+    )
     found = request({"messages": MESSAGES, "best_of": 3, "logprobs": False})
-    assert (sent(found)["logprobs"], found.best_of) == (True, BestOf(n=1))
+    assert (sent(found)["logprobs"], found.best_of) == (True, BestOf(n=1, asked=3))
     found = prepare({"p": "x"}, prompt_column="p", body={"best_of": 3})
-    assert (sent(found)["n"], found.best_of) == (3, BestOf(n=1))
+    assert (sent(found)["n"], found.best_of) == (3, BestOf(n=1, asked=3))
     for same in ({"best_of": 2, "n": 2}, {"best_of": 4, "temperature": 0}, {"best_of": None}):
         found = completion(**same)
         assert (found.best_of, sent(found).get("n"), "best_of" in sent(found)) == (
@@ -260,6 +264,10 @@ def test_a_probe_has_the_runs_fields() -> None:
     assert probe is not None
     assert probe.path == "/v1/completions"
     assert json.loads(probe.body) == {"prompt": "Hello", "model": "m", "max_tokens": 1, "top_k": 5}
+    probe = builder(messages_column="m", body={"max_completion_tokens": 500}).probe()
+    assert probe is not None
+    assert "max_tokens" not in json.loads(probe.body)
+    assert json.loads(probe.body)["max_completion_tokens"] == 500
     for task, field in (("embed", "input"), ("score", "text_1"), ("rerank", "documents")):
         columns = {"pair_columns": ["a", "b"]} if task != "embed" else {"messages_column": "m"}
         probe = builder(task=task, body={"priority": 1}, **columns).probe()

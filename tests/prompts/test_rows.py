@@ -222,7 +222,7 @@ def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
     ("task", "path", "extra"),
     [
         ("embed", "/v1/embeddings", {"encoding_format": "base64"}),
-        ("token-embed", "/pooling", {"task": "token_embed", "encoding_format": "base64"}),
+        ("token-embed", "/pooling", {"task": "token_embed"}),
         ("classify", "/classify", {}),
         ("reward", "/pooling", {"use_activation": False}),
     ],

@@ -14,15 +14,17 @@ from rich.console import Console
 
 from batchinfer.cli import main
 from batchinfer.core import codec, layout
+from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Run, Worker
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, render, run_status, watch
 from batchinfer.storage import Store
+from batchinfer.storage.opening import open_store
 from big_run import NOW, Shape, in_memory, make_workers, write_in_memory, write_local
 from counting_store import CountingStore
 from fakes import FakeClock, MemoryStore, put_worker
-from making import overwrite
+from making import make_job, overwrite, run_worker_here
 
 SMALL = Shape()
 
@@ -82,6 +84,17 @@ def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> 
     # 2400 objects in outputs/, one page each of checkpoints/, workers/, launches/, and of stop.json
     assert requests["list"] == 3 + 1 + 1 + 1 + 1
     assert set(requests) <= {"get", "list"}, "status changes nothing"
+
+
+def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
+    """They went on to count as failed, and were repaired again."""
+    job, run = tmp_path / "job", str(tmp_path / "run")
+    make_job(job, rows=10, per_chunk=5, make_row=lambda row: {"prompt": "x" if row % 5 else ""})
+    run_worker_here(job, run)
+    run_worker_here(job, run, "--retry-errors")
+    config = RunConfig(run=run, job=str(job))
+    seen = run_status(config, open_store=open_store, clock=SystemClock())
+    assert (seen.totals.rows_ok, seen.totals.rows_error) == (8, 2)
 
 
 def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:

@@ -31,7 +31,7 @@ class Plot:
         self.mishaps_seconds = chance.choice([15.0, 30.0, 60.0])
         self.mishap_gap = chance.choice([1.0, 3.0, 8.0])
         # 0: an idle worker looks at one chunk after the other, as at the blocks of a large job.
-        self.neighbour_digits = chance.choice([0, 0, 3])
+        self.most_neighbours = chance.choice([1, 1, 1000])
         self.most_sampled = chance.choice([1, 64])
         self.fresh_seconds = chance.choice([1.0, 10.0, 60.0])
         # Longest time until a row's image is fetched; None for a run without images.

@@ -161,7 +161,7 @@ class Scenario:
         names = SimpleNamespace(token_hex=lambda _: f"{draw(64):x}")
         longest = plot.image_seconds or 0.0
         for where, name, value in (
-            (survey, "_NEIGHBOUR_DIGITS", plot.neighbour_digits),
+            (survey, "_MOST_NEIGHBOURS", plot.most_neighbours),
             (survey, "MOST_SAMPLED", plot.most_sampled),
             (ring, "_FRESH_SECONDS", plot.fresh_seconds),
             (stream, "NUM_THREADS", plot.most_fetched),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
 from making import run_worker_here, split
+from web_server import WebServer, plain
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -162,6 +164,20 @@ def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
     ]
 
 
+@pytest.mark.parametrize("again", [{"overwrite": True, "num_chunks": 2}, {"append": True}])
+def test_files_of_others_beside_chunks_and_manifests_stay(
+    source: Path, tmp_path: Path, again: dict[str, Any]
+) -> None:
+    store, others = open_store(str(tmp_path / "job")), ("chunks/mine.jsonl", "manifests/app.yaml")
+    for key in (*others, "manifests/worker-00001.txt", "manifests/first-5.txt"):
+        store.create(key, b"mine")
+    split(source, tmp_path / "job", num_chunks=5)
+    split(make_source(tmp_path / "b.parquet", 1, 2), tmp_path / "job", **again)
+    own = [chunk_key(job, chunk) for job in [job_at(tmp_path / "job")] for chunk in job.chunks]
+    manifests = ["manifests/all.txt", "manifests/worker-00000.txt"]
+    assert {*tree(tmp_path / "job")} == {*others, *own, *manifests, "job.json"}
+
+
 def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     open_store(str(tmp_path / "job")).create("job.json", b'{"format_version":99}')
     for overwrite in (True, False):
@@ -275,6 +291,39 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
         split(tmp_path / "b.parquet", tmp_path / "limited", append=True)
 
 
+@pytest.mark.parametrize("first", ["data/a.parquet", "../data/a.parquet"])
+@pytest.mark.parametrize(
+    "other", ["file://{}/data/a.parquet", "{}/x/../data/a.parquet", "link/a.parquet"]
+)
+def test_a_changed_file_is_known_by_any_spelling_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, other: str
+) -> None:
+    """All of its old rows were appended a second time."""
+    for name in ("data", "x"):
+        (tmp_path / name).mkdir()
+    file = make_source(tmp_path / "data/a.parquet", *range(9))
+    monkeypatch.chdir(tmp_path / "x" if first.startswith("..") else tmp_path)
+    split(first, tmp_path / "job")
+    make_source(file, *range(12))
+    if other.startswith("link"):
+        Path("link").symlink_to(file.parent)
+    else:
+        monkeypatch.chdir("/")
+    with pytest.raises(InputError, match=f"a part of the job as {first}, expected only new files"):
+        split(other.format(tmp_path), tmp_path / "job", append=True)
+
+
+def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path: Path) -> None:
+    with contextlib.closing(WebServer()) as server:
+        for rows, token in ((9, 1), (12, 2)):
+            server.answers[f"/a.jsonl?token={token}"] = plain(200, b'{"n":1}\n' * rows)
+        split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
+        with pytest.raises(
+            InputError, match="has changed since its rows became a part of the job,"
+        ):
+            split(f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
+
+
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
     grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +387,24 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
         split([], tmp_path / "job", by_reference=str(place), num_workers=2)
 
 
+def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path: Path) -> None:
+    place = make_list(tmp_path / "data")
+    place.write_text("b.jsonl\n")
+    split([], tmp_path / "job", by_reference=str(place))
+    moved = (tmp_path / "data").rename(tmp_path / "moved")
+    split(moved / "b.jsonl", tmp_path / "copied", num_chunks=1)
+    for sources, job, options in (
+        ([], "job", {"by_reference": str(moved / "list.txt")}),
+        ([moved / "b.jsonl"], "job", {}),
+        ([], "copied", {"by_reference": str(moved / "list.txt")}),
+    ):
+        with pytest.raises(InputError, match="in the places of files by reference") as caught:
+            split(sources, tmp_path / job, **options)
+        assert "--overwrite" in caught.value.hint
+    split([], tmp_path / "job", by_reference=str(moved / "list.txt"), overwrite=True)
+    assert run_worker_here(tmp_path / "job", tmp_path / "run")["request_count"] == 3
+
+
 def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
     place = make_list(tmp_path / "data")
     (tmp_path / "data/none.jsonl").touch()
@@ -351,6 +418,21 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=what):
             split([], tmp_path / "job", by_reference=str(place))
     assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("folder", ["chunks", "manifests"])
+def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(
+    tmp_path: Path, folder: str
+) -> None:
+    place = make_list(tmp_path / folder)
+    (tmp_path / folder / "b.jsonl").rename(tmp_path / folder / "part-00000.jsonl")
+    place.write_text("part-00000.jsonl\n")
+    (tmp_path / "list.txt").write_text(f"{folder}/part-00000.jsonl\n")
+    before = tree(tmp_path)
+    for each in (place, tmp_path / "list.txt"):
+        with pytest.raises(InputError, match="is not apart from"):
+            split([], tmp_path, by_reference=str(each))
+    assert tree(tmp_path) == before
 
 
 # --------------------------------------------------------------------------- S3 and memory
@@ -369,7 +451,9 @@ def test_from_s3_to_s3_by_copy_and_by_reference(
     for path in (tmp_path / "data").iterdir():
         store.create(f"lines/{path.name}", path.read_bytes())
     split([], f"{bucket}/referred", by_reference=f"{bucket}/lines/list.txt")
-    assert run_worker_here(f"{bucket}/referred", tmp_path / "run")["request_count"] == 4
+    for place in (bucket, bucket.replace("s3://", "r2://")):
+        run = tmp_path / place[:2]
+        assert run_worker_here(f"{place}/referred", run)["request_count"] == 4
     split([], f"{bucket}/local", by_reference=str(tmp_path / "data/list.txt"))
     with pytest.raises(InputError, match="not in the job's bucket"):
         run_worker_here(f"{bucket}/local", tmp_path / "other")

@@ -11,6 +11,7 @@ from batchinfer.core.errors import (
     BatchinferError,
     InputError,
     ObjectNotFound,
+    ScratchFull,
     StorageError,
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
@@ -132,6 +133,9 @@ def outage_behind(error: Exception) -> Exception:
         (make_error(client_errors.HfHubHTTPError, 418), StorageError, ""),
         (make_error(client_errors.HfHubHTTPError), TransientError, "again"),
         (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
+        (OSError(28, "No space left on device"), ScratchFull, "HF_HOME"),
+        (PermissionError(13, "Permission denied", "/cache"), AccessDenied, "HF_HOME"),
+        (PermissionError("403"), AccessDenied, "HF_TOKEN"),
         (FileNotFoundError("x"), ObjectNotFound, ""),
         (outage_behind(FileNotFoundError("x")), TransientError, ""),
         (outage_behind(RuntimeError("an upload")), TransientError, ""),

@@ -61,6 +61,7 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
     access = SimpleNamespace(
         store=run,
         fingerprint="f",
+        retry_errors=False,
         claims=SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True),
         publisher=Publisher(run, nonce="n", require_lease=lambda: None),
         scratch=scratch,

@@ -197,6 +197,20 @@ def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endp
     assert call(*worker(job, endpoint, "--sampling", "top_k=9"))[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("option", "status"),
+    [
+        ("max_completion_tokens=500", 0),
+        ("reasoning_effort=low", 0),
+        ("max_tokens=500", 2),
+    ],
+)
+def test_a_model_that_refuses_max_tokens_is_asked_without(endpoint, job, call, option, status):
+    no = refusal(400, "Unsupported parameter: 'max_tokens'", param="max_tokens")
+    endpoint.rule = lambda _text, body: no if "max_tokens" in body else None
+    assert call(*worker(job, endpoint, "--as-chat", "--sampling", option))[0] == status
+
+
 def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):
     code = (
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"

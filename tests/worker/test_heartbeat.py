@@ -21,8 +21,8 @@ def stage() -> Iterator[Stage]:
         yield made
 
 
-def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
-    """One start that may be killed. Two are the most that finish no row."""
+def run(stage: Stage, *, kill_after: float | None = None, max_attempts: int = 2) -> Ending:
+    """One start that may be killed."""
 
     def hook(_number: int, _method: str, _key: str, process: Process) -> None:
         nonlocal kill_after
@@ -30,7 +30,7 @@ def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
             stage.scheduler.after(kill_after, process.kill)
             kill_after = None
 
-    return stage.run(hook=hook, max_attempts=2, within_seconds=1000.0)
+    return stage.run(hook=hook, max_attempts=max_attempts, within_seconds=1000.0)
 
 
 class TestStartsWithoutARow:
@@ -51,7 +51,15 @@ class TestStartsWithoutARow:
         for _ in range(2 if is_loading else 4):
             assert run(stage, kill_after=60.0).is_killed
         if is_loading:
-            assert isinstance(run(stage).error, NoProgress)
+            for _ in range(2):  # a start that is refused does not count
+                assert isinstance(run(stage).error, NoProgress)
+            assert run(stage, kill_after=60.0, max_attempts=3).is_killed
+
+    def test_a_start_that_only_waits_does_not_count_however_it_ends(self, stage: Stage) -> None:
+        stage.let_another_hold("part-00000", "part-00001")
+        for _ in range(3):
+            stage.scheduler.after(60.0, lambda: stage.stop(StorageError("away")))
+            assert isinstance(run(stage).error, StorageError)
 
 
 def test_heartbeats_that_take_longer_than_the_lease_end_the_worker() -> None:

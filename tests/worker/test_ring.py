@@ -16,7 +16,6 @@ from batchinfer.ledger import survey
 from batchinfer.ledger.claims import Claims, Lease, read_claim
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
-from batchinfer.worker import ring
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.worker_config import Environment, RunAccess
 from counting_store import CountingStore
@@ -110,7 +109,7 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
     num_workers: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand idle ones that look at another block each second are more than a bucket takes."""
-    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-1])
+    monkeypatch.setattr(survey, "_MOST_NEIGHBOURS", 10)
     idle = Idle(f"idle-{num_workers}", 300, num_workers=num_workers)
     for name in idle.names:
         idle.claim(name, "busy")
@@ -131,13 +130,23 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
 
     A block is listed. Ten chunks or fewer are looked up one by one, and that many requests take their time.
     """
-    digits = len(str(num_neighbours)) - 1
-    monkeypatch.setattr(ring, "neighbours_of", lambda name: name[:-digits])
+    monkeypatch.setattr(survey, "_MOST_NEIGHBOURS", num_neighbours)
     idle = Idle(f"finished-{most}", 100 * num_neighbours, num_workers=num_workers)
     idle.finish(*idle.names)
     began = idle.clock.monotonic()
     assert idle.find(most_ticks=8 * most, seconds=0.125) is None
     assert idle.clock.monotonic() - began > 0.8 * most
+
+
+@pytest.mark.parametrize("name", ["train-{:05d}-of-01500", "part-{:05d}-7f3a.c000", "{}"])
+def test_names_of_all_kinds_are_looked_at_in_few_blocks(name: str) -> None:
+    """Those of by-reference jobs that end alike were blocks of their own: hours of idle machines at the end."""
+    idle = Idle("names", 0)
+    idle.names = [name.format(index) for index in range(1500)]
+    refs = {each: ChunkRef(each, "memory://job", each, sha256="s") for each in idle.names}
+    idle.ring._everything = lambda: refs
+    idle.finish(*idle.names)
+    assert idle.find(most_ticks=20) is None
 
 
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
@@ -222,11 +231,12 @@ def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded(
     idle.claim(idle.names[-2], "other")
     assert idle.find(most_ticks=30) == idle.names[-1]
     idle.finish(idle.names[-1])
-    for _ in range(10):
-        idle.tick(seconds=11.0)
+    for _ in range(50):
+        idle.tick(seconds=1.0)
     idle.store.requests.clear()
-    for _ in range(5):
-        assert not idle.ring.is_finished
-        idle.tick(seconds=11.0)
+    with mock.patch.object(idle.memory, "list", wraps=idle.memory.list) as listed:
+        for _ in range(5):
+            assert not idle.ring.is_finished
+            idle.tick(seconds=11.0)
     assert idle.store.requests["get"]
-    assert not idle.store.requests["list"]
+    assert {call.args[0] for call in listed.call_args_list} <= {layout.WORKERS}

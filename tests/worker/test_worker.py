@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -225,6 +227,49 @@ class TestBadRows:
         for _ in range(2):
             assert run_worker_here(job, run, "--max-error-rate", "1")["status"] == "SUCCESS"
 
+    def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(
+        self, tmp_path: Path
+    ) -> None:
+        """A second start called a run of errors a success, and --retry-errors published them as they were."""
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=150, per_chunk=150, make_row=lambda row: {"other": row})
+        run_worker_here(job, run, "--max-error-rate", "1")
+        store, name = open_store(str(run)), "part-00000"
+        marker = read_marker(store, name)
+        lines = store.get(output_key(store, name)).data.splitlines()[:100]
+        code = "missing_column"
+        rows = [
+            FinishedRow(line=n, ok=False, code=code, output=raw(line))
+            for n, line in enumerate(lines)
+        ]
+        sums = {"chunk_sha256": marker.chunk_sha256, "fingerprint": marker.fingerprint}
+        segment = layout.segment_key(name, "w", 1)
+        for options, resumed in (((), 100), (("--retry-errors",), 0)):
+            write_segment(store, segment, encode_rows(rows)[0], **sums)
+            store.delete([layout.marker_key(name)])
+            with pytest.raises(ErrorRateExceeded, match="every row of the run failed") as caught:
+                run_worker_here(job, run, *options)
+            assert caught.value.result["rows_resumed"] == resumed
+
+    def test_a_repair_is_not_judged_by_rows_that_have_failed_before(self, tmp_path: Path) -> None:
+        """It stopped itself at each start: rows that fail for good are among few."""
+        job, run = tmp_path / "job", tmp_path / "run"
+        most = ("--max-error-rate", "0.1")
+        make_job(
+            job, rows=400, per_chunk=100, make_row=lambda row: {"prompt": "x" if row % 13 else ""}
+        )
+        assert run_worker_here(job, run, *most)["error_count"] == 31
+        again = run_worker_here(job, run, *most, "--retry-errors")
+        assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
+
+    def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=20, per_chunk=20, make_row=lambda row: {"prompt": "a b" if row else ""})
+        run_worker_here(job, run, "--task", "embed")
+        run_worker_here(job, run, "--task", "embed", "--retry-errors")
+        before, after = (read_marker(open_store(str(run)), "part-00000", n) for n in (0, 1))
+        assert after.prompt_tokens == before.prompt_tokens > 0
+
     def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(
         self, tmp_path: Path
     ) -> None:
@@ -234,6 +279,17 @@ class TestBadRows:
         again = run_worker_here(job, run, "--retry-errors")
         assert (again["request_count"], again["error_count"]) == (4, 4)
         assert again["status"] == "SUCCESS"
+
+
+def test_a_machine_that_refuses_more_open_files_runs_the_worker(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many Macs take fewer than their limit says."""
+    refuse = mock.Mock(side_effect=ValueError("current limit exceeds maximum limit"))
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    assert run_worker_here(job, f"{job}/runs/a")["status"] == "SUCCESS"
+    assert refuse.call_count == 2
 
 
 def test_a_worker_id_that_could_leave_its_folder_is_refused(job: str) -> None:
