@@ -18,7 +18,15 @@ from batchinfer.cli.options import values_of, words_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say, write
-from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
+from batchinfer.clusters import (
+    Plan,
+    find_cluster,
+    find_launches,
+    name_of,
+    new_id,
+    record_cancelled,
+    record_launch,
+)
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
 from batchinfer.core.clock import SystemClock
@@ -267,6 +275,7 @@ class Launch:
         # `stop --cancel` may have looked for the workers before they were there.
         if any(info.key == layout.STOP_KEY for info in self._store.list(layout.STOP_KEY)):
             self._cluster.cancel(plan.name, plan.namespace)
+            record_cancelled(self._store, plan.id)
             raise ConfigError(f"{plan.run}: was stopped meanwhile, so the workers were cancelled")
         say(f"{units.many(workers, 'worker')} submitted on {plan.on} as {plan.name}")
         return {"on": plan.on, "launch": plan.id}

@@ -183,6 +183,8 @@ class Chat:
         say(f"{len(tokens)} tokens")
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._session.info is None:  # the server has died, and the next message starts it again
+            return {}
         call = Call(key=("chat", 0), path=path, body=codec.encode(body))
         reply = self._session.engine.ask(call)
         return msgspec.json.decode(reply.body) if reply.status == 200 else {}
