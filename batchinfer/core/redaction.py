@@ -15,20 +15,27 @@ _WITH_QUERY = ("http", "https")
 """Schemes whose URLs can have a query. In URLs of other schemes, a question mark is part of a glob or a key."""
 _PUNCTUATION = "'\"`:;,.)]}>"
 """Characters at the end of a URL that are taken for punctuation of the sentence around it."""
+_SECRET_FIELD = re.compile(r"sig|key|token|secret|pass|auth|cred|code", re.IGNORECASE)
 _MASK = "…"
 
 
-def redact(text: str, *, with_queries: bool = True) -> str:
-    """Mask the user and password in every URL of a text and, if `with_queries`, values of the query in URLs of the web.
+def redact(text: str, *, whole_queries: bool = True) -> str:
+    """Mask the user and password in every URL of a text, and the values of the query in URLs of the web.
+
+    Args:
+        text: The text.
+        whole_queries: Whether all values of queries are masked, or only those whose names say that they are secrets.
 
     >>> redact("http://me:secret@host/x.jsonl?token=secret&page=2: no such file")
     'http://…@host/x.jsonl?token=…&page=…: no such file'
+    >>> redact("http://host/v1?api-version=1&sig=secret", whole_queries=False)
+    'http://host/v1?api-version=1&sig=…'
     >>> redact("s3://key:sec/ret@bucket/x, s3:/key:secret@bucket/x")
     's3://…@bucket/x, s3:/…@bucket/x'
     >>> redact("s3://bucket/part-?.jsonl"), redact("hf://datasets/org/name@main")
     ('s3://bucket/part-?.jsonl', 'hf://datasets/org/name@main')
     """
-    mask = partial(_masked, with_queries=with_queries)
+    mask = partial(_masked, whole_queries=whole_queries)
     return _URL.sub(mask, text) if ":/" in text else text
 
 
@@ -46,13 +53,15 @@ def has_user(url: str) -> bool:
     return found is not None and found[2] is not None
 
 
-def _masked(found: re.Match[str], *, with_queries: bool) -> str:
+def _masked(found: re.Match[str], *, whole_queries: bool) -> str:
     scheme, user, rest, query = found.groups(default="")
-    if with_queries and query and scheme.partition(":")[0].lower() in _WITH_QUERY:
+    if query and scheme.partition(":")[0].lower() in _WITH_QUERY:
         body = query.rstrip(_PUNCTUATION)
         fields = [field.partition("=") for field in body[1:].split("&")]
-        masked = "&".join(f"{name}={_MASK}" if equals else _MASK for name, equals, _ in fields)
-        query = f"?{masked}{query[len(body) :]}"
+        for index, (name, equals, _) in enumerate(fields):
+            if whole_queries or _SECRET_FIELD.search(name):
+                fields[index] = (name, equals, _MASK) if equals else ("", "", _MASK)
+        query = f"?{'&'.join(map(''.join, fields))}{query[len(body) :]}"
     return f"{scheme}{_MASK + '@' if user else ''}{rest}{query}"
 
 

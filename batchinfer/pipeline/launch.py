@@ -74,9 +74,9 @@ def command(**options: Any) -> dict[str, Any] | None:
         return launch.start() | (launch.watch() if options["watch"] else {})
     page = launch.page()
     # Queries may be a prompt's, or say which API an endpoint is to use.
-    shown = redact(page, with_queries=False)
+    shown = redact(page, whole_queries=False)
     if shown != page:
-        say("user and password of a URL are shown as …, so what is printed does not run as it is")
+        say("secrets of URLs are shown as …, so what is printed does not run as it is")
     write(shown)
     return None
 

@@ -361,7 +361,7 @@ def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(cal
     hidden = call("launch", *options, "--base-url", url.replace("host", "me:hush@host"))
     assert "hush" not in hidden.out + hidden.err
     assert url.replace("host", "…@host") in hidden.out
-    assert "user and password of a URL are shown as …" in hidden.err
+    assert "secrets of URLs are shown as …" in hidden.err
 
 
 def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
