@@ -22,8 +22,10 @@ from batchinfer.prompts.readers import RequestsReader, RowsReader
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
+    RESPONSES_URL,
     SPEECH_URLS,
     TASK_PATHS,
+    WITH_TOOLS,
     BestOf,
     EngineRules,
     Prepared,
@@ -42,12 +44,13 @@ _TASK_FIELDS: dict[str, dict[str, Any]] = {
 """Fields of bodies that a task implies, unless a row or the run says otherwise."""
 _EXCLUSIVE = (
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
-    {"response_format", "structured_outputs"},
+    {"response_format", "structured_outputs", "text"},
     {"logprobs", "top_logprobs"},
-    {"tools", "tool_choice", "parallel_tool_calls"},
+    {"tools", *WITH_TOOLS},
 )
 """Fields that mean something together: if a row states one of them, it gets none of the run's."""
-_CHAT_ONLY = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+_RESPONSES_NAMES = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+_CHAT_ONLY = {"tools", *WITH_TOOLS, "chat_template_kwargs"}
 _GENERATING = (CHAT_URL, COMPLETIONS_URL)
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
@@ -79,6 +82,7 @@ class PromptBuilder:
         self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
         self._fields_for = functools.lru_cache(64)(self._make_fields)
         self._check_names()
+        self._check_length()
 
     @property
     def needed_columns(self) -> dict[str, list[str]]:
@@ -144,7 +148,8 @@ class PromptBuilder:
         body |= {name: x for name, x in self._fields_for(path).items() if name not in taken}
         body["model"] = body.get("model") or self._rules.model
         if self._config.column("tools") and not body.get("tools"):
-            body.pop("tool_choice", None)  # a row without tools is answered as text
+            for name in WITH_TOOLS:  # a row without tools is answered as text
+                body.pop(name, None)
         best = _take_best_of(path, body)
         places = places_in(body)
         if self._config.truncate_prompt != "error" and not places:
@@ -174,7 +179,9 @@ class PromptBuilder:
             fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
         if path in SPEECH_URLS and "max_tokens" in fields:
             fields["max_completion_tokens"] = fields.pop("max_tokens")
-        if self._reader.path:
+        if path == RESPONSES_URL:
+            fields = _of_responses(fields)
+        if self._reader.path or (path == RESPONSES_URL and not self._rules.parameters(path)):
             return fields
         known = self._known(path) | implied.keys() | {"best_of", "top_logprobs"}
         return {name: value for name, value in fields.items() if name in known}
@@ -192,6 +199,18 @@ class PromptBuilder:
             if name not in known | {"best_of", "max_tokens"}:
                 text = f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}"
                 raise ConfigError(text, hint="--sampling sets parameters by the server's names")
+
+    def _check_length(self) -> None:
+        """Refuse plain prompts without a length: answers would end early, and nobody would see it.
+
+        Raises:
+            ConfigError: the run states no length.
+        """
+        is_plain = self._reader.path == COMPLETIONS_URL and not self._rules.fills_length
+        if is_plain and "max_tokens" not in self._config.body:
+            text = f"--max-tokens: is missing; the API ends answers to plain prompts after {_API_MAX_TOKENS} tokens"
+            hint = "say how long they may be, as in --max-tokens 512, or add --as-chat: chats need no length"
+            raise ConfigError(text, hint=hint)
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""
@@ -214,6 +233,21 @@ class PromptBuilder:
         takes_seeds = {"seed", "temperature"} <= self._rules.parameters(path)
         is_drawn = path in (*_GENERATING, *SPEECH_URLS) or takes_seeds
         return is_drawn and not is_greedy and body.get("seed") is None
+
+
+def _of_responses(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's fields by the names, and in the forms, that the Responses API has for them."""
+
+    def flat(value: Any, name: str) -> Any:
+        inner = value.get(name) if isinstance(value, dict) else None
+        return {"type": name, **inner} if isinstance(inner, dict) else value
+
+    found = {_RESPONSES_NAMES.get(name, name): value for name, value in fields.items()}
+    if "response_format" in found:
+        found["text"] = {"format": flat(found.pop("response_format"), "json_schema")}
+    if isinstance(found.get("tools"), list):
+        found["tools"] = [flat(tool, "function") for tool in found["tools"]]
+    return found
 
 
 def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:

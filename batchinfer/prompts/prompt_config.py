@@ -127,19 +127,18 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """Return tools in the form of the OpenAI API. What they hold is left to the server.
 
     Args:
-        value: A list of tools, or JSON text of one. A tool may also be its function alone, as many data sets store it.
+        value: A list of tools. A tool may also be its function alone, as many data sets store it.
 
     Raises:
         Unfit: the value is no list of objects, or is empty.
     """
-    tools = decode_text(value) if isinstance(value, str) else value
-    if not isinstance(tools, list) or not tools or not all(isinstance(x, dict) for x in tools):
-        raise Unfit(f"{shown(tools)}, expected a list of tools, not empty")
+    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
+        raise Unfit(f"{shown(value)}, expected a list of tools, not empty")
     return [
         tool
         if "function" in tool or "name" not in tool
         else {"type": "function", "function": {x: y for x, y in tool.items() if x != "type"}}
-        for tool in tools
+        for tool in value
     ]
 
 

@@ -9,7 +9,7 @@ from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
 from batchinfer.prompts.conversation import Message, read_conversation, select_turns
-from batchinfer.prompts.json_lines import column, reading, shown
+from batchinfer.prompts.json_lines import column, decode_text, reading, shown
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
 from batchinfer.prompts.templates import CONVERSATIONS, PromptTemplate, template_text
@@ -19,6 +19,7 @@ from batchinfer.prompts.types import (
     MEDIA_KINDS,
     SPEECH_URLS,
     TASK_PATHS,
+    WITH_TOOLS,
     EngineRules,
     PromptConfig,
     RowProblem,
@@ -91,10 +92,13 @@ class RowsReader:
         if name := config.column("constraint"):
             with reading(f"column {name!r}", Code.INVALID_CONSTRAINT):
                 body |= read_constraint(columns.get(name))
-        if (name := config.column("tools")) and columns.get(name):
+        if name := config.column("tools"):
             with reading(f"column {name!r}"):
-                body["tools"] = read_tools(columns[name])
-            body["tool_choice"] = config.body.get("tool_choice", "auto")
+                tools = columns.get(name)
+                tools = decode_text(tools) if isinstance(tools, str) and tools else tools
+                if tools:
+                    of_run = {x: config.body[x] for x in WITH_TOOLS if x in config.body}
+                    body |= {"tools": read_tools(tools), "tool_choice": "auto", **of_run}
         return self.path, body
 
     def _prompt(self, columns: dict[str, Any]) -> dict[str, Any]:

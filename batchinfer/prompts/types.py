@@ -20,7 +20,10 @@ COLUMN_KINDS = (*MEDIA_KINDS, "tools", "constraint", "lora", "id")
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+RESPONSES_URL = "/v1/responses"
 SPEECH_URLS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+WITH_TOOLS = ("tool_choice", "parallel_tool_calls")
+"""Fields that say how the tools of a body are called."""
 TASK_PATHS = {
     "embed": "/v1/embeddings",
     "token-embed": "/pooling",
@@ -137,6 +140,8 @@ class EngineRules:
     """Most tokens of prompt and answer together; None if the engine does not say."""
     parameters: Callable[[str], frozenset[str]] = lambda _path: frozenset()
     """Names of the fields that bodies for a path may have. An empty set: unknown, no name is refused."""
+    fills_length: bool = True
+    """Whether the server cuts a wish for longer answers down to what there is room for; most refuse it instead."""
     fetches_links: bool = False
     """Whether the server fetches media at http(s) links itself."""
     eos_token: str = ""

@@ -225,6 +225,7 @@ def rules_of(
         model=engine.served_names[0],
         eos_token=end_mark(engine) if info is not None and engine.engine == "vllm" else "",
         max_model_len=None if info is None else info.max_model_len,
+        fills_length=not is_remote(engine) and not engine.server_command,
         parameters=opened.parameters if opened else lambda _path: frozenset(),
         fetches_links=is_remote(engine) or "allowed_media_domains" in engine.server_options,
     )

@@ -171,7 +171,8 @@ def test_rate_comes_from_an_earlier_run(check: Call, job: str) -> None:
 
 def test_an_endpoint_is_asked_whether_it_is_there_and_has_the_model(check: Call, job: str) -> None:
     with fake_endpoint() as endpoint:
-        remote = ("--engine", "openai", "--base-url", endpoint.url, "--prompt-column", "prompt")
+        url = ("--engine", "openai", "--base-url", endpoint.url)
+        remote = (*url, "--prompt-column", "prompt", "--as-chat")
         assert check("--job", job, *remote, "--model", "echo-model").status == 0
         done = check("--job", job, *remote, "--model", "other")
         assert done.status == 2

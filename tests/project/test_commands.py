@@ -62,7 +62,7 @@ LEFT_OUT = {
     "--prompt-column text",
     "run": "--model Qwen/Qwen3-8B --prompt-column text --system-prompt 'Is the review positive or negative?' "
     "--max-tokens 8",
-    "worker": "--job JOB --output ANOTHER --model NAME --prompt-column text",
+    "worker": "--job JOB --output ANOTHER --model NAME --prompt-column text --max-tokens 9",
 }
 """What `…` stands for where a page leaves out options, by command."""
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ ")

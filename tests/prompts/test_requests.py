@@ -144,6 +144,30 @@ def test_fields_of_chats_do_not_go_to_completions() -> None:
     assert sent(request({"messages": MESSAGES}, run=run)) == {"messages": MESSAGES, **run}
 
 
+@pytest.mark.parametrize("known", ["", "input model max_output_tokens text tools top_p"])
+def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
+    schema = {"name": "answer", "schema": {"type": "object"}}
+    run = {
+        "max_tokens": 9,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}],
+        "top_p": 0.5,
+    }
+    rules = EngineRules(
+        model="m", parameters=lambda path: frozenset(known.split() if "responses" in path else ())
+    )
+    assert sent(request({"input": "x"}, "/v1/responses", rules, run=run)) == {
+        "input": "x",
+        "max_output_tokens": 9,
+        "text": {"format": {"type": "json_schema", **schema}},
+        "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+        "top_p": 0.5,
+    }
+    own = {"input": "x", "max_output_tokens": 3, "structured_outputs": {"regex": "a"}, "tools": []}
+    found = sent(request(own, "/v1/responses", run=run))
+    assert found == {**own, "top_p": 0.5}
+
+
 def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
     run = {"temperature": 0.5, "chat_template_kwargs": {"a": 1}}
     paths = {

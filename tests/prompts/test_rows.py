@@ -286,12 +286,12 @@ def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> Non
 )
 def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
     options: dict[str, Any] = {"prompt_column": "p", "as_chat": True, "columns": {"tools": ["t"]}}
-    run = {"tools": [ADD], "tool_choice": "required"}
+    how = {"tool_choice": "required", "parallel_tool_calls": False}
+    run = {"tools": [ADD], **how}
     body = sent(prepare({"p": "x", "t": own}, body=run, **options))
-    assert (body["tools"], body["tool_choice"]) == ([LOOK], "required")
-    assert sent(prepare({"p": "x", "t": None}, body=run, **options))["tools"] == [ADD]
-    assert sent(prepare({"p": "x"}, body={"tool_choice": "required"}, **options)).keys() == {
-        "messages"
-    }
+    assert body == {"messages": body["messages"], "tools": [LOOK], **how}
+    for none in (None, "", [], "[]", "null"):
+        assert sent(prepare({"p": "x", "t": none}, body=run, **options))["tools"] == [ADD]
+    assert sent(prepare({"p": "x"}, body=how, **options)).keys() == {"messages"}
     for bad in ("[", {"a": 1}, [1], 5):
         assert code(prepare({"p": "x", "t": bad}, **options)) == "invalid_column"

@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from batchinfer.engines import http
+from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
+from batchinfer.worker.worker_config import rules_of
 from echo_server import FakeEndpoint, fake_endpoint, refusal
 from making import Call, make_job, output_lines, read_marker
 
@@ -46,7 +48,8 @@ def asked_of(endpoint: FakeEndpoint) -> list[str]:
 def worker(job: Path, endpoint: FakeEndpoint, *more: str, run: str = "runs/a") -> list[str]:
     """The words of a worker over the job's prompts, if `more` does not name another column."""
     base = ["worker", "--job", str(job), "--output", str(job / run), *asked_of(endpoint)]
-    return [*base, "--prompt-column", "prompt", *more]
+    length = [] if "--as-chat" in more else ["--max-tokens", "99"]
+    return [*base, "--prompt-column", "prompt", *length, *more]
 
 
 Told = Callable[..., tuple[int, dict[str, Any], str]]
@@ -209,6 +212,12 @@ def test_a_model_that_refuses_max_tokens_is_asked_without(endpoint, job, call, o
     no = refusal(400, "Unsupported parameter: 'max_tokens'", param="max_tokens")
     endpoint.rule = lambda _text, body: no if "max_tokens" in body else None
     assert call(*worker(job, endpoint, "--as-chat", "--sampling", option))[0] == status
+
+
+def test_a_length_is_filled_by_vllms_own_server_alone():
+    servers = ({}, {"engine": "echo"}, {"engine": "openai"}, {"server_command": "serve {port}"})
+    filled = [rules_of(EngineConfig(model="m", **fields)).fills_length for fields in servers]
+    assert filled == [True, True, False, False]
 
 
 def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):

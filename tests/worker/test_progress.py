@@ -33,7 +33,7 @@ def test_a_terminal_shows_log_lines_and_one_bar(tmp_path: Path) -> None:
     arguments = worker_arguments(
         tmp_path / "job", tmp_path / "run",
         *("--engine", "vllm", "--model", model, "--server-command", shlex.join(server)),
-        *("--max-concurrency", "64", "--checkpoint-seconds", "0.1"),
+        *("--max-concurrency", "64", "--checkpoint-seconds", "0.1", "--max-tokens", "99"),
     )  # fmt: skip
     with Terminal(*arguments, state=tmp_path) as terminal:
         assert terminal.end() == 0
