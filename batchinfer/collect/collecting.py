@@ -75,14 +75,16 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         with closing(Scratch(config.scratch_dir)) as scratch, sql_errors(config.run):
             rows = Collection(config, selection, scratch)
             _refuse_gaps(config, rows.answers.damaged, len(selection.sound))
+            selection.gaps.extend(rows.answers.damaged)
             record = _write(config, selection, rows, dest, scratch)
-        status = "PARTIAL" if record.result["missing_chunks"] else "SUCCESS"
+        status = "PARTIAL" if selection.gaps else "SUCCESS"
     seconds = clock.monotonic() - started
     return {
         "status": status,
         "run": config.run,
         "dest": config.dest,
         **record.result,
+        **_missing(selection),  # a job may have got more chunks since
         **({"commit": dest.commit} if isinstance(dest, HubDestination) else {}),
         "run_time_sec": round(seconds, 3),
         "rows_per_sec": round(record.result["rows"] / seconds, 1) if seconds > 0 else 0.0,
@@ -121,6 +123,11 @@ def _refuse_gaps(config: CollectConfig, gaps: list[Finding], num_chunks: int) ->
         )
 
 
+def _missing(selection: Selection) -> dict[str, Any]:
+    names = [gap.subject for gap in selection.gaps]
+    return {"missing_chunks": len(names), "missing": names[:_LISTED]}
+
+
 def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination | HubDestination:
     suffix, overwrite = FORMATS[config.kind], config.overwrite
     if config.dest.startswith("hf://"):
@@ -142,7 +149,6 @@ def _write(
     files = {}
     for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
         files[dest.put(file, index)] = file
-    missing = [gap.subject for gap in (*selection.gaps, *rows.answers.damaged)]
     result = {
         "fingerprint": selection.run.fingerprint,
         "format": config.kind,
@@ -153,8 +159,7 @@ def _write(
         "file_rows": sum(file.rows for file in files.values()),
         "bytes": sum(file.bytes for file in files.values()),
         "broken_answers": rows.num_broken,
-        "missing_chunks": len(missing),
-        "missing": missing[:_LISTED],
+        **_missing(selection),
     }
     if rows.num_broken:
         text = "%d finished answers break the run's JSON schema: answer_valid is false there"

@@ -28,7 +28,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite, run_worker_here
+from making import change_marker, make_job, output_key, overwrite, run_worker_here, split
 from samples import SCHEMAS
 
 ROWS = 25
@@ -541,6 +541,20 @@ def test_an_output_that_is_sound_again_makes_another_collection(run: Path, tmp_p
     result = collect(run, tmp_path / "out", overwrite=True)
     assert (result["status"], result["missing_chunks"], result["rows"]) == ("SUCCESS", 0, ROWS)
     assert collect(run, tmp_path / "out", partial=True)["status"] == "UNCHANGED"
+
+
+def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    run = tmp_path / "job/runs/a"
+    for name in "ab":
+        (tmp_path / f"src/{name}.jsonl").write_text(f'{{"prompt":"{name}"}}\n')
+        split(tmp_path / "src", tmp_path / "job", append=name == "b")
+        if name == "a":
+            finish_run(tmp_path / "job", run)
+            collect(run, tmp_path / "out")
+    result = collect(run, tmp_path / "out", partial=True)
+    assert (result["status"], result["missing_chunks"]) == ("UNCHANGED", 1)
+    assert result["missing"][0].startswith("part-00001")
 
 
 def test_markers_that_are_all_damaged_are_told(run: Path, tmp_path: Path, caplog: Any) -> None:
