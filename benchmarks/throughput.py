@@ -9,10 +9,9 @@ cores. The last line is one JSON object.
     python benchmarks/throughput.py [--quick] [--gpu] [--prompts 800] [--repeats 3] [--model FOLDER]
     python benchmarks/throughput.py --ways batchinfer,run_batch    # see --help
 
-The way `quiet` is the worker with `--disable-log-stats`: the server then counts nothing, so there are no steps. What a
-request costs the worker itself, from chunk to published line, is measured apart, and not with --gpu: over two servers
-that answer with the prompt and over more rows, and without what a job of one row costs. The bounds of the project:
-`steps_of_one_generate` at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
+What a request costs the worker itself, from chunk to published line, is measured apart, and not with --gpu: over two
+servers that answer with the prompt and over more rows, and without what a job of one row costs. The bounds of the
+project: `steps_of_one_generate` at most 1.02, `wall_of_run_batch` at most 1.10, `own_us_a_request` at most 400.
 
 The way `ray` is Ray Data LLM with its defaults. Ray is no dependency; a folder on the path is enough:
 
@@ -46,11 +45,10 @@ TITLES = {
     "generate": "LLM.generate once",
     "chunks": f"LLM.generate per {ROWS_PER_CHUNK} rows",
     "batchinfer": "batchinfer",
-    "quiet": "batchinfer, no statistics",
     "run_batch": "vllm run-batch",
     "ray": "Ray Data LLM",
 }
-DEFAULT_WAYS = "generate,batchinfer,quiet,run_batch"
+DEFAULT_WAYS = "generate,batchinfer,run_batch"
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 ECHO_SERVER = Path(__file__).parent.parent / "tests/echo_server.py"
 
@@ -99,10 +97,10 @@ class Bench:
         names = ("wall_seconds", "load_seconds", "requests", "steps", "cpu_seconds")
         return Measured(*(found[name] for name in names))
 
-    def worker(self, *more: str) -> Measured:
+    def worker(self) -> Measured:
         """Run the worker with checkpoints and claims."""
         self._runs += 1
-        options = ["--request-format", "completions", "--checkpoint-seconds", "5", *more]
+        options = ["--request-format", "completions", "--checkpoint-seconds", "5"]
         result, ended = workload.run_worker(
             self.job,
             f"s3://stub/run-{self._runs}",
@@ -150,7 +148,6 @@ class Bench:
             "generate": partial(self.plain, "generate", self.all),
             "chunks": partial(self.plain, "chunks", self.all),
             "batchinfer": self.worker,
-            "quiet": partial(self.worker, "--disable-log-stats"),
             "run_batch": partial(self.plain, "run_batch", self.batch),
             "ray": partial(self.plain, "ray", self.all),
         }

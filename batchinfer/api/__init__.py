@@ -58,7 +58,7 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
 
     Args:
         data: Prompts, conversations (lists of messages) or dictionaries; a path or URL, or several; an Arrow table, a
-            frame of pandas or polars, or a `datasets.Dataset`.
+            frame of pandas or polars, a `datasets.Dataset`, or a column of one.
         model: A name on the Hub, a local folder, or a folder in a bucket.
         output: File or folder for the answers, as `-o` of `batchinfer run`. With None, none is written.
         work: Folder or URL for the job and the run. With None, it is beside `output`, or else a new folder, whose name
@@ -100,6 +100,8 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
         options.pop(name, None)
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
+    if "show_config" in options:
+        raise errors.ConfigError("show_config: is for the command line", hint="leave it out")
     kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
     if kept and not quiet:
         from batchinfer.cli.terminal import say

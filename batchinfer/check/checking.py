@@ -14,6 +14,7 @@ from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
+from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
 
@@ -77,6 +78,7 @@ def tell(result: dict[str, Any], *, show: int = 3) -> None:
 @options_from(CheckConfig)
 @price_options
 @options_from(WorkerConfig, without=["price_per_hour"])
+@look_options
 @common_options
 def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.

@@ -34,6 +34,14 @@ _MANAGED = {
     **dict.fromkeys(
         ("--api-key", "--ssl-keyfile", "--root-path"), "only the worker reaches its server"
     ),
+    **dict.fromkeys(
+        ("--data-parallel-size", "-dp"), "write --replicas: a server is started for each"
+    ),
+    **dict.fromkeys(
+        ("--prefill-context-parallel-size", "-pcp"),
+        "a server's GPUs are those of --tensor-parallel-size and --pipeline-parallel-size",
+    ),
+    "--disable-log-stats": "the server's statistics tell the worker that it goes on; leave it out",
     "--grpc": "the worker speaks HTTP with its server; leave it out",
     "-tp": "write --tensor-parallel-size",
     "-pp": "write --pipeline-parallel-size",

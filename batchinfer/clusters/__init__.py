@@ -20,6 +20,7 @@ from subprocess import PIPE
 from typing import Annotated, Literal, NamedTuple, Protocol, cast
 
 from msgspec import Meta, convert
+from msgspec.structs import replace
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
@@ -85,6 +86,8 @@ class LaunchRecord(Record, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, le=100_000)]
     share: float | None
     replaces: list[str]
+    is_cancelled: bool = False
+    """Whether somebody cancelled it. Clusters forget that they did."""
 
 
 class Fate(NamedTuple):
@@ -133,6 +136,14 @@ def record_launch(store: Store, plan: Plan) -> None:
     """Create the record of a launch, before anything is submitted."""
     record = convert(plan, LaunchRecord, from_attributes=True)
     store.create(layout.launch_key(plan.id), codec.encode_pretty(record))
+
+
+def record_cancelled(store: Store, identity: str) -> None:
+    """Note in the record of a launch that it was cancelled, so that none of its workers is started again."""
+    key = layout.launch_key(identity)
+    found = store.get(key)
+    record = codec.decode(found.data, LaunchRecord, name=key)
+    store.replace(key, codec.encode_pretty(replace(record, is_cancelled=True)), found.etag)
 
 
 def find_launches(store: Store) -> tuple[dict[str, tuple[LaunchRecord, float]], list[str]]:

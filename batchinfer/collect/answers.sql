@@ -46,7 +46,7 @@ SELECT
     CASE WHEN b.output IS NULL THEN coalesce(c.message.reasoning, c.message.reasoning_content)
         ELSE nullif(text_of(b.output, 'reasoning'), '')
     END AS reasoning,
-    CASE WHEN b.output IS NULL THEN c.message.tool_calls::VARCHAR ELSE to_json(nullif(list_filter(
+    CASE WHEN b.output IS NULL THEN nullif(c.message.tool_calls::VARCHAR, '[]') ELSE to_json(nullif(list_filter(
         json_extract(line, '$.body.output[*]'), lambda i: i->>'$.type' = 'function_call'), []))::VARCHAR
     END AS tool_calls,
     CASE WHEN b.output IS NULL THEN c.finish_reason ELSE coalesce(
@@ -61,7 +61,8 @@ SELECT
         WHEN len(b.choices) > 1 THEN list_transform(b.choices, lambda i: {
             'text': coalesce(i.message.content, i.text),
             'reasoning': coalesce(i.message.reasoning, i.message.reasoning_content),
-            'tool_calls': i.message.tool_calls::VARCHAR, 'finish_reason': i.finish_reason, 'logprobs': i.logprobs::VARCHAR,
+            'tool_calls': nullif(i.message.tool_calls::VARCHAR, '[]'), 'finish_reason': i.finish_reason,
+            'logprobs': i.logprobs::VARCHAR,
             'embedding': NULL::VARCHAR, 'label': NULL::VARCHAR, 'probs': NULL::DOUBLE[], 'score': NULL::DOUBLE
         })
         WHEN len(b.data) > 1 THEN list_transform(b.data, lambda i: {

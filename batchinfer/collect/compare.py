@@ -96,7 +96,8 @@ def render(found: dict[str, Any]) -> Any:
         lines += [(title.format(**each), each["A"], each["B"]) for each in found[key]]
     table = Table("", "A", "B", box=None)
     for line in lines:
-        texts = [f"{each:,.2f}" if isinstance(each, float) else str(each or 0) for each in line]
+        cells = ("-" if each in (None, "") else each for each in line)
+        texts = [f"{each:,.2f}" if isinstance(each, float) else str(each) for each in cells]
         table.add_row(*(Text(printable(each[:160])) for each in texts))
     return table
 

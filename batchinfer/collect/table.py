@@ -140,8 +140,9 @@ class Collection:
         return found.columns("fields")
 
     def _apart(self, name: str) -> str:
-        """Return a name for a column of the answers that no column of the source has."""
-        while name in self._source_names:
+        """Return a name for a column of the answers that no column of the source has, for SQL in whatever case."""
+        taken = {each.casefold() for each in self._source_names}
+        while name.casefold() in taken:
             name = f"_{name}"
         return name
 

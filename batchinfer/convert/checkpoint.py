@@ -8,6 +8,7 @@ whatever it is given and does nothing.
 
 from __future__ import annotations
 
+import errno
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -33,14 +34,17 @@ class Inert:
 def refused(what: str, hint: str) -> Iterator[None]:
     """Turn a ValueError of ours, and whatever a library raises over malformed input, into InputError.
 
-    Errors of the operating system pass, since they are about a disk.
+    A full disk's error passes, since it is about the scratch folder.
     """
     try:
         yield
     except Exception as error:
         is_ours = isinstance(error, BatchinferError) and not isinstance(error, ObjectNotFound)
-        if is_ours or getattr(error, "errno", None):
+        code = getattr(error, "errno", None)
+        if is_ours or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        if code:
+            hint = "see to the rights of the files, and to their disk"
         if isinstance(error, ModuleNotFoundError):
             hint = "pip install 'batchinfer[convert]'"
         text = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]

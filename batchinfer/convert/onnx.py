@@ -76,11 +76,16 @@ def make_environment(folder: Path) -> None:
     """Make the environment, or install what it lacks, as after a kill.
 
     Raises:
+        ConfigError: The environment cannot be made.
         InputError: A package cannot be installed.
     """
     if not (folder / "bin/pip").exists():
         logger.info("making %s with %s (1.3 GB, a few minutes)", folder, ", ".join(_PACKAGES))
-        venv.create(folder, with_pip=True)
+        try:
+            venv.create(folder, with_pip=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            hint = "name another --environment; Debian's Python needs the package python3-venv"
+            raise ConfigError(f"{folder}: cannot be made ({error})", hint=hint) from error
     index = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
     problem = f"{folder}: its packages cannot be installed"
     try:
@@ -93,11 +98,16 @@ def _run(environment: Path, problem: str, program: str, *words: str) -> str:
     """Run a program of an environment, and return the last line that it prints. It asks no server for a model.
 
     Raises:
+        ConfigError: It cannot be started, as where the environment's Python is gone.
         InputError: The program has failed.
     """
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [str(environment / "bin" / program), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    except OSError as error:
+        hint = f"remove {quote(str(environment))}, and make it again with --setup"
+        raise ConfigError(f"{command[0]}: cannot be run ({error.strerror})", hint=hint) from error
     last = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
     if done.returncode:
         raise InputError(f"{problem} ({last})", hint=_HINT)

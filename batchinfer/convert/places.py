@@ -7,6 +7,7 @@ files appear one after the other, and last the one without which no program take
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -90,6 +91,8 @@ def _scratch_beside(dest: str) -> Scratch:
     try:
         if target.exists() and any(target.iterdir()):
             raise _taken(dest)
+        if os.path.ismount(target):  # which no rename replaces
+            raise InputError(f"{dest}: is a mounted folder", hint="name a folder in it")
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{dest}: cannot be made ({error})", hint="name another DEST") from error

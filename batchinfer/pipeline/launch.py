@@ -18,7 +18,15 @@ from batchinfer.cli.options import values_of, words_of
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say, write
-from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
+from batchinfer.clusters import (
+    Plan,
+    find_cluster,
+    find_launches,
+    name_of,
+    new_id,
+    record_cancelled,
+    record_launch,
+)
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
 from batchinfer.core.clock import SystemClock
@@ -31,6 +39,7 @@ from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
+from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
 WATCH_SECONDS = 30.0
@@ -47,6 +56,7 @@ _NOT_TAKEN = ("manifests", "job", "output", "worker_id", "price_per_hour")
 @options_from(Plan)
 @price_options
 @options_from(WorkerConfig, without=(*_NOT_TAKEN, *NODE_OPTIONS))
+@look_options
 @common_options
 def command(**options: Any) -> dict[str, Any] | None:
     """Start workers for JOB on a cluster. Everything is checked first, and the run keeps a record of the launch.
@@ -265,6 +275,7 @@ class Launch:
         # `stop --cancel` may have looked for the workers before they were there.
         if any(info.key == layout.STOP_KEY for info in self._store.list(layout.STOP_KEY)):
             self._cluster.cancel(plan.name, plan.namespace)
+            record_cancelled(self._store, plan.id)
             raise ConfigError(f"{plan.run}: was stopped meanwhile, so the workers were cancelled")
         say(f"{units.many(workers, 'worker')} submitted on {plan.on} as {plan.name}")
         return {"on": plan.on, "launch": plan.id}

@@ -24,6 +24,7 @@ from batchinfer.core.option_help import NO_OPTION, Count, Opt
 from batchinfer.core.records import Record
 from batchinfer.core.shell import quote
 from batchinfer.pipeline.running import WORKER_ID, running_alone
+from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PipelineConfig(Record, frozen=True, kw_only=True):
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
 @options_from(PipelineConfig)
 @options_from(WorkerConfig, without=(*_GIVEN, *_PLACES))
+@look_options
 @common_options
 def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     """Answer every row of SOURCE with a model, on this machine, and write the answers to DEST.

@@ -22,10 +22,12 @@ from batchinfer.core.records import Call, Reply
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
 from batchinfer.playground.session import Session, play_options
+from batchinfer.worker.command import look_options
 
 
 @click.command("chat", cls=ServerCommand)
 @play_options("n")
+@look_options
 @common_options
 def command(**options: Any) -> None:
     """Talk with a model. Answers stream; Ctrl-C ends an answer, not the chat.
@@ -181,6 +183,8 @@ class Chat:
         say(f"{len(tokens)} tokens")
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._session.info is None:  # the server has died, and the next message starts it again
+            return {}
         call = Call(key=("chat", 0), path=path, body=codec.encode(body))
         reply = self._session.engine.ask(call)
         return msgspec.json.decode(reply.body) if reply.status == 200 else {}

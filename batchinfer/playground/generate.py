@@ -23,6 +23,7 @@ from batchinfer.engines.replies import failure_of
 from batchinfer.formats.lines import answer_of, encode_row, read_line
 from batchinfer.playground.session import Session, play_options
 from batchinfer.prompts.types import Prepared
+from batchinfer.worker.command import look_options
 
 
 @click.command("generate", cls=ServerCommand)
@@ -31,6 +32,7 @@ from batchinfer.prompts.types import Prepared
 @click.option("--plain", "is_plain", is_flag=True, help="Send the prompts as they are, as no chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures.")
 @play_options()
+@look_options
 @common_options
 def command(
     prompts: tuple[str, ...], grid: tuple[str, ...], **options: Any

@@ -127,10 +127,9 @@ class PromptBuilder:
         prepared = Prepared(key=(chunk_name, row.line_index), row=number, id=str(number))
         try:
             columns = decode_object(row.data)
-            columns.pop(ROW_FIELD, None)
-            own_id = columns.pop(ID_FIELD, None)
-            if column := self._config.column("id"):
-                own_id = columns.get(column)
+            own_id = columns.get(self._config.column("id") or ID_FIELD)
+            for name in (ROW_FIELD, ID_FIELD):
+                columns.pop(name, None)
             if self._config.request_format == "openai-batch":
                 own_id = columns.get("custom_id") or own_id
             if own_id is not None:

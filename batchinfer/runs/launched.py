@@ -10,6 +10,7 @@ from batchinfer.clusters import (
     find_cluster,
     find_launches,
     name_of,
+    record_cancelled,
 )
 from batchinfer.core import errors, layout, units
 from batchinfer.core.clock import Clock
@@ -29,8 +30,8 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
 
     Unless the run is done, clusters are asked about workers that never came, or are gone, failed or were stopped by a
     signal. Of a cluster that cannot be asked from this machine, the overview gets a note. A worker is lost if its
-    cluster gave it up, or does not know it a while after the launch. One that somebody cancelled is not lost, nor is
-    one that ended with a status after which no start can help.
+    cluster gave it up, or does not know it a while after the launch. One that somebody cancelled is not lost, also
+    after its cluster has forgotten it, nor is one that ended with a status after which no start can help.
 
     Args:
         seen: The overview without launches.
@@ -61,6 +62,8 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
                 text, kind = f"{text}; {launch.on}: {fate.text or fate.kind}", fate.kind
             elif fates is not None:
                 text, kind = f"{text}; {launch.on} does not know it", "coming" if is_new else "lost"
+            if launch.is_cancelled and not (fates and rank in fates and kind == "coming"):
+                kind = "ended"
             said.setdefault(text, []).append(rank)
             if kind == "coming":
                 coming.append(names[rank])
@@ -126,6 +129,8 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
             if notes or not alive:
                 left += notes
                 del asked[name]
+                if fates is not None:  # there, and not in another namespace
+                    record_cancelled(store, name)
         if asked:
             clock.sleep(_POLL_SECONDS)
     return left

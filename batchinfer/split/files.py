@@ -23,6 +23,7 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
+from batchinfer.core.json_text import raw_members
 from batchinfer.core.records import Record, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.storage.hub import hub_errors
@@ -49,7 +50,7 @@ FORMATS = {
 _NOTES = (".json", ".txt")
 """Ends of files that describe the data if other files lie beside them."""
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
-_STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
+_STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "Last-Modified", "updated")
 """Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
 _BUFFER_BYTES = 1 << 20
 
@@ -90,10 +91,16 @@ class Block(NamedTuple):
     num_rows: int
     lines: bytes
     """The rows, each with a newline at its end."""
-    ids: Sequence[bytes] | pl.Series = ()
-    """The ids that rows have from a column."""
+    ids: Sequence[bytes | None] | pl.Series = ()
+    """The rows' ids from a column, if one was chosen; None for a row without."""
     num_broken: int = 0
     """Number of rows that are no JSON object."""
+
+    def first(self, count: int) -> Block:
+        """Return only its first rows."""
+        lines = self.lines.split(b"\n", count)[:count]
+        num_broken = sum(raw_members(line) is None for line in lines)
+        return Block(count, b"\n".join([*lines, b""]), self.ids[:count], num_broken)
 
 
 def refuse_columns(names: Collection[str], where: str) -> None:
@@ -145,7 +152,7 @@ def _name(url: str) -> str:
 def locate(argument: str) -> tuple[list[DataFile], str]:
     """Find the files of one SOURCE argument: a file, a folder, a glob or a URL. They are sorted by their addresses.
 
-    In folders, what is below a name with "." or "_" at its start is left out.
+    What is below a name with "." or "_" at its start is left out, unless SOURCE or a pattern's last part names it.
 
     Returns:
         The files, and the commit if the argument is a data set of the Hub, else "".
@@ -176,13 +183,20 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             folders = [path] if is_folder else []
         for folder in folders if is_local(argument) else ():
             _look_into(folder)
-        found = []
+        found, hidden = list[DataFile](), list[DataFile]()
+        # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
+        named = "._" if posixpath.basename(path).startswith(".") else "_"
+        hiding = r"/[._]" if is_folder else rf"/(?![{named}][^/]*$)[._]"
         for name, described in sorted(listed.items()):
             start = os.path.commonpath([name, path])
             # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
             info = _info(system, name) if is_local(argument) else described
-            if info and info["type"] == "file" and not re.search(r"/[._]", name[len(start) :]):
-                found.append(_data_file(name, info, argument))
+            if info and info["type"] == "file":
+                is_hidden = re.search(hiding, name[len(start) :])
+                (hidden if is_hidden else found).append(_data_file(name, info, argument))
+    if left_out := [redact(file.url) for file in hidden if file.format]:
+        text = "%s: left out %s whose name or folder begins with . or _, %s first"
+        logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])
     return _of_one_format(argument, found), revision
 
 
@@ -231,12 +245,12 @@ def _pinned(url: str) -> tuple[str, str]:
     from huggingface_hub import HfApi
 
     system, path = _filesystem(url)
-    place = system.resolve_path(path)
-    if place.repo_type != "dataset":
+    if not path.startswith("datasets/"):
         raise InputError(
             f"{url}: is no data set, expected hf://datasets/org/name[@revision][/path]",
             hint="download other files and pass their paths",
         )
+    place = system.resolve_path(path)
     commit: str = HfApi().dataset_info(place.repo_id, revision=place.revision).sha or ""
     return f"hf://datasets/{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/"), commit
 

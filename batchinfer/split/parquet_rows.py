@@ -85,7 +85,7 @@ def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
                     texts = map(json.loads, encoded(column.to_frame(), where).splitlines())
                     column = pl.Series([text[column.name] for text in texts], dtype=pl.String)
                 own = pl.coalesce(pl.lit(column.cast(pl.String)), own)
-                ids = column.cast(pl.String).cast(pl.Binary).drop_nulls()
+                ids = column.cast(pl.String).cast(pl.Binary)
             kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
             found = encoded(frame.select(*kept, number.alias("_row"), own.alias("_id")), where)
             yield Block(frame.height, found, ids, _num_broken(found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import posixpath
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, near
 from batchinfer.core.json_text import raw_members
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, Source, SourceFile
-from batchinfer.core.redaction import redact
+from batchinfer.core.redaction import has_user, redact
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
 from batchinfer.split import files, text_lines
@@ -64,18 +65,22 @@ class Sources(Record, frozen=True, kw_only=True):
         return job.limit is None and num_new > 0 and len(self.files) - num_new >= num_files
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, more than it allows.
+        """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, no more than it allows.
 
         Raises:
             InputError: A file is damaged, has changed since it was counted, or holds a value without a form in JSON.
         """
         row = self.first_row
+        end = row + self.rows
         for file in self.files:
             last = row + file.rows
             for block in _reader_of(file).read_rows(file, self.wanted, row):
                 row += block.num_rows
                 if row > last:
                     break
+                if row > end:
+                    yield block.first(block.num_rows - (row - end))
+                    return
                 yield block
             if row != last:
                 raise files.changed(file.url)
@@ -285,6 +290,13 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
     with contextlib.closing(Scratch()) as scratch:
         for place in filter(None, map(str.strip, listed.split("\n"))):
             full = place if is_absolute(place) else join_url(store.url, place)
+            scheme, separator, path = full.rpartition("://")
+            full = scheme + separator + posixpath.normpath(path)  # no key may have a ".."
+            if has_user(full):
+                raise InputError(
+                    f"{url}: {full} has a user or a password, which job.json would show",
+                    hint="name the files as SOURCE: then the rows are copied, and job.json has no secret",
+                )
             root, key = split_name(full)
             stem = layout.stem(key)
             if not layout.is_chunk_name(stem) or stem in chunks:

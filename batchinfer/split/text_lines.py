@@ -74,14 +74,14 @@ def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
         done, ids, num_broken = [], [], 0
         for line in lines:
             members = raw_members(line)
+            own = _id_of((members or {}).get(wanted.id_column)) if wanted.id_column else None
+            if wanted.id_column:
+                ids.append(own and own.strip(b'"'))
             if members is None:
                 num_broken += 1
                 done.append(line.removesuffix(b"\n") + b"\n")
             else:
                 body = _body(members, line, wanted, f"{file.url}, line {row - first_row + 1}")
-                own = _id_of(members.get(wanted.id_column) if wanted.id_column else None)
-                if own is not None:
-                    ids.append(own.strip(b'"'))
                 tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
                 done.append(body + tail)
             row += 1

@@ -124,8 +124,8 @@ class _Rows:
         if len(block.ids) and self._num_ids < _MOST_IDS:
             import polars as pl
 
-            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).hash())
-            self._num_ids += len(block.ids)
+            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
+            self._num_ids += len(self._ids[-1])
 
     def num_repeated(self) -> int:
         """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""

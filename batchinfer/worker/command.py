@@ -6,19 +6,20 @@ The worker's other modules are imported only inside the functions that need them
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import resource
 import sys
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import click
 
+from batchinfer.cli.help import COMMON
+from batchinfer.cli.options import F, value_of, values_of
 from batchinfer.cli.options import options as options_from
-from batchinfer.cli.options import value_of, values_of
 from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.cli.terminal import say
@@ -44,15 +45,29 @@ _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 class Look(Record, frozen=True, kw_only=True):
     """Options that show something in place of working."""
 
-    SECTION: ClassVar[str] = "input"
+    SECTION: ClassVar[str] = COMMON
 
     show_config: bool = False
     """Show every option, where its value comes from, and stop; reads no storage."""
 
 
+def look_options(function: F) -> F:
+    """Add --show-config to a command that has the worker's options, or those of an engine and its prompts."""
+
+    @options_from(Look)
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if not options.pop("show_config"):
+            return function(*arguments, **options)
+        parts = {"engine": engine_config(options), "prompt": prompt_config(options)}
+        return show_config(click.get_current_context(), parts)
+
+    return cast("F", called)
+
+
 @click.command("worker", cls=ServerCommand)
 @options_from(WorkerConfig)
-@options_from(Look)
+@look_options
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Run a model over the chunks of a job.
@@ -71,9 +86,6 @@ def command(**options: Any) -> dict[str, Any]:
         for name, (description, _) in NAMED_TEMPLATES.items():
             say(f"{name}: {description}")
         return {"templates": list(NAMED_TEMPLATES)}
-    if options["show_config"]:
-        parts = {"engine": engine_config(options), "prompt": prompt_config(options)}
-        return show_config(click.get_current_context(), parts)
     return work(options, dict(os.environ))
 
 
@@ -110,7 +122,7 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
         stack.callback(show_progress.close)
-        configuring = outside.background.submit(partial(make_config, options, variables))
+        configuring = outside.background.submit(functools.partial(make_config, options, variables))
         config = unless_stopped(outside.background, outside.stopper, configuring)
         return run_worker(config, outside)
 

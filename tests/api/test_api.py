@@ -23,6 +23,7 @@ import pytest
 import batchinfer
 from batchinfer import errors
 from batchinfer.api import process
+from batchinfer.api.data import sources_of
 from echo_server import fake_endpoint
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
@@ -40,6 +41,17 @@ def data_set() -> Any:
     import datasets
 
     return datasets.Dataset.from_list(ROWS)
+
+
+class MixedFrame:
+    """Stands for a frame of pandas with a column of texts and numbers."""
+
+    def to_parquet(self, _path: Path) -> None:
+        raise pa.ArrowTypeError("Expected bytes, got a 'int' object")
+
+
+class Frame(pl.DataFrame):
+    """A frame of another package, which extends one that we know."""
 
 
 def texts(answered: batchinfer.RunHandle) -> list[Any]:
@@ -64,6 +76,7 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
         pytest.param(TABLE.to_reader, id="reader"),
         pytest.param(TABLE.to_pandas, id="pandas", marks=pytest.mark.full),
         pytest.param(lambda: pl.DataFrame(ROWS), id="polars"),
+        pytest.param(lambda: Frame(ROWS), id="subclass"),
         pytest.param(lambda: pl.LazyFrame(ROWS), id="lazy"),
         pytest.param(data_set, id="datasets", marks=pytest.mark.full),
         pytest.param(lambda: ROWS, id="list"),
@@ -85,6 +98,29 @@ def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
 )
 def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
     assert texts(run(data, quiet=True)) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: TABLE["text"], id="arrow"),
+        pytest.param(lambda: TABLE.to_pandas()["text"], id="pandas", marks=pytest.mark.full),
+        pytest.param(lambda: pl.Series(TEXTS), id="polars"),
+        pytest.param(lambda: data_set()["text"], id="datasets", marks=pytest.mark.full),
+        pytest.param(lambda: np.array(TEXTS), id="numpy"),
+        pytest.param(lambda: pl.Series([[{"content": text}] for text in TEXTS]), id="nested"),
+    ],
+)
+def test_a_column_is_a_list_of_its_values(make: Callable[[], Any]) -> None:
+    with sources_of(make()) as ([path], _):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert [row.get("prompt") or row["messages"][0]["content"] for row in rows] == TEXTS
+
+
+@pytest.mark.parametrize("text", ["~5 apples cost how much?", "~\0"])
+def test_a_text_that_names_no_home_is_a_prompt(text: str) -> None:
+    with sources_of([text]) as ([path], _):
+        assert json.loads(Path(path).read_text()) == {"prompt": text}
 
 
 @pytest.mark.full
@@ -178,6 +214,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
         ({"max_tokens": object()}, errors.ConfigError, "max_tokens: is a object"),
         ({"output": "-"}, errors.ConfigError, "is for the command line"),
+        ({"show_config": True}, errors.ConfigError, "is for the command line"),
         *(
             ({"data": each}, errors.InputError, "is no file, table, or list of prompts")
             for each in (3, {"prompt": "a"}, b"x", "What is 1 + 1?")
@@ -187,6 +224,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
         ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
+        ({"data": MixedFrame()}, errors.InputError, "data: cannot be written as parquet"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])

@@ -53,7 +53,7 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
         "convert": ["composer-to-hf", str(job.parent / "x.pt"), str(job.parent / "model")],
         "launch": [str(job), "--run", str(job / "runs/a"), "--on", "slurm", *ECHO, "--workers", "1", "--dry-run"],
         "worker": [*worker, "--show-config"],
-        "check": [*worker, "--show-config"],
+        "check": worker,
         **{name: [str(job / "runs/a")] for name in RUN_COMMANDS},
         "collect": [str(job / "runs/a"), str(job.parent / "table")],
         "report": [str(job / "runs/a"), "-o", str(job.parent / "page.html")],

@@ -10,11 +10,14 @@ import click
 import pytest
 
 from batchinfer.cli.main import group
+from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.splitting import command as split
 from making import ECHO, Call
 
+CONTEXT = click.Context(group)
+COMMANDS = {name: found for name in group.commands if (found := group.get_command(CONTEXT, name))}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -82,9 +85,30 @@ def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(
     name: str, text: str, read: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    command = group.get_command(click.Context(group), name)
-    assert command is not None
-    assert read_settings(tmp_path / "run.yaml", command) == read
+    assert read_settings(tmp_path / "run.yaml", COMMANDS[name]) == read
+
+
+ARGUMENTS = {
+    "run": ["-"],
+    "generate": ["-p", "a"],
+    "launch": ["job", "--run", "r", "--on", "slurm"],
+}
+
+
+SERVERS = [name for name, command in COMMANDS.items() if isinstance(command, ServerCommand)]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_show_config_of_every_command_that_starts_a_server_starts_nothing(
+    name: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for an option of vLLM's server, and `launch` submitted workers."""
+    monkeypatch.chdir(tmp_path)
+    done = call(name, *ARGUMENTS.get(name, ()), *ECHO[:2], "--show-config", "--max-model-len", "9")
+    assert done.status == 0, done.err
+    assert done.result["options"]["engine"] == {"value": "echo", "from": "command line"}
+    assert done.result["resolved"]["engine"]["server_args"] == ["--max-model-len", "9"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:

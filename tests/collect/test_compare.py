@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.collect.compare import CompareConfig, run_compare
+from batchinfer.collect.compare import CompareConfig, render, run_compare
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure
@@ -85,6 +85,22 @@ def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path: Path) -
     found = compare(*runs)
     assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (1, 3)
     assert found["changes"] == [{"A": "x", "B": "y", "rows": 2}]
+
+
+def test_no_tool_calls_are_none_and_an_answer_without_text_is_a_dash(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=3, per_chunk=4)
+    runs = [str(tmp_path / f"job/runs/{name}") for name in "ab"]
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    plain, empty = chat("x"), chat("x", tool_calls=[])
+    two = [each | {"choices": each["choices"] * 2} for each in (plain, empty)]
+    given = [plain, chat(None, tool_calls=[call]), two[0]], [empty, chat("y"), two[1]]
+    for run, answers in zip(runs, given, strict=True):
+        finish_run(tmp_path / "job", run, answers.__getitem__)
+    found = compare(*runs)
+    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (2, 1)
+    shown = [list(column.cells) for column in render(found).columns]
+    lines = {str(name): [str(a), str(b)] for name, a, b in zip(*shown, strict=True)}
+    assert lines["row id-1"] == ["-", "y"]
 
 
 def test_a_run_that_has_done_nothing_yet_misses_every_row(

@@ -115,6 +115,14 @@ def test_chosen_rows_and_columns(tmp_path: Path) -> None:
         collect(run, tmp_path / "out", with_source=True, columns=["kinds"])
 
 
+def test_where_reads_the_sources_column_though_one_of_the_answers_differs_in_case_only(
+    tmp_path: Path,
+) -> None:
+    run = finished(tmp_path, pa.table({"Text": [f"own {row}" for row in range(ROWS)]}))
+    found = table_of(run, tmp_path, with_source=True, where="text = 'own 3' OR _TEXT = 'answer 4'")
+    assert found["_text"].to_pylist() == ["answer 3", "answer 4"]
+
+
 def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

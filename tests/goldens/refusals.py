@@ -51,6 +51,7 @@ def make_world() -> None:
     Path("array.jsonl").write_text('[{"text": "a"}]')
     Path("binary.txt").write_bytes(b"\xff\xfe\x00binary")
     Path("mine.jsonl").write_text("mine")
+    Path("secret.txt").write_text("https://me:SECRET@host/x.jsonl\n")
     Path("file").touch()
     Path("folder.jsonl").mkdir()
     Path("circle").symlink_to("circle")

@@ -158,10 +158,13 @@ def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
     assert sorted(one["relaunched"] for one in launched(call, run)) == [0, 1]
 
 
-def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job: Path, call: Call) -> None:
+def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
+    job: Path, tmp_path: Path, call: Call
+) -> None:
     run = job / "runs/a"
     call(*launching_of(job, "--workers", "2", *SLOW))
     wait_for(lambda: len(list(run.glob("workers/*.stats.json"))) == 2)
+    recorded(run)  # Slurm does not know its worker
     stopped = call("stop", str(run), "--cancel")
     assert (stopped.status, stopped.result["left"]) == (0, [])
     wait_for(lambda: not alive())
@@ -173,8 +176,13 @@ def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job: Path, call
     assert call("stop", str(run), "--resume").status == 0
     lacking = call(*launching_of(job))  # what somebody cancelled is not started by itself
     assert "--workers: is missing" in lacking.err
-    assert call(*launching_of(job, "--workers", "2")).status == 0
-    wait_for(lambda: states()[2:] == ["COMPLETED", "COMPLETED"])
+    for task in tmp_path.glob("slurm/*.json"):  # nor when Slurm has forgotten it
+        task.unlink()
+    for record in run.glob("launches/*"):
+        os.utime(record, (1, 1))
+    again = call(*launching_of(job, "--workers", "2"))
+    assert (again.status, again.result["replaces"]) == (0, [])
+    wait_for(lambda: states() == ["COMPLETED", "COMPLETED"])
     assert call("verify", str(run)).status == 0
 
 
@@ -515,20 +523,24 @@ def test_a_forged_record_adds_no_more_workers_than_the_job_has_manifests_without
     assert (done.status, done.result["workers"]) == (0, 3)
 
 
+@pytest.mark.parametrize("more", [(), ("--cancel",)])
 def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`stop --cancel` may look for them before they are there."""
     slurm = find_cluster("slurm")
     submit = slurm.submit
 
     def after_stop(plan: Plan) -> None:
-        assert main.main(["stop", plan.run, "--cancel"]) == 0
+        assert main.main(["stop", plan.run, *more]) == 0
         submit(plan)
 
     monkeypatch.setattr(slurm, "submit", after_stop)
     done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 2
     assert "was stopped meanwhile, so the workers were cancelled" in done.err
+    assert all(
+        one.is_cancelled for one, _ in find_launches(open_store(str(job / "runs/a")))[0].values()
+    )
     assert len(states()) == 2
     assert set(states()) <= {"CANCELLED", "FAILED"}  # some saw stop.json first

@@ -11,6 +11,7 @@ import pytest
 
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
+from echo_server import fake_endpoint, raw
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]
@@ -47,6 +48,28 @@ def test_a_conversation_with_its_commands(chat: Terminal) -> None:
         chat.expect(">>>")
     chat.type("/quit\r")
     assert chat.end() == 0
+
+
+def test_the_last_prompt_is_shown_after_an_answer_that_broke_off_and_the_chat_goes_on(
+    tmp_path: Path,
+) -> None:
+    """It ended with "engine: closed", and the conversation was lost."""
+    begun = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 99\r\n\r\n"
+    with fake_endpoint() as endpoint:
+        endpoint.rule = lambda text, _body: raw(begun) if "break" in text else None
+        options = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
+        with Terminal("chat", *options, state=tmp_path) as chat:
+            for typed, shown in (
+                ("", "commands"),
+                ("please break", "Not enough data"),
+                ("/prompt", '"content":"please break"'),
+                ("go on", "\ngo on\n"),
+            ):
+                chat.type(f"{typed}\r")
+                chat.expect(shown)
+                chat.expect(">>>")
+            chat.type(CTRL_D)
+            assert chat.end() == 0
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat: Terminal) -> None:

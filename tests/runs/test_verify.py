@@ -30,11 +30,13 @@ from batchinfer.worker.command import command as worker
 from making import (
     change_marker,
     make_job,
+    output_lines,
     overwrite,
     put_raw,
     read_marker,
     run_process,
     run_worker_here,
+    split,
     worker_arguments,
 )
 
@@ -216,6 +218,15 @@ def test_rows_that_failed_are_counted_and_sound(tmp_path: Path, compression: str
     result = verdict.result
     assert (result["chunks_total"], result["rows_ok"], result["rows_error"]) == (3, 18, 5)
     assert sum(result["errors"].values()) == 5
+
+
+def test_a_run_may_name_the_jobs_own_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt":"x","k":"one"}\n{"prompt":"y","k":"two"}\n')
+    split(tmp_path / "a.jsonl", tmp_path / "job", id_column="k")
+    run = f"{tmp_path}/job/runs/a"
+    run_worker_here(tmp_path / "job", run, "--column", "id=_id")
+    assert [line["_id"] for line in output_lines(run)] == ["one", "two"]
+    assert verify(run, deep=True).is_sound
 
 
 def test_the_marker_of_the_newest_generation_counts(run: Store) -> None:

@@ -59,6 +59,17 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
     with caplog.at_level("INFO"):
         assert numbers(data) == [1, 2, 3]
     assert "left out 3 other files" in caplog.text
+    what = "left out 2 files whose name or folder begins with . or _"
+    assert f"{data}: {what}, {data}/.hidden/d.parquet first" in caplog.text
+    write_parquet(data / ".dot.parquet", n=[8])
+    for pattern, expected in (
+        ("_*.parquet", [9]),
+        ("[._]*", [9]),
+        ("*.parquet", [9, 2, 3]),
+        (".d*", [8]),
+    ):
+        assert numbers(f"{data}/{pattern}") == expected
+    assert numbers(f"{data}/**/*.parquet") == [9, 1, 2, 3]
     (data / "b.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match=r"files of several formats, csv \(.*, expected one"):
         numbers(data)
@@ -194,6 +205,21 @@ def test_an_address_is_unpacked_by_its_name_and_damage_there_is_no_fault_of_the_
             server.answers[f"/{name}.csv.zst"] = plain(200, content)
             with pytest.raises(InputError, match="corrupt or truncated"):
                 numbers(f"{server.url}/{name}.csv.zst")
+
+
+@pytest.mark.parametrize("header", ["etag", "last_modified"])
+def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(header: str) -> None:
+    with contextlib.closing(WebServer()) as server:
+        server.answers["/a.jsonl"] = plain(
+            200, b'{"n":1}', **{header: "Thu, 26 Nov 2026 10:00:00 GMT"}
+        )
+        counted = count_sources([f"{server.url}/a.jsonl"])
+        counted.check_unchanged()
+        server.answers["/a.jsonl"] = plain(
+            200, b'{"n":2}', **{header: "Thu, 26 Nov 2026 10:00:01 GMT"}
+        )
+        with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
+            counted.check_unchanged()
 
 
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:

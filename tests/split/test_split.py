@@ -92,6 +92,23 @@ def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
     assert job_at(tmp_path / "other").id_column == "key"
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_lies_beyond_a_limit_is_not_counted(tmp_path: Path, kind: str) -> None:
+    """More rows were said to have an id that an earlier row has than there were rows."""
+    path, ids = tmp_path / f"a.{kind}", ["a", "a", None, "a", "a"]
+    if kind == "parquet":
+        pq.write_table(pa.table({"id": ids}), path)
+    else:
+        lines = [json.dumps({"id": each}) for each in ids]
+        path.write_text("\n".join([*lines[:2], "broken", *lines[2:], "broken"]))
+    num_broken = int(kind == "jsonl")
+    for limit, num_repeated in ((3, 1), (5, 3 - num_broken)):
+        result = split(path, tmp_path / f"job{limit}", limit=limit, num_chunks=1)
+        assert (result["duplicate_ids"], result["broken_lines"]) == (num_repeated, num_broken)
+        chunk = (tmp_path / f"job{limit}/chunks/part-00000.jsonl").read_bytes()
+        assert chunk.count(b"\n") == limit
+
+
 def test_the_same_split_again_changes_nothing_wherever_the_files_lie(
     source: Path, tmp_path: Path
 ) -> None:
@@ -385,6 +402,16 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
     (tmp_path / "data/b.jsonl").write_text('{"prompt":"other"}')
     with pytest.raises(InputError, match="holds a finished job that differs in the sources' files"):
         split([], tmp_path / "job", by_reference=str(place), num_workers=2)
+
+
+def test_a_list_may_name_files_above_its_folder(tmp_path: Path) -> None:
+    make_list(tmp_path / "data")
+    (tmp_path / "lists").mkdir()
+    place = tmp_path / "lists/list.txt"
+    place.write_text(f"../data/b.jsonl\nfile://{tmp_path}/lists/../data/a.jsonl.zst\n")
+    split([], tmp_path / "job", by_reference=str(place))
+    files = [chunk.file for chunk in job_at(tmp_path / "job").chunks]
+    assert files == [f"{tmp_path}/data/b.jsonl", f"file://{tmp_path}/data/a.jsonl.zst"]
 
 
 def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path: Path) -> None:
