@@ -38,6 +38,7 @@ _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
 _BLOCK_BYTES = 1 << 16
 """Most bytes that are read from a spool at a time, to find the end of a record or to read several payloads at once."""
+_NO_TOKENS = Counts()
 DEATHS_BEFORE_SUSPICION = 2
 """Engine deaths during a row after which the row is a suspect: it runs with other suspects only, in groups."""
 DEATHS_BEFORE_ERROR = 3
@@ -222,11 +223,16 @@ class OpenChunk:
             self.num_left -= len(fresh)
         return fresh
 
-    def adopt(self, rows: Iterable[FinishedRow]) -> None:
+    def adopt(self, rows: Iterable[FinishedRow], tokens: Counts = _NO_TOKENS) -> None:
         """Write to the spool the rows that an earlier start or another worker finished.
 
         The rows are taken in batches, because all rows of a chunk may be larger than the memory.
+
+        Args:
+            rows: The rows.
+            tokens: The sums of their tokens, if the rows do not tell them.
         """
+        self.counts = self.counts.plus(tokens)
         for batch in batches(rows):
             resumed = Counts(rows_resumed=len(self.finish(batch)))
             self.counts = self.counts.plus(resumed)

@@ -131,10 +131,9 @@ def _keep_good_rows(chunk: OpenChunk, base: int, run: RunAccess) -> None:
                     f"{chunk.name}: {before.output} is not what its marker vouches for", hint=hint
                 )
             file.seek(0)
-            chunk.adopt(good_rows(file, chunk.num_rows))
             # Lines do not tell all tokens of a row. Error rows have none, so those of the marker are of the rows kept.
             tokens = {name: getattr(before, name) for name in Usage.__struct_fields__}
-            chunk.counts = chunk.counts.plus(Counts(**tokens))
+            chunk.adopt(good_rows(file, chunk.num_rows), Counts(**tokens))
     finally:
         remove_quietly(path)
 

@@ -96,8 +96,7 @@ class Heartbeat:
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
             last = "" if earlier is None else earlier.reason
             reason = f" (the last one: {last})" if last else ""
-            telemetry.attempts = before.attempts  # this start tries nothing
-            telemetry.set_state("stopped", last)
+            telemetry.end_untried(before, last)
             raise NoProgress(
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="fix the cause, then start it with a higher --max-attempts",

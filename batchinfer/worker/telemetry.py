@@ -194,6 +194,11 @@ class Telemetry:
             f"{type(error).__name__}: {message}",
         )
 
+    def end_untried(self, before: WorkerLease, reason: str) -> None:
+        """Set the state for a start that tries nothing: it does not count as an attempt, and keeps the last reason."""
+        self.attempts = before.attempts
+        self.set_state("stopped", reason)
+
     def note_engine_stats(self, stats: EngineStats) -> None:
         """Keep the engine's counters. Logs a warning when they first show that the engine computed rows twice."""
         if stats.preemptions and not self.stats.preemptions:
