@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.replies import DENIED, FORBIDDEN, asks_for, is_lost, problem_of
+from batchinfer.engines.replies import DENIED, asks_for, is_lost, problem_of
 from batchinfer.engines.targets import Answer, Target
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -86,7 +86,7 @@ class Endpoint(Target):
         self.is_ready = True
         return ""
 
-    def denied(self, found: Answer | Reply) -> AccessDenied:
+    def denied(self, found: Answer) -> AccessDenied:
         """Return the error for an endpoint that refuses the key or the account."""
         said = problem_of(found.body).message[:200]
         hint = f"look at {KEY_VARIABLE}, and at the account behind it; finished rows are kept"
@@ -128,8 +128,8 @@ class Outage:
     """What endpoints answered last. Without any answer for `seconds` they are down.
 
     A few rows that fail again and again are given up instead: at once if they are the last ones, others were answered,
-    and each time the endpoint said that it failed itself (500) or refused (403). Otherwise such rows would end every
-    start of the run's last worker.
+    and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start of the run's
+    last worker.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -170,7 +170,6 @@ class Outage:
             is_idle: Whether the source had no further row when it was last asked.
 
         Raises:
-            AccessDenied: an endpoint refuses the key.
             EngineDied: the endpoints are down.
         """
         left = [(each, key) for each in targets for key in each.in_flight] if self.since else []
@@ -179,16 +178,13 @@ class Outage:
         is_late = time.monotonic() - self.since >= self._seconds
         found = [(each, self.last_replies[key]) for each, key in left if key in self.last_replies]
         is_own = is_idle and self._has_answered and len(left) <= FEW
-        is_own = is_own and all(reply.status in (500, FORBIDDEN) for _, reply in found)
+        is_own = is_own and all(reply.status == 500 for _, reply in found)
         if len(found) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
             self.since = 0.0
             return found
-        assert self._last is not None
-        target, reply = self._last
-        is_judged = is_late or (len(found) == len(left) and not self._has_answered)
-        if is_judged and reply.status == FORBIDDEN and isinstance(target, Endpoint):
-            raise target.denied(reply)
         if is_late:
+            assert self._last is not None
+            target, reply = self._last
             said = f"it said last: {reply.status}: {problem_of(reply.body).message[:200]}"
             message = f"{target.name}: answered nothing for {self._seconds:g} s; {said}"
             hint = "no row is lost; start the same command again when it answers"

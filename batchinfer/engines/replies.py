@@ -19,10 +19,8 @@ _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of replies that may be another at the next attempt."""
 _OVERLOADED = frozenset({429, 503, 529})
 """Statuses of a server that has too much to do. They say nothing about the row."""
-DENIED = frozenset({401, 402})
+DENIED = frozenset({401, 402, 403})
 """Statuses with which an endpoint refuses everyone who has this key."""
-FORBIDDEN = 403
-"""Status with which an endpoint refuses a key, or one row for what it says: the other rows tell which."""
 _INVALID_TYPE = "invalid_answer"
 """Our `type` of the error in a reply that replaces a server's answer which is none."""
 _PROMPT_PARAMS = frozenset({"input_tokens", "input_text", "prompt_tokens"})
@@ -122,7 +120,7 @@ def judge(
     if status in _OVERLOADED:
         return reply, "busy"
     is_none = status < 400 and status != 200  # such as a redirection to a page for signing in
-    return reply, "failed" if is_none or status in {*_TRANSIENT, FORBIDDEN} else "final"
+    return reply, "failed" if is_none or status in _TRANSIENT else "final"
 
 
 def _is_answer(call: Call, body: bytes) -> bool:
