@@ -360,10 +360,13 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
 
 def _refuse_references(job: Job, base: str) -> None:
     """Refuse a job in a bucket whose chunks are elsewhere: who wrote it may not have the right to read them."""
-    own = base.partition("://")[0].replace("r2", "s3"), split_bucket(base)[0]
+
+    def bucket_of(url: str) -> tuple[str, str]:
+        return url.partition("://")[0].replace("r2", "s3"), split_bucket(url)[0]
+
     for chunk in job.chunks:
         file = chunk.file or ""
-        if is_absolute(file) and (file.partition("://")[0], split_bucket(file)[0]) != own:
+        if is_absolute(file) and bucket_of(file) != bucket_of(base):
             raise InputError(
                 f"{base}/{layout.JOB_KEY}: names {file}, which is not in the job's bucket",
                 hint="copy the files into that bucket, or let `batchinfer split` copy the rows",

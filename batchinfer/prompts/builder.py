@@ -245,6 +245,8 @@ def _of_responses(fields: dict[str, Any]) -> dict[str, Any]:
     found = {_RESPONSES_NAMES.get(name, name): value for name, value in fields.items()}
     if "response_format" in found:
         found["text"] = {"format": flat(found.pop("response_format"), "json_schema")}
+    if "tool_choice" in found:
+        found["tool_choice"] = flat(found["tool_choice"], "function")
     if isinstance(found.get("tools"), list):
         found["tools"] = [flat(tool, "function") for tool in found["tools"]]
     return found

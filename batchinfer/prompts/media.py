@@ -21,7 +21,7 @@ from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowProble
 SOUND = "file"
 """Field of a body for a sound to transcribe or to translate."""
 _URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS}
-_NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "metadata"})
+_NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "text", "metadata"})
 """Fields of a body in which a server looks for no media."""
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _FORMAT = re.compile(

@@ -93,7 +93,8 @@ def look_closely(
 ) -> tuple[Snapshot, Overview]:
     """Read a run, and perhaps also its markers, with one request for each; they count exactly what outputs hold.
 
-    They are read in any case where some rows were asked again, if there are not very many: workers count these twice.
+    Those of a finished run are read in any case if some rows were asked again, which workers count twice, and if there
+    are not very many.
 
     Raises:
         InputError: there is no such run, or the run cannot be read.
@@ -101,7 +102,8 @@ def look_closely(
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
     generations = {name: seen.generation for name, seen in snapshot.markers.items()}
-    reads_markers |= any(generations.values()) and len(generations) <= _MOST_MARKERS
+    is_done = len(generations) == len(snapshot.job.chunks) <= _MOST_MARKERS
+    reads_markers |= is_done and any(generations.values())
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     prices = Prices(config.price_per_hour)
     seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)

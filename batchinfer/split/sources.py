@@ -290,8 +290,9 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
     with contextlib.closing(Scratch()) as scratch:
         for place in filter(None, map(str.strip, listed.split("\n"))):
             full = place if is_absolute(place) else join_url(store.url, place)
-            scheme, separator, path = full.rpartition("://")
-            full = scheme + separator + posixpath.normpath(path)  # no key may have a ".."
+            if files.is_local(full):  # no key may have a ".."
+                scheme, separator, path = full.rpartition("://")
+                full = scheme + separator + posixpath.normpath(path)
             if has_user(full):
                 raise InputError(
                     f"{url}: {full} has a user or a password, which job.json would show",

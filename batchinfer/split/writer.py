@@ -359,6 +359,8 @@ def _addresses(url: str) -> list[str]:
 
     An absolute path may be named by its ends, too: job.json does not say of which folder its relative paths are.
     """
+    if redact(url) != redact(url, whole_queries=False):
+        return []  # job.json does not say which of several queries it was
     if not is_local(url):
         return [re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", redact(url))]
     parts = Path(os.path.normpath(url)).parts

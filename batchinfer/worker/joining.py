@@ -346,8 +346,9 @@ def refuse_errors(config: WorkerConfig, rows_ok: int, rows_done: int) -> None:
     With --retry-errors, rows that failed before count although they were asked again, so only answers are looked for.
     """
     rows_error, most = rows_done - rows_ok, config.max_error_rate
-    rate, is_every = rows_error / rows_done, rows_ok == 0 and most != 1
-    is_over = most is not None and rate > most and rows_error >= config.min_errors
+    rate, are_few = rows_error / rows_done, most is not None and rows_error < config.min_errors
+    is_every = rows_ok == 0 and most != 1 and not are_few
+    is_over = most is not None and rate > most and not are_few
     message = "every row of the run failed"
     if rows_ok:
         message = (

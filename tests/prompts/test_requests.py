@@ -144,13 +144,16 @@ def test_fields_of_chats_do_not_go_to_completions() -> None:
     assert sent(request({"messages": MESSAGES}, run=run)) == {"messages": MESSAGES, **run}
 
 
-@pytest.mark.parametrize("known", ["", "input model max_output_tokens text tools top_p"])
+@pytest.mark.parametrize(
+    "known", ["", "input model max_output_tokens text tools tool_choice top_p"]
+)
 def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
     schema = {"name": "answer", "schema": {"type": "object"}}
     run = {
         "max_tokens": 9,
         "response_format": {"type": "json_schema", "json_schema": schema},
         "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
         "top_p": 0.5,
     }
     rules = EngineRules(
@@ -161,6 +164,7 @@ def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
         "max_output_tokens": 9,
         "text": {"format": {"type": "json_schema", **schema}},
         "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+        "tool_choice": {"type": "function", "name": "f"},
         "top_p": 0.5,
     }
     own = {"input": "x", "max_output_tokens": 3, "structured_outputs": {"regex": "a"}, "tools": []}

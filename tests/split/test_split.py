@@ -339,6 +339,11 @@ def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path: Path) 
             InputError, match="has changed since its rows became a part of the job,"
         ):
             split(f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
+        server.answers["/a.jsonl?day=2"] = plain(200, b'{"n":2}\n')
+        server.answers["/a.jsonl?day=3"] = plain(200, b'{"n":3}\n')
+        split(f"{server.url}/a.jsonl?day=2", tmp_path / "days")
+        split(f"{server.url}/a.jsonl?day=3", tmp_path / "days", append=True)
+        assert [row["n"] for row in rows_at(tmp_path / "days")] == [2, 3]
 
 
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
@@ -478,9 +483,13 @@ def test_from_s3_to_s3_by_copy_and_by_reference(
     for path in (tmp_path / "data").iterdir():
         store.create(f"lines/{path.name}", path.read_bytes())
     split([], f"{bucket}/referred", by_reference=f"{bucket}/lines/list.txt")
+    lines = [f"{bucket.replace('s3://', 'r2://')}/lines/b.jsonl"]
+    store.create("r2.txt", "\n".join(lines).encode())
+    split([], f"{bucket}/r2", by_reference=f"{bucket}/r2.txt")
     for place in (bucket, bucket.replace("s3://", "r2://")):
-        run = tmp_path / place[:2]
-        assert run_worker_here(f"{place}/referred", run)["request_count"] == 4
+        for name in ("referred", "r2"):
+            run = tmp_path / place[:2] / name
+            assert run_worker_here(f"{place}/{name}", run)["status"] == "SUCCESS"
     split([], f"{bucket}/local", by_reference=str(tmp_path / "data/list.txt"))
     with pytest.raises(InputError, match="not in the job's bucket"):
         run_worker_here(f"{bucket}/local", tmp_path / "other")

@@ -226,6 +226,8 @@ class TestBadRows:
             assert "--retry-errors" in caught.value.hint
         for _ in range(2):
             assert run_worker_here(job, run, "--max-error-rate", "1")["status"] == "SUCCESS"
+        few = run_worker_here(job, tmp_path / "few", "--max-error-rate", "0.5")
+        assert few["status"] == "SUCCESS", "fewer than --min-errors"
 
     def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(
         self, tmp_path: Path
