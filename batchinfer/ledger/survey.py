@@ -52,7 +52,7 @@ def neighbours(names: Iterable[str]) -> list[list[str]]:
         if len(group) <= _MOST_NEIGHBOURS:
             found.append(group)
             continue
-        length = len(_beginning_of(group)) + 1
+        length = len(beginning_of(group)) + 1
         longer: defaultdict[str, list[str]] = defaultdict(list)
         for name in group:
             longer[name[:length]].append(name)
@@ -60,7 +60,7 @@ def neighbours(names: Iterable[str]) -> list[list[str]]:
     return found
 
 
-def _beginning_of(names: Collection[str]) -> str:
+def beginning_of(names: Collection[str]) -> str:
     """Return what all of the names begin with."""
     first, last = min(names), max(names)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
@@ -112,7 +112,7 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
             A chunk with a marker of this generation or a higher one is done.
     """
     if len(generations) > _FEW:
-        beginning = _beginning_of(generations)
+        beginning = beginning_of(generations)
         done = {
             name
             for name, marker in newest_markers(store, beginning).items()

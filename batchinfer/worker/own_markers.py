@@ -11,7 +11,7 @@ from batchinfer.core.records import Marker
 from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.runs import refuse_foreign
-from batchinfer.ledger.survey import newest_markers
+from batchinfer.ledger.survey import beginning_of, newest_markers
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,10 @@ class OwnMarkers:
         Raises:
             RunMismatch: a chunk was done with another configuration.
         """
-        listed = self._do(partial(newest_markers, self._store))
+        if not names:
+            return
+        # The chunks of a manifest are neighbours. All of a large run would be listed by many workers that end together.
+        listed = self._do(partial(newest_markers, self._store, beginning_of(names)))
         now = {name: seen.generation for name, seen in listed.items()}
         late = [name for name in names if name in now and before.get(name) != now[name]]
         refuse_foreign(self.fingerprints(now, late), fingerprint, url=self._store.url)
