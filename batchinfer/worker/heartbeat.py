@@ -96,7 +96,8 @@ class Heartbeat:
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
             last = "" if earlier is None else earlier.reason
             reason = f" (the last one: {last})" if last else ""
-            telemetry.end_untried(before, last)
+            is_told = last.startswith("NoProgress")
+            telemetry.end_untried(before, last if is_told else f"NoProgress{reason}")
             raise NoProgress(
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="fix the cause, then start it with a higher --max-attempts",

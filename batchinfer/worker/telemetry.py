@@ -195,7 +195,7 @@ class Telemetry:
         )
 
     def end_untried(self, before: WorkerLease, reason: str) -> None:
-        """Set the state for a start that tries nothing: it does not count as an attempt, and keeps the last reason."""
+        """Set the state for a start that tries nothing, and so does not count as an attempt."""
         self.attempts = before.attempts
         self.set_state("stopped", reason)
 

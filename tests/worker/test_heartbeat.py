@@ -53,6 +53,8 @@ class TestStartsWithoutARow:
         if is_loading:
             for _ in range(2):  # a start that is refused does not count
                 assert isinstance(run(stage).error, NoProgress)
+                record = stage.objects()[layout.statistics_key("w0")]
+                assert record.count(b'"reason":"NoProgress') == record.count(b"NoProgress") == 1
             assert run(stage, kill_after=60.0, max_attempts=3).is_killed
 
     def test_a_start_that_only_waits_does_not_count_however_it_ends(self, stage: Stage) -> None:
