@@ -16,6 +16,7 @@ _WITH_QUERY = ("http", "https")
 _PUNCTUATION = "'\"`:;,.)]}>"
 """Characters at the end of a URL that are taken for punctuation of the sentence around it."""
 _SECRET_FIELD = re.compile(r"sig|key|token|secret|pass|auth|cred|code", re.IGNORECASE)
+"""Names of a query's fields whose values may be secrets; rather too many than too few."""
 _MASK = "…"
 
 

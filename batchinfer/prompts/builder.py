@@ -209,7 +209,7 @@ class PromptBuilder:
         is_plain = self._reader.path == COMPLETIONS_URL and not self._rules.fills_length
         if is_plain and "max_tokens" not in self._config.body:
             text = f"--max-tokens: is missing; the API ends answers to plain prompts after {_API_MAX_TOKENS} tokens"
-            hint = "say how long they may be, as in --max-tokens 512, or add --as-chat: chats need no length"
+            hint = "say how long they may be, as in --max-tokens 512, or send chats (--as-chat, or without --plain)"
             raise ConfigError(text, hint=hint)
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ import os
 import posixpath
 import re
 import zlib
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from batchinfer.core import units
 from batchinfer.core.errors import (
@@ -23,8 +22,7 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.core.json_text import raw_members
-from batchinfer.core.records import Record, SourceFile
+from batchinfer.core.records import SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import (
@@ -36,7 +34,7 @@ from batchinfer.storage.opening import (
 )
 
 if TYPE_CHECKING:
-    import polars as pl
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -72,51 +70,6 @@ class DataFile(SourceFile, frozen=True, kw_only=True):
         """The file as job.json describes it."""
         url = redact(self.url)
         return SourceFile(url=url, bytes=self.bytes, rows=self.rows, digest=self.digest)
-
-
-class Wanted(Record, frozen=True, kw_only=True):
-    """What to take of each row."""
-
-    columns: list[str] | None = None
-    """Columns to keep, in this order; None for all."""
-    id_column: str = ""
-    """Column whose values become `_id`; empty for row numbers."""
-    delimiter: str = ""
-    """Character between the values of CSV; "" for a comma, or a tab in .tsv files."""
-
-
-class Block(NamedTuple):
-    """Some consecutive rows."""
-
-    num_rows: int
-    lines: bytes
-    """The rows, each with a newline at its end."""
-    ids: Sequence[bytes | None] | pl.Series = ()
-    """The rows' ids from a column, if one was chosen; None for a row without."""
-    num_broken: int = 0
-    """Number of rows that are no JSON object."""
-
-    def first(self, count: int) -> Block:
-        """Return only its first rows."""
-        lines = self.lines.split(b"\n", count)[:count]
-        num_broken = sum(raw_members(line) is None for line in lines)
-        return Block(count, b"\n".join([*lines, b""]), self.ids[:count], num_broken)
-
-
-def refuse_columns(names: Collection[str], where: str) -> None:
-    """Raise InputError if a column is there twice, or has a name that `split` gives to a column of its own."""
-    for name in ("_row", "_id"):
-        if name in names:
-            raise InputError(
-                f"{where}: has a column {name!r}, which is a name of split's own columns",
-                hint="answers of an earlier run? narrow the source; else rename it in the source, or leave it out: "
-                "--columns A,B,…",
-            )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise InputError(
-            f"{where}: column {twice[0]!r} is there twice, expected unique names",
-            hint="rename one of them and write the file again; in --columns, name it once",
-        )
 
 
 # --------------------------------------------------------------------------- finding

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
-from batchinfer.split.files import Block, DataFile, Wanted, opened
+from batchinfer.split.files import DataFile, opened
+from batchinfer.split.rows import Block, Wanted
 
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384

@@ -22,7 +22,8 @@ from batchinfer.core.redaction import has_user, redact
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
 from batchinfer.split import files, text_lines
-from batchinfer.split.files import Block, DataFile, Wanted, refuse_columns
+from batchinfer.split.files import DataFile
+from batchinfer.split.rows import Block, Wanted, refuse_columns
 from batchinfer.storage.opening import is_inside, join_url
 from batchinfer.storage.scratch import Scratch
 

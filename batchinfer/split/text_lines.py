@@ -17,7 +17,8 @@ import msgspec
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
 from batchinfer.split import files
-from batchinfer.split.files import Block, DataFile, Wanted
+from batchinfer.split.files import DataFile
+from batchinfer.split.rows import Block, Wanted, refuse_columns
 
 TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""
@@ -92,7 +93,7 @@ def _body(members: dict[str, msgspec.Raw], line: bytes, wanted: Wanted, where: s
     """Return a JSON object as far as its end, with a comma after the last member."""
     if wanted.columns is None:
         if "_row" in members or "_id" in members:
-            files.refuse_columns(members, where)
+            refuse_columns(members, where)
         body = line.rstrip()[:-1]
     else:
         kept = {name: members[name] for name in wanted.columns if name in members}
@@ -147,7 +148,7 @@ def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[d
         records = filter(None, reader)
         header = next(records, [])
         names = [name for name in header if wanted.columns is None or name in wanted.columns]
-        files.refuse_columns(names, file.url)
+        refuse_columns(names, file.url)
         for record in records:
             if len(record) != len(header):
                 what = f"{len(record)} values, expected the header's {len(header)}"

@@ -331,7 +331,7 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
             f"{url}: was made with {option}, so nothing can be appended",
             hint="make another job of the new sources",
         )
-    known = {_addresses(file.url)[0]: file.url for file in job.files}
+    known = {each: file.url for file in job.files for each in _addresses(file.url)[:1]}
     paths = [file.url for file in job.files if not is_absolute(file.url)]
     known |= {re.sub(r"^(\.\.?/)+", "", path): path for path in paths}
     for file in new.files:

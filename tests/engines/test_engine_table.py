@@ -8,12 +8,13 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import create_engine, server
+from batchinfer.engines import create_engine, server, vllm_command
 from batchinfer.engines.engine_config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
-from batchinfer.engines.server import batch_sizes, plan, write_vllm_command
+from batchinfer.engines.server import plan
+from batchinfer.engines.vllm_command import batch_sizes, write_vllm_command
 from models import write_model_stub
 
 
@@ -59,7 +60,8 @@ def test_options_that_fit_a_server_to_its_machine_are_not_the_runs():
 
 
 def command(monkeypatch, *arguments, is_cpu=False, **options):
-    monkeypatch.setattr(server, "is_cpu_build", lambda: is_cpu)
+    for module in (server, vllm_command):
+        monkeypatch.setattr(module, "is_cpu_build", lambda: is_cpu)
     config = EngineConfig(model="org/name", server_args=list(arguments), **options)
     return write_vllm_command(config, "/folder", [], 256, 8192)
 

@@ -16,7 +16,8 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.server import OwnServer, plan, write_vllm_command
+from batchinfer.engines.server import OwnServer, plan
+from batchinfer.engines.vllm_command import write_vllm_command
 from engine_contract import (
     EngineContract,
     Flag,

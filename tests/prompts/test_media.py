@@ -197,10 +197,13 @@ def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> N
     assert user(finish_call(prepared, [RED, blue])) == wanted
 
 
-def test_a_schema_of_tools_names_no_media() -> None:
+def test_a_schema_names_no_media() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": link("http://x/y")}}]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     assert sent(request(body)) == body
+    answer = {"format": {"type": "json_schema", "name": "a", "schema": link("http://x/y")}}
+    body = {"input": "hi", "text": answer}
+    assert sent(request(body, "/v1/responses")) == body
 
 
 def test_a_sound_has_the_form_that_every_server_knows() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -95,6 +96,10 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
     config = RunConfig(run=run, job=str(job))
     seen = run_status(config, open_store=open_store, clock=SystemClock())
     assert (seen.totals.rows_ok, seen.totals.rows_error) == (8, 2)
+    open_store(run).delete([layout.marker_key("part-00000", n) for n in (0, 1)])
+    with mock.patch("batchinfer.runs.status.read_markers") as read:
+        run_status(config, open_store=open_store, clock=SystemClock())
+    read.assert_not_called()  # an unfinished run is looked at often
 
 
 def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:

@@ -18,7 +18,8 @@ import pytest
 import zstandard
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, InputError
-from batchinfer.split.files import DataFile, Wanted
+from batchinfer.split.files import DataFile
+from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources, reference_job
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store

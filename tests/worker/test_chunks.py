@@ -95,6 +95,22 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
     assert peak < NUM_ROWS * ROW_BYTES / 3
 
 
+def test_an_answer_comes_before_an_error_of_the_same_row(
+    run: Store, source: Store, scratch: Scratch
+) -> None:
+    """The row was asked again with --retry-errors: a later start without it took up the error."""
+    sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
+    failed = codec.raw(b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}')
+    answered = codec.raw(output_line(0))
+    for number, (is_ok, output) in enumerate([(False, failed), (True, answered), (False, failed)]):
+        rows = [FinishedRow(line=0, ok=is_ok, code="" if is_ok else "c", output=output)]
+        write_segment(run, layout.segment_key("texts", "w0", number), encode_rows(rows)[0], **sums)
+    chunk = opened(REF, run, source, scratch)
+    assert isinstance(chunk, OpenChunk)
+    assert (chunk.counts.rows_ok, chunk.counts.rows_error) == (1, 0)
+    chunk.close()
+
+
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     run: Store, source: Store, scratch: Scratch
 ) -> None:
