@@ -151,10 +151,20 @@ def demo_engine(demo_url):
         engine.close()
 
 
+def replace_create_engine(monkeypatch, create) -> None:
+    """Let workers of this process make their engines by `create`, until the test ends."""
+    # These modules keep the function that they find at their import, so it must not be the first one in a test.
+    import batchinfer.check.examination
+    import batchinfer.pipeline.work_folder
+    import batchinfer.playground.session  # noqa: F401
+
+    monkeypatch.setattr("batchinfer.engines.create_engine", create)
+
+
 @pytest.fixture
 def workers_share_demo_engine(demo_engine, monkeypatch):
     """Workers that run in this process with --engine vllm use `demo_engine` instead of a server of their own."""
-    monkeypatch.setattr("batchinfer.engines.create_engine", lambda _: demo_engine)
+    replace_create_engine(monkeypatch, lambda _: demo_engine)
 
 
 @pytest.fixture

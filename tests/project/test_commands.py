@@ -38,7 +38,7 @@ from batchinfer.pipeline import launch
 from echo_server import fake_endpoint
 from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
-from fixtures_vllm import SharedEngine
+from fixtures_vllm import SharedEngine, replace_create_engine
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import Step, steps_of
 from pictures import picture
@@ -371,8 +371,8 @@ def test_the_commands_of_a_page_print_what_it_shows(
         is_kept = kept is not None and config.engine == "vllm"
         return kept if is_kept else create_engine(config)
 
-    for module in ("batchinfer.engines", "batchinfer.playground.session"):
-        monkeypatch.setattr(f"{module}.create_engine", create)
+    replace_create_engine(monkeypatch, create)
+    monkeypatch.setattr("batchinfer.playground.session.create_engine", create)
     for command, shown in steps:
         if command not in commands:
             continue
