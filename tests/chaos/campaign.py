@@ -10,20 +10,20 @@ are left alone to finish, and the run must be complete and sound to the last byt
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fixtures_s3 import serving_s3
+from fixtures_s3 import s3_client, serving_s3
 from lossy_proxy import Proxy
 from making import default_row, make_job, output_lines, run_process, said, worker_arguments
 
@@ -86,12 +86,11 @@ class RunningWorker:
             env={**os.environ, "AWS_ENDPOINT_URL": endpoint},
         )
         self.started = time.monotonic()
-        self.thaw_at: float | None = None
+        self.is_frozen = False
         self.last_lines: list[str] = []
         self.doomed_event = ""
         """The log event at which this worker is killed, at once, by the thread that reads the log."""
         self.killed_at = ""
-        self.is_noted = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -99,40 +98,35 @@ class RunningWorker:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.last_lines = [*self.last_lines[-30:], line]
-            is_due = self.doomed_event and f'"event": "{self.doomed_event}"' in line
-            if is_due and not self.killed_at:
-                self.killed_at = self.doomed_event
-                self.process.kill()
+            if self.doomed_event and f'"event": "{self.doomed_event}"' in line:
+                self.kill(self.doomed_event)
 
-    def kill(self) -> None:
-        """SIGKILL, wherever it is."""
+    def kill(self, moment: str = "anywhere") -> None:
+        """SIGKILL."""
         if not self.killed_at:
-            self.killed_at = "anywhere"
+            self.killed_at = moment
             self.process.kill()
 
     def freeze(self, seconds: float) -> None:
-        """SIGSTOP until `thaw`."""
+        """SIGSTOP, and some time later SIGCONT."""
+        self.is_frozen = True
         self.process.send_signal(signal.SIGSTOP)
-        self.thaw_at = time.monotonic() + seconds
+        thawing = threading.Timer(seconds, self.thaw)
+        thawing.daemon = True
+        thawing.start()
 
     def thaw(self) -> None:
         """SIGCONT."""
-        self.thaw_at = None
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
+        self.is_frozen = False
+        self.process.send_signal(signal.SIGCONT)
 
-    def end(self) -> None:
-        """Kill and wait."""
-        self.thaw()
-        self.process.kill()
-        self.process.wait()
+    def wait(self, timeout_seconds: float) -> int:
+        """Wait for its end, and for the end of its log. Return its exit status."""
+        status = self.process.wait(timeout_seconds)
         self._reader.join(10)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-
-    def has_traceback(self) -> bool:
-        """Whether its log holds one."""
-        return any("Traceback" in line for line in self.last_lines)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return status
 
 
 class Campaign:
@@ -147,7 +141,8 @@ class Campaign:
         self._deadline = time.monotonic() + plan.seconds
         self._proxy = Proxy(endpoint)
         self._proxy.loss_rate = plan.loss_rate
-        self._workers: dict[str, RunningWorker] = {}
+        self._workers: dict[int, RunningWorker] = {}
+        """Those that nobody has seen end, by number."""
 
     def run(self) -> Tally:
         """Runs over fresh jobs until enough was killed and frozen, each finished in peace and verified."""
@@ -161,7 +156,8 @@ class Campaign:
                 self.tally.runs += 1
         finally:
             for worker in self._workers.values():
-                worker.end()
+                worker.process.kill()
+                worker.wait(60)
             self.tally.lost_replies = self._proxy.num_lost
             self._proxy.close()
         return self.tally
@@ -173,85 +169,59 @@ class Campaign:
         has_killed = tally.kills.total() >= plan.kills and num_publishing >= plan.kills // 4
         return has_killed and tally.freezes >= plan.freezes
 
-    def _start(self, job: str, index: int) -> None:
-        name = f"w{index}"
-        options = ("--worker-id", name, *self.plan.options)
+    def _start(self, job: str, index: int, *, is_doomed: bool) -> None:
+        options = ("--worker-id", f"w{index}", *self.plan.options)
         # One of the workers always talks through the proxy that loses replies.
         endpoint = self._proxy.url if index == 0 else self._endpoint
-        self._workers[name] = RunningWorker(
-            worker_arguments(job, f"{job}/run", *options, index=index), endpoint
-        )
+        arguments = worker_arguments(job, f"{job}/run", *options, index=index)
+        worker = self._workers[index] = RunningWorker(arguments, endpoint)
+        if is_doomed and self._random.random() < 0.5:
+            worker.doomed_event = self._random.choice(PUBLISHING)
         self.tally.starts += 1
 
     def _disturb(self, job: str) -> None:
         """Kill, freeze and restart until the job is done or enough was done."""
         for index in range(self.plan.workers):
-            self._start(job, index)
-            self._doom(self._workers[f"w{index}"])
-        while not self._is_enough():
+            self._start(job, index, is_doomed=True)
+        while self._workers and not self._is_enough():
             assert time.monotonic() < self._deadline, f"out of time after {self.tally}"
             time.sleep(0.02)
-            finished = 0
-            for index in range(self.plan.workers):
-                worker = self._workers[f"w{index}"]
-                if worker.process.poll() is not None:
-                    self._note_end(worker)
-                    if worker.process.returncode == 0:
-                        finished += 1
-                        continue
-                    self._start(job, index)
-                    self._doom(self._workers[f"w{index}"])
-                else:
+            for index, worker in list(self._workers.items()):
+                if worker.process.poll() is None:
                     self._step(worker)
-            if finished == self.plan.workers:
-                return
-
-    def _doom(self, worker: RunningWorker) -> None:
-        """Choose how this start will end."""
-        if self._random.random() < 0.5:
-            worker.doomed_event = self._random.choice(PUBLISHING)
+                elif not self._is_done(index):
+                    self._start(job, index, is_doomed=True)
 
     def _step(self, worker: RunningWorker) -> None:
-        now = time.monotonic()
-        if worker.thaw_at is not None:
-            if now >= worker.thaw_at:
-                worker.thaw()
-            return
         # Several seconds of life on the average, so that work gets done in between.
-        if now - worker.started > 1.0 and self._random.random() < 0.01:
+        is_young = time.monotonic() - worker.started <= 1.0
+        if not (worker.is_frozen or is_young) and self._random.random() < 0.01:
             if self.tally.freezes < self.plan.freezes and self._random.random() < 0.4:
                 worker.freeze(self._random.uniform(0.5, 2.5) * LEASE_SECONDS)
                 self.tally.freezes += 1
             elif not worker.doomed_event:
                 worker.kill()
 
-    def _note_end(self, worker: RunningWorker) -> None:
-        worker.thaw_at = None
-        if worker.is_noted:
-            return
-        worker.is_noted = True
+    def _is_done(self, index: int) -> bool:
+        """Wait for the end of a worker, note how it came, and return whether it is done."""
+        status = self._workers[index].wait(120)
+        worker = self._workers.pop(index)
         if worker.killed_at:
             self.tally.kills[worker.killed_at] += 1
         else:
-            self.tally.statuses[worker.process.returncode] += 1
-        if worker.has_traceback():
+            self.tally.statuses[status] += 1
+        if any("Traceback" in line for line in worker.last_lines):
             self.tally.tracebacks.append("".join(worker.last_lines))
-        if worker.process.returncode != 0:
-            worker.end()
+        return status == 0
 
     def _finish(self, job: str) -> None:
         """Leave the workers alone until they are done, then prove the run."""
         for worker in self._workers.values():
             worker.doomed_event = ""
             worker.thaw()
-        for index in range(self.plan.workers):
-            worker = self._workers[f"w{index}"]
-            while worker.process.wait(timeout=120) != 0:
-                self._note_end(worker)
-                self._start(job, index)
-                worker = self._workers[f"w{index}"]
-            self._note_end(worker)
-            worker.end()
+        for index in list(self._workers):
+            while not self._is_done(index):
+                self._start(job, index, is_doomed=False)
         verified = run_process(["verify", f"{job}/run", "--job", job, "--deep"])
         assert verified.status == 0, verified
         check_answers(f"{job}/run", self.plan.rows)
@@ -266,10 +236,6 @@ def check_answers(run: str, rows: int) -> None:
 
 def main() -> None:
     """Run one campaign and print what was done as one JSON object."""
-    import tempfile
-
-    import boto3
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--freezes", type=int, default=50)
@@ -283,7 +249,7 @@ def main() -> None:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": endpoint,
         }
-        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="chaos")
+        s3_client(endpoint).create_bucket(Bucket="chaos")
         tally = Campaign(Plan(**vars(arguments)), "s3://chaos", endpoint).run()
     print(tally.line())
     for traceback in tally.tracebacks[:3]:
