@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -58,19 +59,11 @@ def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
     assert prices.price(replace(L4, region="")) == (0.7, "SkyPilot's catalog")
 
 
-def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
-    prices = Prices(catalogs=catalog(tmp_path))
-    for machine in (
-        replace(L4, cloud="gcp"),
-        replace(L4, gpus=3),
-        replace(L4, cloud="../x"),
-    ):
-        price = prices.price(machine)
-        assert price is not None
-        assert price.source.startswith("list prices")
-
-
-def test_a_catalog_of_another_form_is_passed_over(tmp_path: Path) -> None:
-    price = Prices(catalogs=catalog(tmp_path, "a,b\n1,2\n")).price(L4)
+@pytest.mark.parametrize("fields", [{"cloud": "gcp"}, {"gpus": 3}, {"cloud": "../x"}, {}])
+def test_where_the_catalog_knows_nothing_the_table_answers(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    text = CATALOG if fields else "a,b\n1,2\n"  # of another form
+    price = Prices(catalogs=catalog(tmp_path, text)).price(replace(L4, **fields))
     assert price is not None
     assert price.source.startswith("list prices")

@@ -37,6 +37,8 @@ def test_secrets_of_urls_are_masked(text: str, shown: str):
         "http://host:80",
         "http://host:80?",
         "hf://datasets/org/name@main/x",
+        "hf://datasets/org/name@refs%2Fpr%2F1/x@y",
+        "gs://bucket/@",
         "file:///home/me@work/x",
         "/data/x:/y/z@1",
         "at 12:30:00 w0: chunk part-00000",

@@ -64,10 +64,15 @@ def test_recorded_job_is_taken_where_the_one_above_is_another_which_the_audit_fi
     assert "job" in {finding.fix for finding in audit.findings}
 
 
-def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "said"), [("", "run.json"), ("http://127.0.0.1:1/d", "names the job 'http://127")]
+)
+def test_a_job_that_is_lost_or_elsewhere_is_to_be_named(
+    job: str, tmp_path: Path, recorded: str, said: str
+) -> None:
     lost = str(tmp_path / "lost {}")
-    write_run(lost, job)
-    with pytest.raises(InputError) as caught:
+    write_run(lost, job, recorded=recorded)
+    with pytest.raises(InputError, match=said) as caught:
         target_of(lost)
     assert caught.value.hint == "name it: --job JOB"
     with pytest.raises(InputError, match=r"no job\.json there"):
@@ -102,12 +107,3 @@ def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
     places["job"] = "s3://b/job/"
     assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"], "it is named once"
     assert job_places(None, "s3://b/a.batchinfer/run") == ["s3://b/a.batchinfer/job"]  # it loads
-
-
-def test_a_job_in_another_place_is_read_only_when_asked_for(job: str, tmp_path: Path) -> None:
-    away = str(tmp_path / "away")
-    write_run(away, job, recorded="http://127.0.0.1:1/d")
-    with pytest.raises(InputError, match=r"names the job 'http://127\.0\.0\.1:1/d'") as caught:
-        target_of(away)
-    assert caught.value.hint == "name it: --job JOB"
-    assert target_of(away, job_url=job).job_url == job

@@ -76,18 +76,6 @@ class TestLease:
         lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
         assert not lease.is_held()
 
-    def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        lease = take_lease(store, "w0", clock)
-        with mock.patch.object(store, "replace", side_effect=StorageError("away")):
-            clock.sleep(100)
-            assert not lease.renew(worker_record())
-        clock.sleep(30)
-        assert not lease.is_held(), "a renewal that failed must not count"
-        assert lease.renew(worker_record())
-        assert lease.is_held()
-
     @pytest.mark.parametrize("damage", [None, b"", b"{}"])
     def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
         self, store: MemoryStore, clock: FakeClock, damage: bytes | None

@@ -13,13 +13,7 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
 from batchinfer.storage.opening import open_store
-from making import (
-    finished_chunks,
-    make_job,
-    overwrite,
-    read_marker,
-    run_worker_here,
-)
+from making import finished_chunks, make_job, overwrite, read_marker, run_worker_here
 
 CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)

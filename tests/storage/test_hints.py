@@ -14,12 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import (
-    AccessDenied,
-    ConfigError,
-    InputError,
-    StorageError,
-)
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
 from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import (
-    AccessDenied,
-    ConfigError,
-    InputError,
-    ScratchFull,
-    StorageError,
-)
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ScratchFull, StorageError
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions

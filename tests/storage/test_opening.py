@@ -10,11 +10,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import (
-    is_inside,
-    open_store,
-    split_url,
-)
+from batchinfer.storage.opening import is_inside, open_store
 
 
 def test_paths_and_file_urls_open_folders(tmp_path: Path, monkeypatch):
@@ -51,19 +47,6 @@ def test_a_folder_whose_name_has_a_colon_is_one(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("./s3:/bucket", "job:1", "C:/x", "runs/s3:/x"):
         assert open_store(path).url == str(tmp_path / path)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://bucket/a:b/data@v1/x",
-        "s3://arn:aws:s3:eu-west-1:1:accesspoint:name/data@v1",
-        "hf://datasets/org/name@refs%2Fpr%2F1/x@y",
-        "gs://bucket/@",
-    ],
-)
-def test_a_key_with_odd_characters_is_no_secret(url: str):
-    assert split_url(url) == tuple(url.split("://"))
 
 
 def test_opening_a_folder_loads_no_object_store():

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import (
-    AccessDenied,
-    AlreadyExists,
-    ConfigError,
-    PreconditionFailed,
-)
+from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
 from batchinfer.storage import opening
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders

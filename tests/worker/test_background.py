@@ -59,15 +59,6 @@ def test_threads_end_after_the_work_submitted_so_far() -> None:
     assert [job.result() for job in jobs] == [1, 1, 1]
 
 
-def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
-    background: Background,
-) -> None:
-    release = threading.Event()
-    job = background.submit(release.wait)
-    release.set()
-    finish(background, job)
-
-
 def test_repeating_work_runs_until_it_is_cancelled(background: Background) -> None:
     runs = threading.Semaphore(0)
     cancel = background.every(0.001, runs.release)

@@ -17,7 +17,6 @@ from simulation.stage import Stage, when
 SEGMENT_BYTES = 600
 """Of some 200 bytes a record."""
 PROMPTS = [[f"say {index}" for index in range(40)]]
-FOUR_UPLOADS = Limits(max_publishing=4)
 
 
 @pytest.fixture(autouse=True)
@@ -80,35 +79,24 @@ def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim
         assert not stage.objects(layout.CHECKPOINTS)
 
 
-class SlowUploads:
-    """A hook for `Stage.run`: every upload of an output takes a minute."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self.process: Process | None = None
-
-    def __call__(self, _number: int, method: str, key: str, process: Process) -> float | None:
-        if method == "put_object" and layout.OUTPUTS in key:
-            self.keys.append(key)
-            self.process = process
-            return 60.0
-        return None
-
-    def kill(self) -> None:
-        """Kill the worker."""
-        assert self.process is not None
-        self.process.kill()
-
-
 def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
     """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
-    uploads = SlowUploads()
+    uploading: list[Process] = []
+
+    def hook(_number: int, method: str, key: str, process: Process) -> float | None:
+        if method != "put_object" or layout.OUTPUTS not in key:
+            return None
+        if not uploading:
+            stage.scheduler.after(30.0, process.kill)
+        uploading.append(process)
+        return 60.0
+
     with Stage([["say"]] * 20) as stage:
-        stage.scheduler.after(50.0, uploads.kill)
-        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
+        limits = Limits(max_publishing=4)
+        assert stage.run(hook=hook, limits=limits, checkpoint_seconds=5.0).is_killed
         assert len(stage.finished) == 20
-        assert sum(len(part) for part in records(stage)) == 20 - len(uploads.keys)
-        assert len(uploads.keys) == 4
+        assert sum(len(part) for part in records(stage)) == 20 - len(uploading)
+        assert len(uploading) == 4
 
 
 def test_promises_hold_with_small_segments() -> None:

@@ -30,6 +30,7 @@ ROWS_EACH = 250
 ROW_BYTES = 8000
 NUM_ROWS = NUM_SEGMENTS * ROWS_EACH
 REF = ChunkRef(name="texts", root="job", key="texts.jsonl")
+FAILED = b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}'
 
 
 @pytest.fixture
@@ -57,6 +58,12 @@ def output_line(line: int) -> bytes:
     return b'{"_row":%d,"_id":"","status":200,"body":{"choices":[{"text":"%s"}]}}' % (line, text)
 
 
+def save(run: Store, source: Store, number: int, *rows: FinishedRow) -> None:
+    """Write a segment of the chunk."""
+    sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
+    write_segment(run, layout.segment_key("texts", "w0", number), encode_rows(rows)[0], **sums)
+
+
 def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened:
     access = SimpleNamespace(
         store=run,
@@ -75,11 +82,10 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
     run: Store, source: Store, scratch: Scratch
 ) -> None:
     """All rows of the chunk are finished already."""
-    sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
     for index in range(NUM_SEGMENTS):
         lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
         rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
-        write_segment(run, layout.segment_key("texts", "w0", index), encode_rows(rows)[0], **sums)
+        save(run, source, index, *rows)
     tracemalloc.start()
     try:
         chunk = opened(REF, run, source, scratch)
@@ -99,12 +105,10 @@ def test_an_answer_comes_before_an_error_of_the_same_row(
     run: Store, source: Store, scratch: Scratch
 ) -> None:
     """The row was asked again with --retry-errors: a later start without it took up the error."""
-    sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
-    failed = codec.raw(b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}')
-    answered = codec.raw(output_line(0))
-    for number, (is_ok, output) in enumerate([(False, failed), (True, answered), (False, failed)]):
-        rows = [FinishedRow(line=0, ok=is_ok, code="" if is_ok else "c", output=output)]
-        write_segment(run, layout.segment_key("texts", "w0", number), encode_rows(rows)[0], **sums)
+    failed = FinishedRow(line=0, ok=False, code="c", output=codec.raw(FAILED))
+    answered = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
+    for number, row in enumerate([failed, answered, failed]):
+        save(run, source, number, row)
     chunk = opened(REF, run, source, scratch)
     assert isinstance(chunk, OpenChunk)
     assert (chunk.counts.rows_ok, chunk.counts.rows_error) == (1, 0)
@@ -115,19 +119,13 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     run: Store, source: Store, scratch: Scratch
 ) -> None:
     """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
-    failed = b'{"_row":0,"_id":"0","status":400,"error":{"code":"c","message":"m"}}'
-    built = build_output(scratch.new_path("output"), iter([failed, output_line(1), output_line(2)]))
-    marker = marker_record(
-        chunk=REF.key,
-        chunk_sha256=codec.sha256(source.get(REF.key).data),
-        rows_ok=2,
-        rows_error=1,
-    )
+    built = build_output(scratch.new_path("output"), [FAILED, output_line(1), output_line(2)])
+    sha256 = codec.sha256(source.get(REF.key).data)
+    marker = marker_record(chunk=REF.key, chunk_sha256=sha256, rows_ok=2, rows_error=1)
     publisher = Publisher(run, nonce="n", require_lease=lambda: None)
     published = publisher.publish(built, marker, chunk="texts", leftovers=[])
-    overwrite(
-        run, layout.output_key(published.marker.output), failed + b"\n" + output_line(2) + b"\n"
-    )
+    cut = FAILED + b"\n" + output_line(2) + b"\n"
+    overwrite(run, layout.output_key(published.marker.output), cut)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
         opened(REF._replace(generation=1, base=0), run, source, scratch)
     assert "--redo texts" in caught.value.hint

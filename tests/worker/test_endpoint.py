@@ -157,34 +157,24 @@ def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
 # --------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_key_that_is_refused_in_the_middle_ends_with_2_and_keeps_the_rows(endpoint, job, call):
-    endpoint.rule = lambda _text, _body: refusal(401, KEY) if len(endpoint.bodies) > 15 else None
-    status, result, log = call(*worker(job, endpoint, "--max-concurrency", "4"))
-    assert status == 2
-    assert "OPENAI_API_KEY" in log
-    assert result["error_count"] == 0
-    endpoint.rule = lambda _text, _body: None
-    num_before = len(endpoint.bodies)
-    status, result, log = call(*worker(job, endpoint))
-    assert (status, result["error_count"]) == (0, 0), log
-    assert len(endpoint.bodies) - num_before < 40, "rows that were finished are kept"
-    assert len(output_lines(job / "runs/a")) == 40
-    assert has_key(job) == []
-
-
-def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
-    endpoint.rule = lambda _text, _body: refusal(503) if len(endpoint.bodies) > 15 else None
-    status, result, log = call(
-        *worker(job, endpoint, "--stall-seconds", "0.5", "--max-concurrency", "4")
-    )
-    assert (status, result["error_count"]) == (33, 0)
-    assert "answered nothing for 0.5 s" in log
-    endpoint.rule = lambda _text, _body: None
+@pytest.mark.parametrize(
+    ("no", "status", "said"),
+    [(refusal(401, KEY), 2, "OPENAI_API_KEY"), (refusal(503), 33, "answered nothing for 0.5 s")],
+)
+def test_after_a_refused_key_or_an_outage_the_next_start_goes_on_at_any_url(
+    endpoint, job, call, no, status, said
+):
+    endpoint.rule = lambda _text, _body: no if len(endpoint.bodies) > 15 else None
+    options = ("--stall-seconds", "0.5", "--max-concurrency", "4")
+    found, result, log = call(*worker(job, endpoint, *options))
+    assert (found, result["error_count"]) == (status, 0)
+    assert said in log
     with fake_endpoint() as moved:
-        status, result, log = call(*worker(job, moved))
-        assert (status, result["error_count"]) == (0, 0), log
-        assert 0 < len(moved.texts) < 40, "a run goes on at another URL"
+        found, result, log = call(*worker(job, moved))
+        assert (found, result["error_count"]) == (0, 0), log
+        assert 0 < len(moved.texts) < 40, "rows that were finished are kept"
     assert [line["_row"] for line in output_lines(job / "runs/a")] == list(range(40))
+    assert has_key(job) == []
 
 
 def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endpoint, job, call):

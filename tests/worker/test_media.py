@@ -24,18 +24,10 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.worker.background import Background
 from batchinfer.worker.command import command as worker
-from batchinfer.worker.media_fetching import (
-    MediaCache,
-    MediaFetcher,
-)
+from batchinfer.worker.media_fetching import MediaCache, MediaFetcher
 from batchinfer.worker.worker_config import Limits
 from echo_server import fake_endpoint
-from making import (
-    make_job,
-    output_lines,
-    run_worker_here,
-    said,
-)
+from making import make_job, output_lines, run_worker_here, said
 from pictures import as_data_url, as_hub, picture
 from web_server import WebServer, in_turn, plain
 

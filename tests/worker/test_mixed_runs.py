@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted, RunMismatch
-from batchinfer.core.records import Marker, RowKey, Run
+from batchinfer.core.errors import RunMismatch
+from batchinfer.core.records import Marker, Run
 from simulation.machine import prompt_config
 from simulation.oracle import RUN
 from simulation.scenario import own_manifest
@@ -131,42 +131,6 @@ class TestAtTheStart:
         assert read == {("part-00002", 0)}
 
 
-class TestCheckpoints:
-    """run.json tells whose they are. Where it was removed, the worker knows it once its engine has loaded."""
-
-    def save_some(self, stage: Stage) -> set[RowKey]:
-        """Do some rows of the first chunk, and remove run.json. Returns the rows that are in checkpoints."""
-        stage.engine.max_in_flight = 2
-        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(checkpoint_seconds=0.2)
-        assert not markers(stage)
-        remove_run(stage)
-        saved = {
-            (key.split("/")[1], codec.decode(line, dict, name=key)["line"])
-            for key, data in stage.objects(layout.CHECKPOINTS).items()
-            for line in data.splitlines()[1:]
-        }
-        assert {chunk for chunk, _ in saved} == {"part-00000"}
-        stage.taken.clear()
-        stage.engine.load_seconds = 20.0
-        return saved
-
-    def test_rows_that_are_saved_are_not_done_again_after_run_json_was_removed(
-        self, stage: Stage
-    ) -> None:
-        saved = self.save_some(stage)
-        assert stage.run().is_success
-        assert len(stage.taken) == 18 - len(saved)
-        assert not saved & set(stage.taken)
-
-    def test_rows_of_another_configuration_are_not_taken_over_after_run_json_was_removed(
-        self, stage: Stage
-    ) -> None:
-        self.save_some(stage)
-        assert stage.run(**OTHER).is_success
-        assert len(stage.taken) == 18
-
-
 class TestAtTheEnd:
     def test_a_run_that_is_replaced_while_a_worker_runs_is_no_success(self, stage: Stage) -> None:
         stage.engine.row_seconds = 5.0
@@ -203,8 +167,3 @@ class TestAtTheEnd:
 
         stage.scheduler.after(6.0, publish)
         assert_refused(stage.run(), "part-00002", "another")
-
-    def test_a_stop_is_still_a_stop(self, stage: Stage) -> None:
-        stage.engine.row_seconds = 5.0
-        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
-        assert isinstance(stage.run().error, Interrupted)

@@ -25,14 +25,7 @@ import batchinfer
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from making import make_job, output_lines, read_marker
-from models import (
-    ROOT,
-    sound,
-    write_bert,
-    write_mistral,
-    write_vision_model,
-    write_whisper,
-)
+from models import ROOT, sound, write_bert, write_mistral, write_vision_model, write_whisper
 from pages import steps_of
 from pictures import as_base64, as_data_url, clip, picture
 from vllm_forks import Forks

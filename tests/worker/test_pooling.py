@@ -7,12 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from batchinfer.engines.echo import WIDTH, vector_of
 from batchinfer.storage.opening import open_store
-from collecting import table_of
 from making import make_job, output_lines, read_marker, run_worker_here
 from models import sound
 
@@ -68,15 +65,6 @@ def test_vectors_are_base64_and_as_long_as_asked_for(job: Path) -> None:
     for body in bodies(job / "run"):
         numbers = struct.unpack("<5f", base64.b64decode(body["data"][0]["embedding"]))
         assert sum(number**2 for number in numbers) == pytest.approx(1)
-
-
-def test_each_token_has_a_vector_of_its_own(job: Path) -> None:
-    run_worker_here(job, job / "run", "--task", "token-embed")
-    found = table_of(job / "run", job.parent)["token_embeddings"]
-    assert found.type == pa.list_(pa.list_(pa.float32()))
-    for row, vectors in enumerate(found.to_pylist()):
-        wanted = [vector_of(word, WIDTH) for word in ("text", str(row))]
-        assert vectors == [pytest.approx(each, abs=1e-6) for each in wanted]
 
 
 def test_sounds_are_transcribed(tmp_path: Path) -> None:

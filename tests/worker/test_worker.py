@@ -15,11 +15,7 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.codec import raw
-from batchinfer.core.errors import (
-    ErrorRateExceeded,
-    InputError,
-    Interrupted,
-)
+from batchinfer.core.errors import ErrorRateExceeded, InputError, Interrupted
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.prompts.types import PromptConfig
@@ -60,6 +56,11 @@ def echo_over(job: str) -> WorkerConfig:
         engine=EngineConfig(engine="echo"),
         prompt=PromptConfig(prompt_column="prompt"),
     )
+
+
+def prompt_if(is_good: object) -> dict[str, str]:
+    """A row that fails at once, or one that does not."""
+    return {"prompt": "x" if is_good else ""}
 
 
 class TestTheMainJob:
@@ -157,6 +158,17 @@ class TestStoppedAndStartedAgain:
         assert not finished_chunks(open_store(f"{job}/runs/a"))
 
 
+def put_back(run: Path, name: str, num_rows: int, code: str = "") -> None:
+    """Let a chunk be unfinished again, with a segment of its first rows. `code`: with which they have failed."""
+    store = open_store(str(run))
+    marker = read_marker(store, name)
+    lines = store.get(output_key(store, name)).data.splitlines()[:num_rows]
+    rows = [FinishedRow(line=n, ok=not code, code=code, output=raw(s)) for n, s in enumerate(lines)]
+    sums = {"chunk_sha256": marker.chunk_sha256, "fingerprint": marker.fingerprint}
+    write_segment(store, layout.segment_key(name, "w", 1), encode_rows(rows)[0], **sums)
+    store.delete([layout.marker_key(name)])
+
+
 class TestBadRows:
     def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
         put_job(open_store(str(tmp_path / "job")).create, [b"\n".join(lines) + b"\n"])
@@ -174,8 +186,7 @@ class TestBadRows:
 
     def test_too_many_errors_stay_too_many_for_later_starts(self, tmp_path: Path) -> None:
         job, run, most = tmp_path / "job", tmp_path / "run", ("--max-error-rate", "0.1")
-        rows = {"rows": 80, "per_chunk": 20}
-        make_job(job, **rows, make_row=lambda row: {"prompt": "x" if row % 4 else ""})
+        make_job(job, rows=80, per_chunk=20, make_row=lambda row: prompt_if(row % 4))
         run_worker_here(job, run, "--max-error-rate", "0.1", "--min-errors", "21")
         for _ in range(2):
             with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
@@ -184,17 +195,9 @@ class TestBadRows:
 
     def test_rows_that_were_resumed_are_among_those_that_did_not_fail(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
-        make_job(
-            job, rows=200, per_chunk=100, make_row=lambda row: {"prompt": "x" if row > 30 else ""}
-        )
+        make_job(job, rows=200, per_chunk=100, make_row=lambda row: prompt_if(row > 30))
         run_worker_here(job, run)
-        store, name = open_store(str(run)), "part-00001"
-        marker = read_marker(store, name)
-        lines = store.get(output_key(store, name)).data.splitlines()
-        rows = [FinishedRow(line=n, ok=True, output=raw(line)) for n, line in enumerate(lines)]
-        sums = {"chunk_sha256": marker.chunk_sha256, "fingerprint": marker.fingerprint}
-        write_segment(store, layout.segment_key(name, "w", 1), encode_rows(rows)[0], **sums)
-        store.delete([layout.marker_key(name)])
+        put_back(run, "part-00001", 100)
         done = run_worker_here(job, run, "--max-error-rate", "0.2")
         assert (done["status"], done["rows_resumed"]) == ("SUCCESS", 100)
 
@@ -236,19 +239,8 @@ class TestBadRows:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=150, per_chunk=150, make_row=lambda row: {"other": row})
         run_worker_here(job, run, "--max-error-rate", "1")
-        store, name = open_store(str(run)), "part-00000"
-        marker = read_marker(store, name)
-        lines = store.get(output_key(store, name)).data.splitlines()[:100]
-        code = "missing_column"
-        rows = [
-            FinishedRow(line=n, ok=False, code=code, output=raw(line))
-            for n, line in enumerate(lines)
-        ]
-        sums = {"chunk_sha256": marker.chunk_sha256, "fingerprint": marker.fingerprint}
-        segment = layout.segment_key(name, "w", 1)
         for options, resumed in (((), 100), (("--retry-errors",), 0)):
-            write_segment(store, segment, encode_rows(rows)[0], **sums)
-            store.delete([layout.marker_key(name)])
+            put_back(run, "part-00000", 100, "missing_column")
             with pytest.raises(ErrorRateExceeded, match="every row of the run failed") as caught:
                 run_worker_here(job, run, *options)
             assert caught.value.result["rows_resumed"] == resumed
@@ -257,16 +249,14 @@ class TestBadRows:
         """It stopped itself at each start: rows that fail for good are among few."""
         job, run = tmp_path / "job", tmp_path / "run"
         most = ("--max-error-rate", "0.1")
-        make_job(
-            job, rows=400, per_chunk=100, make_row=lambda row: {"prompt": "x" if row % 13 else ""}
-        )
+        make_job(job, rows=400, per_chunk=100, make_row=lambda row: prompt_if(row % 13))
         assert run_worker_here(job, run, *most)["error_count"] == 31
         again = run_worker_here(job, run, *most, "--retry-errors")
         assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
 
     def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=20, per_chunk=20, make_row=lambda row: {"prompt": "a b" if row else ""})
+        make_job(job, rows=20, per_chunk=20, make_row=prompt_if)
         run_worker_here(job, run, "--task", "embed")
         run_worker_here(job, run, "--task", "embed", "--retry-errors")
         before, after = (read_marker(open_store(str(run)), "part-00000", n) for n in (0, 1))
@@ -276,7 +266,7 @@ class TestBadRows:
         self, tmp_path: Path
     ) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=6, per_chunk=2, make_row=lambda row: {"prompt": "" if row < 4 else "x"})
+        make_job(job, rows=6, per_chunk=2, make_row=lambda row: prompt_if(row >= 4))
         assert run_worker_here(job, run)["status"] == "SUCCESS"
         again = run_worker_here(job, run, "--retry-errors")
         assert (again["request_count"], again["error_count"]) == (4, 4)
