@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,55 +25,42 @@ def empty() -> Iterator[None]:
     forget(URL)
 
 
-class Overwriting(MemoryStore):
-    def create(self, key: str, data: bytes) -> str:
-        self.delete([key])
-        return super().create(key, data)
+def overwrite(store: MemoryStore, key: str, data: bytes) -> str:
+    store.delete([key])
+    return MemoryStore.create(store, key, data)
 
 
-class Overwritten(MemoryStore):
-    """Says that the create is refused, and overwrites all the same."""
-
-    def create(self, key: str, data: bytes) -> str:
-        try:
-            return super().create(key, data)
-        except AlreadyExists:
-            super().replace(key, data, self.stat(key).etag)
-            raise
+def refuse_and_overwrite(store: MemoryStore, key: str, data: bytes) -> str:
+    try:
+        return MemoryStore.create(store, key, data)
+    except AlreadyExists:
+        store.replace(key, data, store.stat(key).etag)
+        raise
 
 
-class Deaf(MemoryStore):
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        return super().replace(key, data, self.stat(key).etag)
+def replace_any(store: MemoryStore, key: str, data: bytes, _etag: str) -> str:
+    return MemoryStore.replace(store, key, data, store.stat(key).etag)
 
 
-class Stubborn(MemoryStore):
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        raise PreconditionFailed("never")
-
-
-class Unable(MemoryStore):
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        raise NotSupported("501")
-
-
-class Undeletable(MemoryStore):
-    def delete(self, keys: object) -> None:
-        raise AccessDenied("no")
+NEVER = Mock(side_effect=PreconditionFailed("never"))
+UNABLE = Mock(side_effect=NotSupported("501"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("verb", "act", "said"),
     [
-        (Overwriting, "a second create of one object was tried, and overwrote it"),
-        (Overwritten, "a second create of one object was refused, and overwrote it all the same"),
-        (Deaf, "a replace with an outdated etag was tried, and overwrote it"),
-        (Stubborn, "a replace with the object's current etag was tried, and refused"),
-        (Unable, "a conditional write was tried, and the store does not support it"),
+        ("create", overwrite, "a second create of one object was tried, and overwrote it"),
+        ("create", refuse_and_overwrite, "was refused, and overwrote it all the same"),
+        ("replace", replace_any, "a replace with an outdated etag was tried, and overwrote it"),
+        ("replace", NEVER, "a replace with the object's current etag was tried, and refused"),
+        ("replace", UNABLE, "a conditional write was tried, and the store does not support it"),
     ],
 )
-def test_a_store_is_refused_with_what_was_tried_and_what_it_did(kind: type[MemoryStore], said: str):
-    store = kind(URL)
+def test_a_store_is_refused_with_what_was_tried_and_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, verb: str, act: Callable[..., str], said: str
+):
+    store = MemoryStore(URL)
+    monkeypatch.setattr(store, verb, partial(act, store))
     with pytest.raises(ConfigError, match=said) as caught:
         check_preconditions(store)
     assert caught.value.exit_status == 2
@@ -95,8 +84,10 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
     assert tried == [run, copy]
 
 
-def test_probe_that_cannot_be_removed_is_only_a_warning(caplog):
-    check_preconditions(Undeletable(URL))
+def test_probe_that_cannot_be_removed_is_only_a_warning(caplog, monkeypatch):
+    store = MemoryStore(URL)
+    monkeypatch.setattr(store, "delete", Mock(side_effect=AccessDenied("no")))
+    check_preconditions(store)
     assert "cannot remove the probe" in caplog.text
 
 

@@ -12,7 +12,7 @@ from batchinfer.core.errors import Interrupted, NoProgress, StopRequested, Stora
 from batchinfer.worker.heartbeat import Heartbeat
 from fakes import FakeClock, MemoryStore, worker_record
 from simulation.scheduler import Process
-from simulation.stage import Ending, Stage
+from simulation.stage import Ending, Stage, when
 
 
 @pytest.fixture
@@ -68,11 +68,10 @@ def test_heartbeats_that_take_longer_than_the_lease_end_the_worker() -> None:
     """Each was written, so nothing was wrong, and nothing could ever be published."""
     with Stage([["mine"] * 50]) as stage:
 
-        def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
-            is_beat = method == "put_object" and layout.WORKERS in key
-            return 8.0 if is_beat and stage.scheduler.now > 1 else None
+        def is_beat(method: str, key: str) -> bool:
+            return method == "put_object" and layout.WORKERS in key and stage.scheduler.now > 1
 
-        ending = stage.run(hook=hook, within_seconds=200.0)
+        ending = stage.run(hook=when(is_beat, 8.0), within_seconds=200.0)
     assert isinstance(ending.error, StorageError)
     assert ending.error.exit_status == 34
     assert "was written in time" in ending.error.message

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,16 +23,26 @@ from fakes import FakeClock
 from simulation.stage import Stage
 
 
-def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do() -> None:
-    """Its thread opens it between two looks of the main loop, which took the work for done and waited for ever."""
-    clock, ring, config = FakeClock(), SimpleNamespace(is_finished=True), SimpleNamespace()
-    config.limits = Limits()
-    outside: Any = SimpleNamespace(clock=clock, background=Background())
-    whole: list[Any] = [outside, None, ring, Telemetry("w", clock, host={}), config]
-    chunks = OpenChunks(*whole)
-    assert not chunks.may_grow
+def chunks_of(clock: FakeClock, *, ring: Any = None, **outside: Any) -> OpenChunks:
+    """The chunks of a worker, of which only so much is there."""
+    environment: Any = SimpleNamespace(clock=clock, **{"background": Background()} | outside)
+    config: Any = SimpleNamespace(limits=Limits())
+    nothing: Any = None
+    return OpenChunks(environment, nothing, ring, Telemetry("w", clock, host={}), config)
+
+
+def begin(chunks: OpenChunks) -> Life:
+    """Begin the life of a chunk, without its thread."""
     life = Life(ChunkRef("c", "", "c"), chunks._hall, threading.Event())
     chunks._lives["c"] = life, Future()
+    return life
+
+
+def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do() -> None:
+    """Its thread opens it between two looks of the main loop, which took the work for done and waited for ever."""
+    chunks = chunks_of(FakeClock(), ring=SimpleNamespace(is_finished=True))
+    assert not chunks.may_grow
+    life = begin(chunks)
     assert chunks.may_grow
     opened: Any = SimpleNamespace(num_unread=2)
     life.chunk = opened
@@ -55,12 +66,8 @@ def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_sav
     background = Background()
     background.wait = lambda _seconds: None
     stopper = Stopper(clock, grace_seconds=1)
-    outside: Any = SimpleNamespace(clock=clock, background=background, stopper=stopper)
-    config: Any = SimpleNamespace(limits=Limits())
-    whole: list[Any] = [outside, None, None, Telemetry("w", clock, host={}), config]
-    chunks = OpenChunks(*whole)
-    life = Life(ChunkRef("c", "", "c"), chunks._hall, threading.Event())
-    chunks._lives["c"] = life, Future()
+    chunks = chunks_of(clock, background=background, stopper=stopper)
+    begin(chunks)
     stopper.request(Interrupted("stopped by SIGTERM"))
 
     def on_turn() -> None:
@@ -75,20 +82,9 @@ def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_sav
 
 def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() -> None:
     """It opened up to four at once, as if each of its rows took a second, and was the last to end, by minutes."""
-    clock, hungry = FakeClock(), []
-
-    class Ring:
-        def tick(self, *, is_hungry: bool) -> set[str]:
-            hungry.append(is_hungry)
-            return set()
-
-        def next(self) -> None:
-            return None
-
-    outside: Any = SimpleNamespace(clock=clock, background=Background())
-    config: Any = SimpleNamespace(limits=Limits())
-    whole: list[Any] = [outside, None, Ring(), Telemetry("w", clock, host={}), config]
-    chunks = OpenChunks(*whole)
+    clock = FakeClock()
+    ring = Mock(tick=Mock(return_value=set()), next=Mock(return_value=None))
+    chunks = chunks_of(clock, ring=ring)
     size: Any = SimpleNamespace(size_bytes=0)
     chunk: Any = SimpleNamespace(num_unread=500, local=size, spool=size)
     chunks.open["c"] = chunk
@@ -98,7 +94,7 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() 
     chunks.tick(0, 256)
     clock.seconds += 100
     chunks.tick(0, 256)
-    assert hungry == [False, True, False]
+    assert [each.kwargs["is_hungry"] for each in ring.tick.mock_calls] == [False, True, False]
 
 
 def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(

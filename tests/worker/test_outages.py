@@ -7,41 +7,29 @@ import pytest
 from batchinfer.core.errors import StorageError
 from batchinfer.worker.worker_config import Limits
 from simulation.oracle import JOB
-from simulation.stage import Stage
-from simulation.storage import Hook
+from simulation.stage import Stage, when
 
 DAMAGED = JOB + "chunks/part-00000.jsonl"
 IMPATIENT = Limits(storage_attempts=2, storage_retry_seconds=0.5)
 
 
-def refuse(stage: Stage, part: str, *, until_seconds: float) -> Hook:
-    """Requests for these keys fail until then."""
-
-    def hook(_number: int, _method: str, key: str, _process: object) -> str | None:
-        return "refused" if part in key and stage.scheduler.now < until_seconds else None
-
-    return hook
-
-
-@pytest.mark.parametrize("key", ["outputs/part-00000", "chunks/part-00000"])
-def test_a_chunk_is_not_given_up_while_there_are_rows_to_generate(key: str) -> None:
+@pytest.mark.parametrize("part", ["outputs/part-00000", "chunks/part-00000"])
+@pytest.mark.parametrize("until_seconds", [20.0, float("inf")])
+def test_a_chunk_is_not_given_up_while_there_are_rows_to_generate(
+    part: str, until_seconds: float
+) -> None:
     """It was after a few tries, and the worker ended with 34 although the store had come back long before its end."""
     with Stage([["short"], [f"say {index}" for index in range(60)]]) as stage:
         stage.engine.max_in_flight = 2
-        hook = refuse(stage, key, until_seconds=20.0)
-        assert stage.run(hook=hook, limits=IMPATIENT).is_success
+        away = when(lambda _, key: part in key and stage.scheduler.now < until_seconds, "refused")
+        ending = stage.run(hook=away, limits=IMPATIENT)
         assert stage.scheduler.now > 20.0
-
-
-@pytest.mark.parametrize("key", ["outputs/part-00000", "chunks/part-00000"])
-def test_a_chunk_is_given_up_once_nothing_else_is_left(key: str) -> None:
-    with Stage([["short"], [f"say {index}" for index in range(60)]]) as stage:
-        stage.engine.max_in_flight = 2
-        hook = refuse(stage, key, until_seconds=float("inf"))
-        ending = stage.run(hook=hook, limits=IMPATIENT)
-        assert isinstance(ending.error, StorageError)
-        assert ending.error.exit_status == 34
-        assert len(stage.objects("outputs/")) == 2  # of the other chunk
+        if until_seconds == 20.0:
+            assert ending.is_success
+        else:
+            assert isinstance(ending.error, StorageError)
+            assert ending.error.exit_status == 34
+            assert len(stage.objects("outputs/")) == 2  # of the other chunk
 
 
 def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -24,25 +25,19 @@ from making import overwrite
 from simulation.stage import Stage
 
 LEASE_SECONDS = 120.0
+NUMBERS = itertools.count()
+"""Numbers the runs."""
 
 
 class Idle:
     """A worker that has no chunks of its own left, in a run over `num_chunks` chunks."""
 
-    def __init__(
-        self, name: str, num_chunks: int, *, num_workers: int = 2, is_padded: bool = True
-    ) -> None:
+    def __init__(self, num_chunks: int, *, num_workers: int = 2, form: str = "part-{:06d}") -> None:
         self.clock = FakeClock()
-        self.memory = MemoryStore(f"memory://ring-{name}")
+        self.memory = MemoryStore(f"memory://ring-{next(NUMBERS)}")
         self.store = CountingStore(self.memory)
-        self.names = [
-            layout.chunk_name(index, 1_000_000) if is_padded else f"s-{index}"
-            for index in range(num_chunks)
-        ]
-        refs = {
-            each: ChunkRef(each, "memory://job", layout.chunk_file(each, "none"), sha256="s")
-            for each in self.names
-        }
+        self.names = [form.format(index) for index in range(num_chunks)]
+        refs = {each: ChunkRef(each, "memory://job", each, sha256="s") for each in self.names}
         lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
         claims = Claims(self.store, lease, self.clock)
         background = SimpleNamespace(submit=Done)
@@ -91,7 +86,7 @@ class Idle:
 
 
 def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once() -> None:
-    idle = Idle("last", 5000)
+    idle = Idle(5000)
     idle.finish(*idle.names[:3210], *idle.names[3211:])
     idle.tick()
     assert idle.store.requests["list"] <= 4  # the workers and a block of the run, not all of it
@@ -110,7 +105,7 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
 ) -> None:
     """A thousand idle ones that look at another block each second are more than a bucket takes."""
     monkeypatch.setattr(survey, "_MOST_NEIGHBOURS", 10)
-    idle = Idle(f"idle-{num_workers}", 300, num_workers=num_workers)
+    idle = Idle(300, num_workers=num_workers)
     for name in idle.names:
         idle.claim(name, "busy")
     with mock.patch.object(survey, "read_claim", wraps=survey.read_claim) as read:
@@ -131,7 +126,7 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     A block is listed. Ten chunks or fewer are looked up one by one, and that many requests take their time.
     """
     monkeypatch.setattr(survey, "_MOST_NEIGHBOURS", num_neighbours)
-    idle = Idle(f"finished-{most}", 100 * num_neighbours, num_workers=num_workers)
+    idle = Idle(100 * num_neighbours, num_workers=num_workers)
     idle.finish(*idle.names)
     began = idle.clock.monotonic()
     assert idle.find(most_ticks=8 * most, seconds=0.125) is None
@@ -141,16 +136,13 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
 @pytest.mark.parametrize("name", ["train-{:05d}-of-01500", "part-{:05d}-7f3a.c000", "{}"])
 def test_names_of_all_kinds_are_looked_at_in_few_blocks(name: str) -> None:
     """Those of by-reference jobs that end alike were blocks of their own: hours of idle machines at the end."""
-    idle = Idle("names", 0)
-    idle.names = [name.format(index) for index in range(1500)]
-    refs = {each: ChunkRef(each, "memory://job", each, sha256="s") for each in idle.names}
-    idle.ring._everything = lambda: refs
+    idle = Idle(1500, form=name)
     idle.finish(*idle.names)
     assert idle.find(most_ticks=20) is None
 
 
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
-    idle = Idle("away", 3000)
+    idle = Idle(3000)
     idle.finish(*idle.names[1:])
     with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
         for _ in range(20):
@@ -162,7 +154,7 @@ def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker
 
 
 def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat() -> None:
-    idle = Idle("sample", 500)
+    idle = Idle(500)
     for index, name in enumerate(idle.names):
         idle.claim(name, f"other-{index}")
     idle.tick()
@@ -177,7 +169,7 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
 
 def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
     """Among many blocks of chunks, minutes pass between two looks at one of them."""
-    idle = Idle("watched", 2)
+    idle = Idle(2)
     for name in idle.names:
         idle.claim(name, f"owner-{name}")
     look = partial(survey.look_at_neighbours, idle.store, idle.ring._run.claims)
@@ -188,7 +180,7 @@ def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
 
 def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> None:
     """Each look read the claims of all of them: with a thousand damaged chunks it took minutes."""
-    idle = Idle("given-up", 41)
+    idle = Idle(41)
     for name in idle.names[:40]:
         idle.claim(name, "w0")
         idle.ring.started(name)
@@ -204,7 +196,7 @@ def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> 
 
 def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
     """While the engine loads, nobody takes a chunk, and others may do them all."""
-    idle = Idle("stale", 6)
+    idle = Idle(6)
     idle.tick()
     idle.finish(*idle.names)
     idle.tick(seconds=50.0)
@@ -226,7 +218,7 @@ def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads() ->
 
 def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded() -> None:
     """Their names begin like those of all others, so that a listing would show the whole run."""
-    idle = Idle("unpadded", 3000, is_padded=False)
+    idle = Idle(3000, form="s-{}")
     idle.finish(*idle.names[:-2])
     idle.claim(idle.names[-2], "other")
     assert idle.find(most_ticks=30) == idle.names[-1]

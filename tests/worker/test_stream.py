@@ -21,7 +21,7 @@ from batchinfer.worker.media_fetching import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.worker_config import Environment, Limits
-from fakes import FakeClock
+from fakes import Done, FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
 WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, columns={"image": ["image"]})
@@ -49,8 +49,7 @@ class AtOnce:
     """A background that has done everything already."""
 
     def submit(self, work: Callable[[], Any]) -> Any:
-        value = work()
-        return SimpleNamespace(done=lambda: True, result=lambda: value)
+        return Done(work)
 
     def beside(self, num_threads: int) -> AtOnce:
         return self
@@ -186,13 +185,8 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
 def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
     background = FetchesLater()
     chunks.put("first", 3 * NUM_THREADS, [RED])
-    stream = stream_over(
-        chunks,
-        prompt=WITH_IMAGES,
-        background=background,
-        max_in_flight=100,
-        max_row_memory=NUM_THREADS * 32,
-    )
+    sizes = {"max_in_flight": 100, "max_row_memory": NUM_THREADS * 32}
+    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background, **sizes)
     assert not take_all(stream, 3)
     chunks.close()
     background.has_fetched = True
