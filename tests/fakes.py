@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,15 @@ class FakeClock:
 
 def worker_record(**values: Any) -> Worker:
     """A worker's record."""
-    return Worker(
-        **{
-            "id": "w0",
-            "nonce": "",
-            "state": "running",
-            "started": 0.0,
-            "heartbeat": 0.0,
-        }
-        | values
-    )
+    return Worker(**_BEATING | {"started": 0.0} | values)
 
 
 def lease_record(**values: Any) -> WorkerLease:
     """A worker's lease."""
-    return WorkerLease(**{"id": "w0", "nonce": "", "state": "running", "heartbeat": 0.0} | values)
+    return WorkerLease(**_BEATING | values)
+
+
+_BEATING = {"id": "w0", "nonce": "", "state": "running", "heartbeat": 0.0}
 
 
 def put_worker(store: Store, record: Worker) -> None:
@@ -93,24 +88,15 @@ def meanwhile(monkeypatch: Any, owner: Any, step: str, act: Callable[[], object]
     monkeypatch.setattr(owner, step, step_after)
 
 
-class Done:
+class Done(Future[Any]):
     """Work that was done at once."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._error: Exception | None = None
-        self._value: Any = None
+        super().__init__()
         try:
-            self._value = work()
+            self.set_result(work())
         except StorageError as error:
-            self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
+            self.set_exception(error)
 
 
 _written: dict[tuple[str, str, str], float] = {}

@@ -175,10 +175,6 @@ class StoreContract:
                 (there.bytes, there.etag.split(";")[0]),
             ]
 
-    def test_fresh_root_lists_nothing(self, store: Store) -> None:
-        assert list(store.list()) == []
-        assert list(store.list("outputs/")) == []
-
     def test_other_workers_objects_show_at_once(self, reopen: Callable[[], Store]) -> None:
         mine, other = reopen(), reopen()
         assert list(mine.list("outputs/")) == []

@@ -115,10 +115,7 @@ def test_a_relative_job_is_known_by_its_whole_path(
     """run.json records it, and commands in other folders read that."""
     monkeypatch.chdir(Path(job).parent)
     name = Path(job).name
-    for found in (
-        read(f"{name}/manifests/all.txt"),
-        read(f"{name}/manifests/all.txt", job=name),
-    ):
+    for found in (read(f"{name}/manifests/all.txt"), read(f"{name}/manifests/all.txt", job=name)):
         assert found.job_url == job
         assert {ref.root for ref in found.chunks} == {job}
 

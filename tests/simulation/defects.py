@@ -76,11 +76,7 @@ def marker_before_output(
     """The marker is written first, and the output after it."""
     file = layout.output_file(chunk, self._nonce + "0")
     marker = msgspec.structs.replace(
-        marker,
-        output=file,
-        output_bytes=built.bytes,
-        output_sha256=built.sha256,
-        nonce=self._nonce,
+        marker, output=file, output_bytes=built.bytes, output_sha256=built.sha256, nonce=self._nonce
     )
     standing = self._put_marker(marker, chunk)
     self._store.put_file(layout.output_key(file), built.path)

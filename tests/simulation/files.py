@@ -68,9 +68,7 @@ def _no_space(path: Path) -> OSError:
 
 
 @contextmanager
-def tracked_files(
-    has_room: Callable[[str], bool] = lambda _process_name: True,
-) -> Iterator[None]:
+def tracked_files(has_room: Callable[[str], bool] = lambda _process_name: True) -> Iterator[None]:
     """Remember the files that scratch folders open, for `close_files`. Nothing is read on real threads meanwhile.
 
     `has_room`: Whether the scratch disk of a process takes what is written to it.

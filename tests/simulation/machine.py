@@ -180,10 +180,7 @@ class SimBackground:
 
     def beside(self, num_threads: int) -> SimBackground:
         return SimBackground(
-            self._process,
-            num_hands=num_threads,
-            latency_seconds=self._latency_seconds,
-            waits=self,
+            self._process, num_hands=num_threads, latency_seconds=self._latency_seconds, waits=self
         )
 
     def wait(self, timeout_seconds: float) -> None:

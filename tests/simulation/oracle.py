@@ -65,12 +65,7 @@ def _is_lease(name: str) -> bool:
 class Oracle:
     """Watches the bucket (storage.Watcher) and the engines (machine.Ward) of one seed."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        server: Server,
-        truth: Truth,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, server: Server, truth: Truth) -> None:
         self._scheduler = scheduler
         self._server = server
         self._truth = truth
@@ -441,11 +436,7 @@ class Oracle:
             self.fail(f"P3: {name} ends before it starts")
 
     def _check_output(
-        self,
-        chunk: str,
-        generation: int,
-        data: bytes,
-        marker: dict[str, Any],
+        self, chunk: str, generation: int, data: bytes, marker: dict[str, Any]
     ) -> None:
         temperature = self._temperatures[marker["fingerprint"]]
         rows = self._truth.chunks[chunk]
@@ -473,12 +464,7 @@ class Oracle:
             raise Violation(f"P3: {chunk}: {num_ok} ok and {errors}, the marker counts otherwise")
 
     def _check_answer(
-        self,
-        where: str,
-        key: RowKey,
-        row: Row,
-        line: dict[str, Any],
-        temperature: float,
+        self, where: str, key: RowKey, row: Row, line: dict[str, Any], temperature: float
     ) -> None:
         run_seed = self._truth.run_seed
         is_greedy = temperature <= 0

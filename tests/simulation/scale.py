@@ -35,8 +35,7 @@ from batchinfer.core.errors import BatchinferError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.ledger import jobs, survey
-from batchinfer.ledger.inventory import SeenMarker
+from batchinfer.ledger import jobs
 from batchinfer.storage import ObjectInfo
 from batchinfer.worker import joining, main_loop, minutes, ring, workload
 from batchinfer.worker import start as worker_start
@@ -283,13 +282,7 @@ class Campaign:
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-scale-", dir=BASE))
         try:
             with ExitStack() as stack:
-                for context in (
-                    tracked_files,
-                    _one_job,
-                    _known_listings,
-                    _less_detail,
-                    _small_sets,
-                ):
+                for context in (tracked_files, _one_job, _less_detail, _small_sets):
                     stack.enter_context(context())
                 for machine in self.machines:
                     self.num_running += 1
@@ -461,37 +454,6 @@ def _one_job() -> Iterator[None]:
         mock.patch.object(joining, "job_chunks", job_chunks),
         mock.patch.object(worker_start, "rows_by_chunk", once(jobs.rows_by_chunk)),
     ):
-        yield
-
-
-class _Listed:
-    """A store that holds one listing."""
-
-    def __init__(self, infos: list[ObjectInfo]) -> None:
-        self._infos = infos
-
-    def list(self, _prefix: str) -> list[ObjectInfo]:
-        return self._infos
-
-
-@contextmanager
-def _known_listings() -> Iterator[None]:
-    """Let the workers share what they make of a listing of markers that shows the same as the last one did.
-
-    At the end a thousand workers list all parts of the same finished run. Each still sends its requests.
-    """
-    newest_markers = survey.newest_markers
-    known: dict[str, tuple[list[ObjectInfo], dict[str, SeenMarker]]] = {}
-
-    def shared(store: Any, beginning: str = "") -> dict[str, SeenMarker]:
-        infos = list(store.list(layout.OUTPUTS + beginning))
-        if beginning not in known or known[beginning][0] != infos:
-            known[beginning] = infos, newest_markers(_Listed(infos), beginning)
-        return known[beginning][1]
-
-    with ExitStack() as stack:
-        for module in (survey, worker_start):
-            stack.enter_context(mock.patch.object(module, "newest_markers", shared))
         yield
 
 

@@ -113,8 +113,7 @@ class Scenario:
             self.scheduler.trace = []
         chance = self.plot.chance
         self.server = Server(
-            page_keys=chance.choice([2, 1000, 1000]),
-            has_content_etags=chance.random() < 0.7,
+            page_keys=chance.choice([2, 1000, 1000]), has_content_etags=chance.random() < 0.7
         )
         self.network = Network(self.scheduler, self.server)
         self.network.attempts = chance.choice([1, 3, 3])

@@ -27,8 +27,11 @@ LEASE_SECONDS = 6.0
 class _Slow(MemoryStore):
     """A store in which everything takes long, and happens at its end or, if it is a write, at its beginning."""
 
-    clock: FakeClock
     seconds = 0.0
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.clock = FakeClock()
 
     def get(self, key: str) -> Object:
         self.clock.sleep(self.seconds)
@@ -48,9 +51,8 @@ def _start(store: MemoryStore, clock: FakeClock, nonce: str) -> tuple[Lease, Cla
 
 def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:
     """The answer took two leases, and showed the owner's newest heartbeat."""
-    store, clock = _Slow("memory://scene-sighting"), FakeClock()
-    store.clock = clock
-    _, claims = _start(store, clock, "watcher")
+    store = _Slow("memory://scene-sighting")
+    _, claims = _start(store, store.clock, "watcher")
     record = worker_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS)
     store.create(layout.worker_key("w9"), codec.encode(record))
     held = Held(Claim(worker="w9", nonce="n"), "")
@@ -62,9 +64,8 @@ def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:
 
 def a_heartbeat_counts_from_when_it_was_sent() -> None:
     """Its answer took two leases, and others have seen it all that time ago."""
-    store, clock = _Slow("memory://scene-heartbeat"), FakeClock()
-    store.clock = clock
-    lease, _ = _start(store, clock, "slow")
+    store = _Slow("memory://scene-heartbeat")
+    lease, _ = _start(store, store.clock, "slow")
     store.seconds = 2 * LEASE_SECONDS
     lease.renew(worker_record())
     assert not lease.is_held()
@@ -96,11 +97,17 @@ def a_renewal_leaves_the_record_of_another_start_alone() -> None:
     assert codec.decode(store.get(key).data, WorkerLease, name=key).nonce == "later"
 
 
+def _stopped_half_way() -> Stage:
+    """A chunk of which segments hold some rows."""
+    stage = Stage([[f"say {index}" for index in range(40)]])
+    stage.engine.max_in_flight = 2
+    stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+    return stage
+
+
 def rows_beside_vanished_segments_are_saved_again() -> None:
     """Somebody removes the segments of a chunk while a worker reads them; the first one had been read by then."""
-    with Stage([[f"say {index}" for index in range(40)]]) as stage:
-        stage.engine.max_in_flight = 2
-        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+    with _stopped_half_way() as stage:
         stage.run(checkpoint_seconds=0.2)
         first, second, *_ = stage.server.keys(RUN + layout.CHECKPOINTS)
         adopted = _lines(stage.server.objects[first].data)
@@ -121,9 +128,7 @@ def rows_beside_vanished_segments_are_saved_again() -> None:
 
 def a_segment_that_was_changed_on_storage_is_left_out() -> None:
     """One digit of each answer is another one."""
-    with Stage([[f"say {index}" for index in range(40)]]) as stage:
-        stage.engine.max_in_flight = 2
-        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+    with _stopped_half_way() as stage:
         stage.run(checkpoint_seconds=0.2)
         assert stage.objects(layout.CHECKPOINTS)
         for key, data in stage.objects(layout.CHECKPOINTS).items():
@@ -151,18 +156,18 @@ def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
         assert orphan in stage.objects()
 
 
+def _owners(stage: Stage) -> dict[str, str]:
+    claims = stage.objects(layout.CLAIMS).items()
+    return {key: codec.decode(data, Claim, name=key).worker for key, data in claims}
+
+
 def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
     """Else they wait for its lease to lapse."""
     with Stage([[f"say {index}" for index in range(40)], ["theirs"]]) as stage:
         stage.engine.max_in_flight = 1
         stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
         assert isinstance(stage.run().error, Interrupted)
-        owners = [
-            codec.decode(data, Claim, name="a claim").worker
-            for data in stage.objects(layout.CLAIMS).values()
-        ]
-        assert owners
-        assert set(owners) == {""}
+        assert set(_owners(stage).values()) == {""}
 
 
 def who_has_given_a_chunk_up_keeps_nobody_waiting_for_it() -> None:
@@ -174,16 +179,11 @@ def who_has_given_a_chunk_up_keeps_nobody_waiting_for_it() -> None:
         late = when(
             lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
         )
-        owners: list[str] = []
-
-        def look() -> None:
-            claim = stage.objects(layout.CLAIMS)[layout.claim_key(CHUNK)]
-            owners.append(codec.decode(claim, Claim, name="a claim").worker)
-
-        stage.scheduler.after(30.0, look)
+        owners: list[dict[str, str]] = []
+        stage.scheduler.after(30.0, lambda: owners.append(_owners(stage)))
         ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
         assert isinstance(ending.error, StorageError)
-        assert owners == [""]
+        assert owners[0][layout.claim_key(CHUNK)] == ""
         assert layout.marker_key("part-00001") in stage.objects()
 
 

@@ -19,12 +19,7 @@ from models import write_adapter
 
 def request(index: int, name: Any) -> dict[str, Any]:
     body = {"model": name, "messages": [{"role": "user", "content": f"hello {index}"}]}
-    return {
-        "custom_id": f"r{index}",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": body,
-    }
+    return {"custom_id": f"r{index}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
 def column(_index: int, name: Any) -> dict[str, Any]:

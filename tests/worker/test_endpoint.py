@@ -192,11 +192,7 @@ def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endp
 
 @pytest.mark.parametrize(
     ("option", "status"),
-    [
-        ("max_completion_tokens=500", 0),
-        ("reasoning_effort=low", 0),
-        ("max_tokens=500", 2),
-    ],
+    [("max_completion_tokens=500", 0), ("reasoning_effort=low", 0), ("max_tokens=500", 2)],
 )
 def test_a_model_that_refuses_max_tokens_is_asked_without(endpoint, job, call, option, status):
     no = refusal(400, "Unsupported parameter: 'max_tokens'", param="max_tokens")

@@ -50,9 +50,7 @@ def test_closing_the_engine_is_not_time_in_which_it_worked(clock: FakeClock) -> 
     assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
 
 
-def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(
-    clock: FakeClock,
-) -> None:
+def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock: FakeClock) -> None:
     first = start_after(clock)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
     chunk: Any = SimpleNamespace(name="part-00000", num_rows=4, num_left=3, counts=Counts())

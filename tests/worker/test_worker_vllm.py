@@ -90,15 +90,7 @@ def split(source: Path, job: str, *options: str) -> None:
 
 
 def worker(job: str, run: str, *options: str) -> list[str]:
-    return [
-        "worker",
-        "--manifest",
-        f"{job}/manifests/all.txt",
-        "--output",
-        run,
-        *OPTIONS,
-        *options,
-    ]
+    return ["worker", "--manifest", f"{job}/manifests/all.txt", "--output", run, *OPTIONS, *options]
 
 
 def markers(run: str) -> list[Marker]:
