@@ -76,6 +76,18 @@ class TestLease:
         lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
         assert not lease.is_held()
 
+    def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        with mock.patch.object(store, "replace", side_effect=StorageError("away")):
+            clock.sleep(100)
+            assert not lease.renew(worker_record())
+        clock.sleep(30)
+        assert not lease.is_held(), "a renewal that failed must not count"
+        assert lease.renew(worker_record())
+        assert lease.is_held()
+
     @pytest.mark.parametrize("damage", [None, b"", b"{}"])
     def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
         self, store: MemoryStore, clock: FakeClock, damage: bytes | None
@@ -218,11 +230,7 @@ def test_a_store_that_refuses_every_write_is_no_endless_loop(
     """A gateway that changes etags was asked some 200 times a second for ever, without a word."""
     claims, lease = claims_of(store, "a", clock)
     taken(claims.take("part-00000"))
-
-    def refuse(*_: object) -> str:
-        raise PreconditionFailed("never")
-
-    monkeypatch.setattr(store, "replace", refuse)
+    monkeypatch.setattr(store, "replace", mock.Mock(side_effect=PreconditionFailed("never")))
     with pytest.raises(StorageError, match=r"claims/part-00000\.json: the store keeps refusing"):
         claims.take("part-00000")
     with pytest.raises(StorageError, match=r"workers/a\.json: the store keeps refusing"):

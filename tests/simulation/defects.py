@@ -438,6 +438,14 @@ def rows_of_a_dead_engine_are_lost(real: Any, self: RowStream, replies: list[Any
     real(self, [reply for reply in replies if not reply.is_engine_death])
 
 
+@instead_of(RowStream, "prepare")
+def end_is_said_too_early(real: Any, self: RowStream) -> None:
+    """The engine is told that no row comes any more while it has some. Its answer may be that it died with them."""
+    in_flight, self._in_flight = self._in_flight, {}
+    real(self)
+    self._in_flight = in_flight
+
+
 @instead_of(Claims, "release_ours")
 def late_claims_are_kept(_real: Any, *_given: object) -> None:
     """A worker that has failed with a chunk for good keeps what its late writes hold of it."""

@@ -391,9 +391,6 @@ class Scenario:
         except BatchinferError as error:
             self._check_error(start, error)
             return type(error).__name__
-        except Exception as error:  # noqa: BLE001 - whatever else it is, it is a defect
-            self.oracle.crashed(process, error)
-            return "crash"
         # A repair finds by a listing what there is to repair, and passes over what a lagging one does not show.
         has_seen_all = not (self.is_retrying and self.server.has_lagged)
         if has_seen_all or start.slot.worker_id == "cleaner-retry":

@@ -172,6 +172,10 @@ class Stage:
         assert self.environment is not None
         self.environment.stopper.request(error)
 
+    def kill(self) -> None:
+        """Kill the worker that runs."""
+        self.scheduler.processes[-1].kill()
+
     # -- machine.Ward
 
     def took(self, process: Process, call: Call) -> None:

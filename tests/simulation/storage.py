@@ -10,6 +10,7 @@ import bisect
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -264,7 +265,7 @@ class Network:
             scheduler.log(process.name, f"  {refusal.message}")
             raise refusal
         fate = self._fate(process, method, subject)
-        outcome: list[tuple[Any, BatchinferError | None]] = []
+        reply: Future[Any] = Future()
         ticket = process.ticket()
         latency = weather.latency_seconds * (0.2 + 1.6 * chance.random())
         is_slow = False
@@ -282,7 +283,7 @@ class Network:
                 process.kill()
                 return
             if fate != "refused":
-                outcome.append(self._effect(process, method, list(arguments), fate))
+                self._take_effect(process, method, list(arguments), fate, reply)
             if fate in ("lost", "late"):
                 self.server.watcher.unanswered(subject)
             if fate == "dies_after":
@@ -303,24 +304,26 @@ class Network:
         process.block()
         if fate in ("refused", "lost", "late", "partly"):
             raise TransientError(f"{subject}: no answer")
-        answer, error = outcome[0]
-        if error is not None:
-            raise error
-        return answer
+        return reply.result(timeout=0)
 
-    def _effect(
-        self, process: Process, method: str, arguments: list[Any], fate: str | float | None
-    ) -> tuple[Any, BatchinferError | None]:
-        """Let a request take effect. Returns its answer or error."""
+    def _take_effect(
+        self,
+        process: Process,
+        method: str,
+        arguments: list[Any],
+        fate: str | float | None,
+        reply: Future[Any],
+    ) -> None:
+        """Let a request take effect, and put its answer or its error into `reply`."""
         if fate == "partly":
             [keys] = arguments
             arguments = [keys[: process.chance.randrange(len(keys) + 1)]]
         self._log(process, method, arguments, fate)
         try:
-            return self.server.handle(process, method, *arguments), None
+            reply.set_result(self.server.handle(process, method, *arguments))
         except BatchinferError as error:
             self.scheduler.log(process.name, f"    {type(error).__name__}")
-            return None, error
+            reply.set_exception(error)
 
     def _fate(self, process: Process, method: str, subject: str) -> str | float | None:
         weather, chance, now = self.weather, process.chance, self.scheduler.now

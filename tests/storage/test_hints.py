@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable
 from fake_gcs import serving_gcs
 from fixtures_s3 import s3_client
-from web_server import HttpServer
+from web_server import Handler, HttpServer
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 START = b"HTTP/1.1 %d X\r\nConnection: close\r\n"
@@ -28,7 +27,7 @@ LENGTH = b"Content-Length: %d\r\n\r\n"
 FINE = b'ETag: "e"\r\n' + LENGTH % 0
 
 
-class Handler(BaseHTTPRequestHandler):
+class Scripted(Handler):
     """Gives the scripted answers of its server in turn, and 200 with an ETag when they are used up.
 
     An answer is a status with a code, or the rest of a reply of status 200.
@@ -50,9 +49,6 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815 - http.server finds them by name
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def scripted(
@@ -61,7 +57,7 @@ def scripted(
     with contextlib.ExitStack() as stack:
 
         def make(*answers: tuple[int, str] | bytes) -> HttpServer:
-            server = HttpServer(Handler, answers=list(answers), num_requests=0)
+            server = HttpServer(Scripted, answers=list(answers), num_requests=0)
             stack.callback(server.close)
             monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
             return server

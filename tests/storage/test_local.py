@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,10 +38,8 @@ class TestWithoutFolderLocks(StoreContract):
 
 
 def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypatch):
-    def link(source: object, target: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", link)
+    refused = PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     with pytest.raises(ConfigError, match="no hard links") as caught:
         check_preconditions(store)
     assert caught.value.exit_status == 2
@@ -122,11 +121,8 @@ def test_etag_is_new_even_where_inode_and_tick_come_back(store: LocalStore):
 
 def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
     etag = store.create("a/b", b"1")
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "open", refuse)
+    refused = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=refused))
     for verb in (lambda: store.create("a/c", b"1"), lambda: store.replace("a/b", b"2", etag)):
         with pytest.raises(AccessDenied, match="Read-only") as caught:
             verb()
@@ -163,11 +159,8 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(
 ):
     store.create("a/b", b"1")
     (built := tmp_path / "built").write_bytes(b"1")
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
     with pytest.raises(StorageError, match="No space left") as caught:
         getattr(store, verb)("a/c", b"1" if verb == "create" else built)
     assert not isinstance(caught.value, ScratchFull), "it is not the scratch folder that is full"

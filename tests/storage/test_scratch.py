@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,10 +81,7 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
 def test_a_folder_that_may_not_be_written_is_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: tuple[ModuleType, str]
 ) -> None:
-    def refuse(*_values: object, **_options: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(*step, refuse)
+    monkeypatch.setattr(*step, Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(ConfigError, match="cannot be made") as caught:
         Scratch(tmp_path / "scratch")
     assert str(tmp_path) in caught.value.message

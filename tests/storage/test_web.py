@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -122,23 +123,19 @@ def test_a_refusal_is_not_tried_again(server: WebServer, status: int) -> None:
     assert len(server.seen) == 1
 
 
-def endless(handler: Any) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    while True:
-        handler.wfile.write(b"x" * 1000)
-
-
-def untold(handler: Any) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    handler.wfile.write(b"x" * 1001)
-
-
 def test_a_file_that_is_too_large_is_not_read_to_its_end(server: WebServer) -> None:
-    server.answers["/untold"] = untold
+    def untold(blocks: Iterable[bytes]) -> Callable[[Any], None]:
+        def send(handler: Any) -> None:
+            handler.send_response(200)
+            handler.end_headers()
+            for block in blocks:
+                handler.wfile.write(block)
+
+        return send
+
+    server.answers["/untold"] = untold([b"x" * 1001])
     server.answers["/told"] = plain(200, b"x", content_length="1001")
-    server.answers["/endless"] = endless
+    server.answers["/endless"] = untold(itertools.repeat(b"x" * 1000))
     for path in ("/told", "/untold", "/endless"):
         with pytest.raises(web.TooLarge, match=r"1001 bytes|more than 1000"):
             web.fetch(f"{server.url}{path}", LOCAL, QUICK)

@@ -11,7 +11,6 @@ from batchinfer.core import layout
 from batchinfer.core.errors import Interrupted, NoProgress, StopRequested, StorageError
 from batchinfer.worker.heartbeat import Heartbeat
 from fakes import FakeClock, MemoryStore, worker_record
-from simulation.scheduler import Process
 from simulation.stage import Ending, Stage, when
 
 
@@ -23,14 +22,9 @@ def stage() -> Iterator[Stage]:
 
 def run(stage: Stage, *, kill_after: float | None = None, max_attempts: int = 2) -> Ending:
     """One start that may be killed."""
-
-    def hook(_number: int, _method: str, _key: str, process: Process) -> None:
-        nonlocal kill_after
-        if kill_after is not None:
-            stage.scheduler.after(kill_after, process.kill)
-            kill_after = None
-
-    return stage.run(hook=hook, max_attempts=max_attempts, within_seconds=1000.0)
+    if kill_after is not None:
+        stage.scheduler.after(kill_after, stage.kill)
+    return stage.run(max_attempts=max_attempts, within_seconds=1000.0)
 
 
 class TestStartsWithoutARow:

@@ -54,12 +54,10 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path: Path) -> None:
     examples = demo_data.draw_examples(NUM_ROWS, seed=7, held_out=True)
     rows = [{"messages": [{"role": "user", "content": each.prompt}]} for each in examples]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (
-        run_process(
-            ["split", str(source), "--output", job, "--num-chunks", str(NUM_ROWS // 60)]
-        ).status
-        == 0
+    split = run_process(
+        ["split", str(source), "--output", job, "--num-chunks", str(NUM_ROWS // 60)]
     )
+    assert split.status == 0
     command = [
         "worker", "--job", job, "--messages-column", "messages", "--temperature", "0", "--max-tokens", "64",
         "--checkpoint-seconds", "0.3", "--worker-id", "w0", *LOADED,

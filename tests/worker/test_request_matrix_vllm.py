@@ -94,13 +94,12 @@ def test_each_good_request_has_the_servers_own_answer(
     lines: list[dict[str, Any]], demo_url: str
 ) -> None:
     requests = [good_request(index) for index in range(NUM_GOOD)]
+
+    def asked(request: dict[str, Any]) -> tuple[int, Any]:
+        return ask(demo_url, request["url"], {"model": str(DEMO_MODEL), **request["body"]})
+
     with ThreadPoolExecutor(8) as pool:
-        wanted = list(
-            pool.map(
-                lambda each: ask(demo_url, each["url"], {"model": str(DEMO_MODEL), **each["body"]}),
-                requests,
-            )
-        )
+        wanted = list(pool.map(asked, requests))
     assert len(lines) == 2 * NUM_GOOD
     wrong = []
     for request, line, (status, body) in zip(requests, lines[::2], wanted, strict=True):

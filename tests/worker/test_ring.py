@@ -133,14 +133,6 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     assert idle.clock.monotonic() - began > 0.8 * most
 
 
-@pytest.mark.parametrize("name", ["train-{:05d}-of-01500", "part-{:05d}-7f3a.c000", "{}"])
-def test_names_of_all_kinds_are_looked_at_in_few_blocks(name: str) -> None:
-    """Those of by-reference jobs that end alike were blocks of their own: hours of idle machines at the end."""
-    idle = Idle(1500, form=name)
-    idle.finish(*idle.names)
-    assert idle.find(most_ticks=20) is None
-
-
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
     idle = Idle(3000)
     idle.finish(*idle.names[1:])

@@ -184,6 +184,15 @@ class TestBadRows:
         assert caught.value.exit_status == 3
         assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
+    def test_too_many_errors_stay_too_many_for_later_starts(self, tmp_path: Path) -> None:
+        job, run, most = tmp_path / "job", tmp_path / "run", ("--max-error-rate", "0.1")
+        make_job(job, rows=80, per_chunk=20, make_row=lambda row: prompt_if(row % 4))
+        run_worker_here(job, run, "--max-error-rate", "0.1", "--min-errors", "21")
+        for _ in range(2):
+            with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
+                run_worker_here(job, run, *most)
+        assert run_worker_here(job, run, "--max-error-rate", "0.25")["status"] == "SUCCESS"
+
     def test_rows_that_were_resumed_are_among_those_that_did_not_fail(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(job, rows=200, per_chunk=100, make_row=lambda row: prompt_if(row > 30))
