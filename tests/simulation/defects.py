@@ -17,7 +17,7 @@ from unittest import mock
 import msgspec
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
+from batchinfer.core.errors import AlreadyExists
 from batchinfer.core.records import Marker, Worker
 from batchinfer.formats import lines
 from batchinfer.ledger import checkpoints, claims, runs
@@ -37,6 +37,7 @@ from batchinfer.worker.heartbeat import Heartbeat
 from batchinfer.worker.joining import Membership
 from batchinfer.worker.ring import Ring
 from batchinfer.worker.stream import RowStream
+from making import put_raw
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
@@ -54,19 +55,6 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable
         return function
 
     return make
-
-
-def _overwrite(store: Store, key: str, data: bytes) -> None:
-    """Put an object, over any that exists."""
-    while True:
-        try:
-            store.create(key, data)
-        except AlreadyExists:
-            try:
-                store.replace(key, data, store.stat(key).etag)
-            except (PreconditionFailed, ObjectNotFound):
-                continue
-        return
 
 
 @instead_of(Publisher, "publish")
@@ -87,8 +75,7 @@ def marker_before_output(
 @instead_of(Publisher, "_put_marker")
 def no_fence(_real: Any, self: Publisher, marker: Marker, chunk: str) -> Marker:
     """The last marker wins instead of the first."""
-    key = layout.marker_key(chunk, marker.generation)
-    _overwrite(self._store, key, codec.encode(marker))
+    put_raw(self._store, layout.marker_key(chunk, marker.generation), codec.encode(marker))
     return marker
 
 
@@ -159,7 +146,7 @@ def resumed_rows_off_by_one(real: Any, self: Segments) -> Iterator[FinishedRow]:
 @instead_of(Claims, "take")
 def claim_taken_without_asking(_real: Any, self: Claims, name: str) -> Taken:
     """A claim is taken whoever has it, without its etag."""
-    _overwrite(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
+    put_raw(self._store, layout.claim_key(name), self._body(self._lease.worker_id))
     return Taken(self._store.stat(layout.claim_key(name)).etag)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,8 +74,6 @@ class Oracle:
         self.deaths: dict[RowKey, int] = {}
         self._died_alone: set[RowKey] = set()
         self._generation_of_phase = 0
-        self._redone: set[str] = set()
-        """Chunks whose markers were removed, so that they are done again from the start."""
         self._beats: dict[str, list[float]] = {}
         self._unanswered: set[tuple[str, float]] = set()
         """Heartbeats whose replies were lost: with them their worker has not renewed its lease, as far as it knows."""
@@ -206,11 +204,9 @@ class Oracle:
     def read(self, key: str, data: bytes, process: Process) -> None:
         """Note what a process has seen of the run's configuration, and which workers' records it saw damaged."""
         name = key.removeprefix(RUN)
-        if _is_lease(name):
-            if read_record(data) is None:
-                self._seen_damaged.add((process.name, name))
-            else:
-                self._seen_damaged.discard((process.name, name))
+        self._seen_damaged.discard((process.name, name))
+        if _is_lease(name) and read_record(data) is None:
+            self._seen_damaged.add((process.name, name))
         if key == RUN + layout.RUN_KEY:
             self._run_seen[process.name] = (self._scheduler.now, data)
 
@@ -281,10 +277,6 @@ class Oracle:
         """From now on error rows are done again, in further generations."""
         self._generation_of_phase = 1
         self._known.clear()
-
-    def redo(self, chunks: Iterable[str]) -> None:
-        """Note that the markers of these chunks are removed."""
-        self._redone.update(chunks)
 
     def check_saved(self, process: Process, saving_seconds: float) -> None:
         """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind.
@@ -535,21 +527,15 @@ class Oracle:
 
     def _is_kept(self, chunk: str, line: int) -> bool:
         """Whether a finished row is in a segment, or its chunk has a marker."""
-        if any(line in rows for rows in self._segments.get(chunk, {}).values()):
-            return True
-        return self._is_done(chunk)
+        segments = self._segments.get(chunk, {}).values()
+        return any(line in rows for rows in segments) or self._is_done(chunk)
 
     def _is_done(self, chunk: str) -> bool:
-        """Whether it has a marker; after --retry-errors one without error rows, or of a further generation.
-
-        A chunk that is done from the start in the phase of --retry-errors gets no second try in the same start.
-        """
+        """Whether it has a marker; after --retry-errors one without error rows, or of a further generation."""
         generations = self._generations(chunk)
         if not generations or not self._generation_of_phase:
             return bool(generations)
-        if generations[-1] > 0 or chunk in self._redone:
-            return True
-        return not self._marker(chunk, 0)["rows_error"]
+        return generations[-1] > 0 or not self._marker(chunk, 0)["rows_error"]
 
     def _note_known(self, process: Process, chunk: str, shown: Collection[str]) -> None:
         """Note the lines that a process finds in the segments of a listing, as far as they count in this phase."""

@@ -139,8 +139,7 @@ class Process:
 
     def ticket(self) -> Ticket:
         """Name this very wait of the calling greenlet, for `wake`."""
-        if self.is_dead:
-            raise Killed
+        self.check()
         thread = greenlet.getcurrent()
         number = self._greenlets[thread] = self._greenlets[thread] + 1
         return thread, number
@@ -153,8 +152,7 @@ class Process:
     def block(self) -> None:
         """Wait until woken."""
         self.scheduler.hub.switch()
-        if self.is_dead:
-            raise Killed
+        self.check()
 
     def check(self) -> None:
         """Raise Killed in what is left of a dead process."""
