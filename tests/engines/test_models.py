@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -26,7 +27,6 @@ from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
 from batchinfer.engines.server import plan
 from batchinfer.storage.opening import open_store
-from engine_contract import Flag
 from models import DEMO_MODEL, write_adapter, write_model_stub
 
 
@@ -175,7 +175,7 @@ def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, mon
 
 
 def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypatch):
-    stop = Flag()
+    stop = Event()
     stop.set()
     with pytest.raises(Interrupted):
         fetch(url, stop)

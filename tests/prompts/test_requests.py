@@ -36,7 +36,6 @@ def completion(rules: EngineRules = PLAIN_RULES, **fields: Any) -> Prepared:
 )
 def test_a_line_without_a_part_of_the_envelope_says_which(row: dict[str, Any], said: str) -> None:
     failure = prepare(row, request_format="openai-batch").failure
-    assert failure is not None
     assert failure.message.startswith(said)
     assert failure.param == said.split(maxsplit=1)[0]
     assert failure.code == ("unknown_url" if failure.param == "url" else "invalid_request")
@@ -59,7 +58,6 @@ def test_a_body_goes_to_its_path_as_it_is(url: str, body: dict[str, Any]) -> Non
 
 def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
     call = request({"temperature": 0, "model": "own", "messages": MESSAGES}).call
-    assert call is not None
     assert [*json.loads(call.body).items()] == [
         *{"messages": MESSAGES, "temperature": 0, "model": "own"}.items()
     ]
@@ -84,7 +82,6 @@ def test_a_request_of_the_first_completions_api_is_understood() -> None:
 @pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": []}, {"prompt": None}])
 def test_a_completion_needs_a_prompt(fields: dict[str, Any]) -> None:
     failure = completion(**fields).failure
-    assert failure is not None
     assert (failure.code, failure.param) == ("invalid_request", "prompt")
     assert failure.message.startswith("prompt: is missing or empty")
 
@@ -106,7 +103,6 @@ def test_names_that_the_server_does_not_know_are_refused() -> None:
         "temprature": "did you mean 'temperature'?",
     }.items():
         failure = request({"messages": MESSAGES, name: 5}, rules=known).failure
-        assert failure is not None
         assert (failure.code, failure.param) == ("unknown_parameter", name)
         assert failure.message.endswith(said)
     hosted = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "flex"}
@@ -289,17 +285,14 @@ def test_a_probe_has_the_runs_fields() -> None:
     assert builder(prompt_column="p").probe() is None
     assert builder(request_format="openai-batch", body={"n": 2}).probe() is None
     probe = builder(prompt_column="p", body={"top_k": 5, "max_tokens": 500}, seed=7).probe()
-    assert probe is not None
     assert probe.path == "/v1/completions"
     assert json.loads(probe.body) == {"prompt": "Hello", "model": "m", "max_tokens": 1, "top_k": 5}
     probe = builder(messages_column="m", body={"max_completion_tokens": 500}).probe()
-    assert probe is not None
     assert "max_tokens" not in json.loads(probe.body)
     assert json.loads(probe.body)["max_completion_tokens"] == 500
     for task, field in (("embed", "input"), ("score", "text_1"), ("rerank", "documents")):
         columns = {"pair_columns": ["a", "b"]} if task != "embed" else {"messages_column": "m"}
         probe = builder(task=task, body={"priority": 1}, **columns).probe()
-        assert probe is not None
         assert {field, "priority"} <= json.loads(probe.body).keys()
 
 

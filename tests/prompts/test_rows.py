@@ -77,7 +77,6 @@ def test_text_goes_through_unchanged_and_a_large_one_too() -> None:
 
 def test_a_missing_column_is_named_with_its_nearest_match() -> None:
     failure = prepare({"promt": "x"}, prompt_column="prompt").failure
-    assert failure is not None
     assert "did you mean 'promt'?" in failure.message
 
 
@@ -98,7 +97,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 
     monkeypatch.setattr(readers, "shown", fail)
     failure = prepare({"p": []}, prompt_column="p").failure
-    assert failure is not None
     assert (failure.code, failure.status) == ("internal_error", 500)
     assert "ZeroDivisionError" in failure.message
 
@@ -108,7 +106,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 
 def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
     prepared = prepare({"p": "x"}, prompt_column="p", body={"temperature": 0})
-    assert prepared.call is not None
     assert prepared.call.path == "/v1/completions"
     assert prepared.call.body == b'{"prompt":"x","temperature":0,"model":"m"}'
     rules = EngineRules(model="m", max_model_len=100)
