@@ -226,19 +226,11 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, engine
     assert times[-1] - times[0] > 0.95
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        refusal(401, f"bad key {KEY}"),
-        refusal(402),
-        refusal(403),
-        refusal(429, code="insufficient_quota"),
-    ],
-    ids=["401", "402", "403", "429"],
-)
-def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(
-    endpoint, engine, refused
-):
+@pytest.mark.parametrize("status", [401, 402, 403, 429])
+def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoint, engine, status):
+    refused = refusal(
+        status, f"bad key {KEY}", code="insufficient_quota" if status == 429 else None
+    )
     endpoint.rule = lambda *_: refused
     with pytest.raises(AccessDenied) as caught:
         drive(engine, ListSource(calls(9)))
@@ -288,22 +280,11 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
         drive(engine, ListSource(calls(9)))
 
 
-@pytest.fixture
-def signals():
-    """Signals raise what they raise in the command line."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(33))
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
 def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, number, error):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(33))  # as in the command line
     endpoint.delay_seconds = 3.0
     engine._runner.get_loop().call_later(0.1, signal.raise_signal, number)
     with pytest.raises(error):
@@ -324,7 +305,6 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
         engine._run(engine._drop())
 
 
-@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("num_turns", range(4))
 def test_a_ctrl_c_at_the_end_of_a_turn_is_neither_lost_nor_an_end(endpoint, engine, num_turns):
     loop = engine._runner.get_loop()
@@ -342,7 +322,6 @@ def test_a_ctrl_c_at_the_end_of_a_turn_is_neither_lost_nor_an_end(endpoint, engi
     assert engine.ask(call(0)).status == 200
 
 
-@pytest.mark.usefixtures("signals")
 def test_a_ctrl_c_before_the_first_step_of_a_turn_is_a_ctrl_c(engine, monkeypatch):
     install = signal.signal
 

@@ -118,33 +118,28 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     assert "--uds" not in nodes
 
 
-@pytest.mark.parametrize(
-    ("gpu", "typed", "expected"),
-    [
-        (None, [], (256, 8192)),
-        (None, ["--max-num-seqs", "2", "--max-model-len", "512"], (2, 4096)),
-        (Gpu(id="0", name="H200", total_bytes=140 << 30), [], (1024, 16384)),
-        (Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30), [], (256, 8192)),
-    ],
-)
-def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
-    model = ModelInfo(identity="", max_model_len=8192)
-    assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
+H200 = Gpu(id="0", name="H200", total_bytes=140 << 30)
+A100 = Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30)
+L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
 
 
 @pytest.mark.parametrize(
-    ("length", "options", "tokens"),
+    ("gpu", "length", "options", "expected"),
     [
-        (32768, {"task": "embed"}, 0),
-        (8192, {"task": "embed"}, 8192),
-        (32768, {"server_args": ["--no-enable-chunked-prefill"]}, 0),
-        (32768, {}, 8192),
+        (None, 8192, {}, (256, 8192)),
+        (None, 8192, {"server_args": ["--max-num-seqs", "2", "--max-model-len", "9"]}, (2, 4096)),
+        (H200, 8192, {}, (1024, 16384)),
+        (A100, 8192, {}, (256, 8192)),
+        (L4, 32768, {}, (256, 8192)),
+        # A step has room for the longest prompt, if it may not be divided.
+        (L4, 32768, {"task": "embed"}, (256, 0)),
+        (L4, 8192, {"task": "embed"}, (256, 8192)),
+        (L4, 32768, {"server_args": ["--no-enable-chunked-prefill"]}, (256, 0)),
     ],
 )
-def test_a_step_has_room_for_the_longest_prompt_that_may_not_be_divided(length, options, tokens):
-    gpu = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
+def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, expected):
     model = ModelInfo(identity="", max_model_len=length)
-    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == (256, tokens)
+    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
 
 
 def test_any_servers_command_has_its_places_filled(tmp_path):
