@@ -150,11 +150,8 @@ def demo_engine(demo_url):
     from batchinfer.engines.engine_config import EngineConfig
 
     config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])
-    engine = create_engine(config)
-    try:
+    with contextlib.closing(create_engine(config)) as engine:
         yield SharedEngine(engine, engine.open(threading.Event()))
-    finally:
-        engine.close()
 
 
 def replace_create_engine(monkeypatch, create) -> None:

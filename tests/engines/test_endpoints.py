@@ -488,10 +488,7 @@ def test_a_bad_text_in_a_list_fails_alone(endpoint, engine, bad):
 
 
 def test_a_list_with_too_few_answers_is_sent_singly(endpoint, engine):
-    endpoint.rule = lambda _, body: (
-        reply(200, {"data": [{"index": 0, "embedding": [1]}]})
-        if isinstance(body["input"], list)
-        else None
-    )
+    one = reply(200, {"data": [{"index": 0, "embedding": [1]}]})
+    endpoint.rule = lambda _, body: one if isinstance(body["input"], list) else None
     rows = [embed(index, f"text {index}") for index in range(6)]
     assert len(vectors(drive(engine, ListSource(rows)))) == 6

@@ -67,18 +67,19 @@ def model(tmp_path):
 
 @pytest.fixture
 def open_engine(tmp_path, model):
-    """A function that opens an engine of two echo servers with these options. All are closed at the end."""
+    """A function that opens an engine of two servers, by default echo's, with these options. All are closed."""
     engines = []
 
     def open_one(*, kill="", hang="", latency_seconds=0.0, **options):
         fields = {
+            "server_command": echo_command("{socket}", kill, hang, latency_seconds=latency_seconds),
+            "model": str(model),
             "replicas": 2,
             "max_concurrency": 12,
             "scratch_dir": str(tmp_path / "scratch"),
             **options,
         }
-        command = echo_command("{socket}", kill, hang, latency_seconds=latency_seconds)
-        engine = create_engine(EngineConfig(model=str(model), server_command=command, **fields))
+        engine = create_engine(EngineConfig(**fields))
         engines.append(engine)
         engine.open(Event())
         return engine
@@ -243,14 +244,14 @@ def test_a_death_ends_an_ask_with_its_reason_before_the_new_start(open_engine):
     assert not engine.targets[0].is_ready
 
 
-def test_what_a_server_writes_is_in_our_log_at_debug_level(model, tmp_path, caplog):
+def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, tmp_path, caplog):
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    opening(model, command(tmp_path, app(before='print("a word of the server")')))
+    open_engine(server_command=command(tmp_path, app(before='print("a word of the server")')))
     assert "replica 0: a word of the server" in caplog.text
 
 
 def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
-    model, tmp_path, monkeypatch
+    open_engine, model, tmp_path, monkeypatch
 ):
     """A machine with four GPUs, as far as the driver and the servers tell."""
     gpu = {"name": "NVIDIA L4", "total_bytes": 23034 << 20}
@@ -265,7 +266,7 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
     said = "[*sys.argv[3:], os.environ['CUDA_VISIBLE_DEVICES'], *sorted(os.listdir(sys.argv[2]))]"
     note = f"open('{notes}/' + str(os.getpid()), 'w').write(' '.join({said}))"
     script = command(tmp_path, app(before=note))
-    opening(url, f"{script} {{gpus}}", tensor_parallel_size=2)
+    open_engine(server_command=f"{script} {{gpus}}", model=url, tensor_parallel_size=2)
     files = " ".join(sorted(path.name for path in model.iterdir()))
     found = sorted(path.read_text() for path in notes.iterdir())
     assert found == [f"2 0,1 {files}", f"2 2,3 {files}"]
@@ -292,15 +293,6 @@ def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_
 # --------------------------------------------------------------------------- servers that do not start
 
 
-def opening(model, server_command, **options):
-    fields = {"load_timeout_seconds": 120.0, **options}
-    engine = create_engine(EngineConfig(model=str(model), server_command=server_command, **fields))
-    try:
-        engine.open(Event())
-    finally:
-        engine.close()
-
-
 NOT_STARTING = {
     "options": ("print('x: error: no such option: --nix'); exit(2)", ConfigError, "no such option: --nix"),
     "package": ("print(\"Error: No module named 'torchvision'\"); exit(2)", ConfigError, "package torchvision"),
@@ -313,16 +305,16 @@ NOT_STARTING = {
 
 
 @pytest.mark.parametrize("name", NOT_STARTING)
-def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
+def test_a_server_that_does_not_start_says_why(open_engine, tmp_path, name):
     script, error, said = NOT_STARTING[name]
     with pytest.raises(error) as caught:
-        opening(model, command(tmp_path, script))
+        open_engine(server_command=command(tmp_path, script), replicas=1)
     assert said in caught.value.message + caught.value.hint
 
 
-def test_a_command_that_is_not_there_is_the_users_fault(model):
+def test_a_command_that_is_not_there_is_the_users_fault(open_engine):
     with pytest.raises(ConfigError, match="nosuchprogram"):
-        opening(model, "nosuchprogram {port}")
+        open_engine(server_command="nosuchprogram {port}")
 
 
 def test_a_server_that_never_was_started_was_not_started_again(model):
@@ -332,9 +324,10 @@ def test_a_server_that_never_was_started_was_not_started_again(model):
     engine.close()
 
 
-def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
+def test_a_server_that_never_gets_ready_is_given_up(open_engine, tmp_path):
+    idle = command(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(EngineLoadError, match=r"not loaded after 0.5 s"):
-        opening(model, command(tmp_path, "import time; time.sleep(60)"), load_timeout_seconds=0.5)
+        open_engine(server_command=idle, load_timeout_seconds=0.5)
 
 
 ODD = """
@@ -354,19 +347,16 @@ ODD = """
 
 
 def test_rows_that_a_server_answers_with_rubbish_fail_alone_and_a_death_ends_it(
-    model, tmp_path, monkeypatch
+    open_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(http, "pause_seconds", lambda _: 0.01)
-    odd = app('web.post("/{any:.*}", answer)', rest=ODD)
-    config = EngineConfig(model=str(model), server_command=command(tmp_path, odd))
-    engine = create_engine(config)
-    engine.open(Event())
+    odd = command(tmp_path, app('web.post("/{any:.*}", answer)', rest=ODD))
+    engine = open_engine(server_command=odd, replicas=1)
     found = drive(engine, ListSource(calls(4)))
     codes = [code_of(found["c", index]) for index in range(4)]
     assert codes == ["", "invalid_answer", "server_error", ""]
     with pytest.raises(EngineDied, match="exit status 3"):
         drive_again(engine, [call(9)])
-    engine.close()
 
 
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):

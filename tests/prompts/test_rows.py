@@ -177,17 +177,14 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
     body = sent(prepare({"m": value}, messages_column="m", turns=0))
+    add, stop = {"name": "add", "arguments": '{"a":1}'}, {"name": "stop", "arguments": "{}"}
     assert body["messages"][1] == {
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
         "tool_calls": [
-            {
-                "id": "call_1_0",
-                "type": "function",
-                "function": {"name": "add", "arguments": '{"a":1}'},
-            },
-            {"id": "call_1_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}},
+            {"id": "call_1_0", "type": "function", "function": add},
+            {"id": "call_1_1", "type": "function", "function": stop},
         ],
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fixtures_vllm import ask
-from making import output_lines
+from making import output_lines, split
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
 from models import DEMO_MODEL
 
@@ -25,11 +25,10 @@ VARYING = ("id", "created", "created_at", "system_fingerprint", "request_id")
 
 def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """Answer a file of requests by a worker, and return its output lines."""
-    from batchinfer.split.splitting import command as split
     from batchinfer.worker.command import command as worker
 
     job, run_url = str(folder / "job"), str(folder / "run")
-    split.main([str(source), "--output", job, "--num-chunks", "2"], standalone_mode=False)
+    split(source, job, num_chunks=2)
     engine = ["--engine", "openai", "--base-url", url, "--model", str(DEMO_MODEL)]
     worker.main(["--job", job, "--output", run_url, *engine, *options], standalone_mode=False)
     return output_lines(run_url)
