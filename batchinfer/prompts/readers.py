@@ -50,9 +50,8 @@ class RowsReader:
         self._template = PromptTemplate(text, values) if text else None
         is_conversation = config.prompt_template and not text
         self._messages_column = CONVERSATIONS if is_conversation else config.messages_column
-        self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
-        self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
+        self.path = TASK_PATHS.get(config.task, CHAT_URL if config.is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
 
     @property
@@ -117,9 +116,9 @@ class RowsReader:
                 value = column(columns, name)
             value = self._without_end(value) if isinstance(value, str) else value
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-            if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
+            if not value or not (isinstance(value, str) or (is_ids and not config.is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
-            if self._is_chat:
+            if config.is_chat:
                 content = [{"type": "text", "text": value}]
                 return self._chat(columns, [{"role": "user", "content": content}])
         return {"input" if self._is_judged else "prompt": value}
