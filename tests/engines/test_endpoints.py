@@ -121,9 +121,8 @@ def test_a_row_that_always_fails_fails_alone(endpoint, engine, name):
     endpoint.rule = lambda text, _: PASSING[name] if text.startswith("row 3 ") else None
     endpoint.delay_seconds = 0.02
     found = drive(engine, ListSource(calls(400)))
-    assert {key[1]: code_of(each) for key, each in found.items() if code_of(each)} == {
-        3: FAULTS[name]
-    }
+    codes = {key[1]: code_of(each) for key, each in found.items() if code_of(each)}
+    assert codes == {3: FAULTS[name]}
 
 
 def test_a_transcription_may_be_plain_text(endpoint, engine):
@@ -472,11 +471,9 @@ def test_a_text_that_always_fails_holds_up_no_list(endpoint, reach):
 @pytest.mark.parametrize("count", [-1, 10**400])
 def test_a_list_is_not_divided_by_a_count_that_cannot_be(count):
     calls = [embed(0, "a"), embed(1, "b")]
-    body = {"data": [{"embedding": [1]}] * 2, "usage": {"prompt_tokens": count}}
-    assert (
-        lists.split(calls, Reply(key=calls[0].key, status=200, body=json.dumps(body).encode()))
-        == []
-    )
+    body = {"data": [{"index": 0}, {"index": 1}], "usage": {"prompt_tokens": count}}
+    found = Reply(key=calls[0].key, status=200, body=json.dumps(body).encode())
+    assert lists.split(calls, found) == []
 
 
 @pytest.mark.parametrize("bad", ["", "long " * 900])

@@ -246,7 +246,8 @@ def test_a_death_ends_an_ask_with_its_reason_before_the_new_start(open_engine):
 
 def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, tmp_path, caplog):
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    open_engine(server_command=command(tmp_path, app(before='print("a word of the server")')))
+    script = command(tmp_path, app(before='print("a word of the server")'))
+    open_engine(server_command=script).close()
     assert "replica 0: a word of the server" in caplog.text
 
 
