@@ -26,7 +26,7 @@ from batchinfer.engines import create_engine, endpoints, http, lists
 from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import judge
-from echo_server import fake_endpoint, raw, refusal, reply, slow_bytes
+from echo_server import endless, fake_endpoint, raw, refusal, reply
 from engine_contract import EngineContract, ListSource, body_of, call, calls, code_of, drive
 
 KEY = "sk-very-secret"
@@ -91,7 +91,7 @@ PASSING = {
     "closed at once": raw(b""),
     "closed after the headers": raw(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
     "no HTTP": raw(b"SSH-2.0-OpenSSH\r\n"),
-    "no end": reply(200, {"choices": [{"text": "x" * 2000}]}),
+    "no end": endless(b" " * 999),
 }
 
 
@@ -155,7 +155,7 @@ def test_only_rows_that_the_endpoint_itself_fails_on_are_given_up_at_the_end(end
 
 
 def test_slow_bytes_end_at_the_time_limit(endpoint, reach):
-    endpoint.rule = lambda text, _: [slow_bytes] if text.startswith("row 3 ") else None
+    endpoint.rule = lambda text, _: [endless(b" ", 0.05)] if text.startswith("row 3 ") else None
     engine, _ = reach(endpoint, request_timeout_seconds=0.4)
     assert {code_of(each) for each in drive(engine, ListSource(calls(5))).values()} == {""}
 

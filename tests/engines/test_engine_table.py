@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import create_engine, server, vllm_command
+from batchinfer.engines import create_engine, vllm_command
 from batchinfer.engines.engine_config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
@@ -61,8 +61,7 @@ def test_options_that_fit_a_server_to_its_machine_are_not_the_runs():
 
 
 def command(monkeypatch, *arguments, is_cpu=False, **options):
-    for module in (server, vllm_command):
-        monkeypatch.setattr(module, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(vllm_command, "is_cpu_build", lambda: is_cpu)
     config = EngineConfig(model="org/name", server_args=list(arguments), **options)
     return write_vllm_command(config, "/folder", [], 256, 8192)
 
