@@ -9,7 +9,14 @@ from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
 from batchinfer.prompts.conversation import Message, read_conversation, select_turns
-from batchinfer.prompts.json_lines import column, decode_text, reading, shown
+from batchinfer.prompts.json_lines import (
+    ID_FIELD,
+    ROW_FIELD,
+    column,
+    decode_text,
+    reading,
+    shown,
+)
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
 from batchinfer.prompts.templates import CONVERSATIONS, PromptTemplate, template_text
@@ -33,6 +40,9 @@ _LET_THROUGH = {
     *("prompt_cache_retention", "best_of", "file_url"),
 }
 """Fields that no server has to know: options of OpenAI's hosted service, and what does not leave us."""
+
+_NO_FIELDS = ("engine", "id", ID_FIELD, ROW_FIELD)
+"""Columns of a table of completions that are no fields of a body, besides the one with the id."""
 
 
 class RowsReader:
@@ -114,7 +124,8 @@ class RowsReader:
                 value = self._template.render({**columns, **blanks})
             else:
                 value = column(columns, name)
-            value = self._without_end(value) if isinstance(value, str) else value
+            if self.path == COMPLETIONS_URL and isinstance(value, str):
+                value = self._without_end(value)
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
             if not value or not (isinstance(value, str) or (is_ids and not config.is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
@@ -140,7 +151,7 @@ class RowsReader:
             elif not parts and "tool_calls" in message:
                 message["content"] = None
         if prompt := self._config.system_prompt:
-            others = messages[messages[0]["role"] == "system" :]
+            others = messages[messages[0]["role"] in ("system", "developer") :]
             messages = [{"role": "system", "content": prompt}, *others]
         return {"messages": messages}
 
@@ -179,15 +190,16 @@ class RequestsReader:
         if self._is_batch:
             path, given = _envelope(columns)
         else:
-            path, others = COMPLETIONS_URL, {"engine", self._config.column("id")} - {"prompt"}
+            path, others = COMPLETIONS_URL, {*_NO_FIELDS, self._config.column("id")} - {"prompt"}
             given = {name: value for name, value in columns.items() if name not in others}
             if not given.get("prompt"):
                 message = "prompt: is missing or empty, expected a prompt"
                 raise RowProblem(Code.INVALID_REQUEST, message, param="prompt")
         body = {name: given[name] for name in _PROMPTS if name in given} | given
-        if body.get("stream"):
-            message = "stream: expected the request without it; each answer comes whole"
-            raise RowProblem(Code.INVALID_PARAMETER, message, param="stream")
+        for name in ("stream", "background"):
+            if body.get(name):
+                message = f"{name}: expected the request without it; each answer comes whole"
+                raise RowProblem(Code.INVALID_PARAMETER, message, param=name)
         self._check_names(path, body)
         if path in SPEECH_URLS:
             body[SOUND] = body.pop("file_url", None)

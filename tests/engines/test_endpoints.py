@@ -134,6 +134,12 @@ def test_a_transcription_may_be_plain_text(endpoint, engine):
         assert judge(asked, 200, body)[1] == verdict
 
 
+def test_a_response_may_have_no_item_and_a_chat_has_its_choice():
+    assert judge(call(0, "/v1/responses"), 200, b'{"output": []}')[1] == "final"
+    assert judge(call(0, "/v1/responses"), 200, b'{"output": null}')[1] == "failed"
+    assert judge(call(0), 200, b'{"choices": []}')[1] == "failed"
+
+
 def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint, reach):
     endpoint.rule = lambda text, _: PASSING["500"] if text.startswith("row 3 ") else None
     engine, _ = reach(endpoint, stall_seconds=0.5)
@@ -158,6 +164,14 @@ def test_slow_bytes_end_at_the_time_limit(endpoint, reach):
     endpoint.rule = lambda text, _: [endless(b" ", 0.05)] if text.startswith("row 3 ") else None
     engine, _ = reach(endpoint, request_timeout_seconds=0.4)
     assert {code_of(each) for each in drive(engine, ListSource(calls(5))).values()} == {""}
+
+
+def test_a_row_that_takes_too_long_alone_is_said_with_the_option(endpoint, reach):
+    endpoint.rule = lambda *_: endless(b" ", 0.05)
+    engine, _ = reach(endpoint, request_timeout_seconds=0.2, stall_seconds=0.3)
+    with pytest.raises(EngineDied, match=r"last: no answer within 0\.2 s") as caught:
+        drive(engine, ListSource([call(3)]))
+    assert "--request-timeout-seconds" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["500", "429", "a page", "closed at once"])

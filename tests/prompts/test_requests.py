@@ -50,7 +50,7 @@ def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
 
 def test_a_request_of_the_first_completions_api_is_understood() -> None:
     prepared = prepare(
-        {**SEED_REQUEST, "_row": 0, "_id": "a", "k": 1},
+        {**SEED_REQUEST, "_row": 0, "_id": "a", "id": "a", "k": 1},
         request_format="completions",
         columns={"id": ["k"]},
     )
@@ -96,8 +96,9 @@ def test_names_that_the_server_does_not_know_are_refused() -> None:
         assert sent(request(body, rules=rules)) == body
 
 
-def test_an_answer_in_pieces_is_refused() -> None:
-    assert code(request({"messages": MESSAGES, "stream": True})) == "invalid_parameter"
+@pytest.mark.parametrize("name", ["stream", "background"])
+def test_an_answer_in_pieces_is_refused(name: str) -> None:
+    assert code(request({"messages": MESSAGES, name: True})) == "invalid_parameter"
 
 
 def test_a_run_fills_what_a_row_leaves_open() -> None:
@@ -117,7 +118,7 @@ def test_fields_of_chats_do_not_go_to_completions() -> None:
 
 
 @pytest.mark.parametrize(
-    "known", ["", "input model max_output_tokens text tools tool_choice top_p"]
+    "known", ["", "input model max_output_tokens text tools tool_choice reasoning top_p"]
 )
 def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
     schema = {"name": "answer", "schema": {"type": "object"}}
@@ -126,6 +127,7 @@ def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
         "response_format": {"type": "json_schema", "json_schema": schema},
         "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "reasoning_effort": "low",
         "top_p": 0.5,
     }
     rules = EngineRules(
@@ -137,9 +139,11 @@ def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
         "text": {"format": {"type": "json_schema", **schema}},
         "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
         "tool_choice": {"type": "function", "name": "f"},
+        "reasoning": {"effort": "low"},
         "top_p": 0.5,
     }
     own = {"input": "x", "max_output_tokens": 3, "structured_outputs": {"regex": "a"}, "tools": []}
+    own["reasoning"] = {"effort": "high"}
     found = sent(request(own, "/v1/responses", run=run))
     assert found == {**own, "top_p": 0.5}
 
@@ -252,7 +256,12 @@ def test_a_probe_has_the_runs_fields() -> None:
     assert builder(request_format="openai-batch", body={"n": 2}).probe() is None
     probe = builder(prompt_column="p", body={"top_k": 5, "max_tokens": 500}, seed=7).probe()
     assert probe.path == "/v1/completions"
-    assert json.loads(probe.body) == {"prompt": "Hello", "model": "m", "max_tokens": 1, "top_k": 5}
+    assert json.loads(probe.body) == {
+        "prompt": "Hello as JSON",
+        "model": "m",
+        "max_tokens": 1,
+        "top_k": 5,
+    }
     probe = builder(messages_column="m", body={"max_completion_tokens": 500}).probe()
     assert "max_tokens" not in json.loads(probe.body)
     assert json.loads(probe.body)["max_completion_tokens"] == 500
@@ -266,3 +275,10 @@ def test_a_field_that_the_server_does_not_know_ends_the_run() -> None:
     with pytest.raises(ConfigError, match=r"tempature.*did you mean 'temperature'\?"):
         builder(knows(), prompt_column="p", body={"tempature": 0})
     builder(knows(), prompt_column="p", body={"temperature": 0, "best_of": 2})
+    responses = frozenset({"reasoning"})
+    rules = EngineRules(
+        model="m", parameters=lambda path: responses if "responses" in path else frozenset("n")
+    )
+    builder(rules, request_format="openai-batch", body={"reasoning": {"effort": "low"}})
+    with pytest.raises(ConfigError, match="no such parameter"):
+        builder(rules, messages_column="m", body={"reasoning": {"effort": "low"}})

@@ -118,6 +118,9 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
     rules = EngineRules(model="m", eos_token="</s>")
     text = "x</s>y" + "</s>" * 3_000_000
     assert sent(prepare({"p": text}, rules, prompt_column="p"))["prompt"] == "x</s>y"
+    for options in ({"as_chat": True}, {"task": "embed"}, {"task": "reward"}):
+        found = prepare({"p": "x</s>"}, rules, prompt_column="p", **options)
+        assert "x</s>" in str(sent(found))
 
 
 # ------------------------------------------------------------------ conversations
@@ -154,10 +157,16 @@ def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
         [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
         [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "x"}]}],
         [*chat("u"), {"role": "assistant", "tool_calls": [3]}, *chat("u")],
+        *(str(chat("u", "a")), json.dumps(chat("u", "a"))[:-9], f"{{'messages': {chat('u')}}}"),
     ],
 )
 def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
     assert code(prepare({"m": value}, messages_column="m", turns=0)) == "invalid_column"
+
+
+@pytest.mark.parametrize("text", ["hi", "[INST] hi", "{'a': 1}", "[{'role'} is a set]"])
+def test_a_text_is_what_a_user_says(text: str) -> None:
+    assert contents(text) == [text]
 
 
 def test_an_answer_without_parts_stays_so() -> None:
@@ -205,6 +214,7 @@ def test_turns_choose_how_much_of_a_conversation_is_sent(turns: int, expected: l
 def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
     assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
     assert contents(chat("u1"), system_prompt="new") == ["new", "u1"]
+    assert contents(chat("d", "u1"), system_prompt="new") == ["new", "u1"]
 
 
 # ------------------------------------------------------------------ tasks
@@ -249,6 +259,7 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         (None, {"structured_outputs": {"regex": "a"}}),
         ("", {"structured_outputs": {"regex": "a"}}),
         (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
+        ({"json": None, "regex": "b"}, {"structured_outputs": {"regex": "b"}}),
         ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
         (SCHEMA, {"response_format": {"type": "json_schema", "json_schema": NAMED}}),

@@ -10,8 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 
 from .injections import KINDS
@@ -22,9 +21,9 @@ _TASKS_A_PROCESS = 5
 """Processes are replaced after so many tasks: that frees their memory faster than a collection of garbage would."""
 
 
-@contextmanager
-def logs_in_trace(scenario: Scenario) -> Iterator[None]:
-    """Let the worker's own log lines appear among the events."""
+def replay(seed: int, injected: Collection[str] | None = None) -> Report:
+    """Run one seed and keep its trace, with the worker's own log lines among the events."""
+    scenario = Scenario(seed, keeps_trace=True, injected=injected)
     scheduler = scenario.scheduler
 
     class Handler(logging.Handler):
@@ -32,22 +31,10 @@ def logs_in_trace(scenario: Scenario) -> Iterator[None]:
             name = record.name.split(".")[-1]
             scheduler.log(scheduler.running, f"    {name}: {record.getMessage()}")
 
-    handler, logger = Handler(), logging.getLogger("batchinfer")
-    logger.addHandler(handler)
-    before = logger.level
+    logger = logging.getLogger("batchinfer")
+    logger.addHandler(Handler())
     logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
-def replay(seed: int, injected: Collection[str] | None = None) -> Report:
-    """Run one seed and keep its trace, with the worker's log."""
-    scenario = Scenario(seed, keeps_trace=True, injected=injected)
-    with logs_in_trace(scenario):
-        return scenario.run()
+    return scenario.run()
 
 
 def _prepare() -> None:

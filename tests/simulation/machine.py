@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -60,45 +61,37 @@ class SimClock:
         self._skew_seconds += seconds
 
 
-class _Job:
+class _Job(Future[Any]):
     """One piece of submitted work and its outcome.
 
     `is_late`: draws whether the first question after the end comes just before it.
     """
 
-    def __init__(self, work: Callable[[], Any], is_late: Callable[[], bool]) -> None:
-        self.work: Callable[[], Any] | None = work
+    def __init__(self, is_late: Callable[[], bool]) -> None:
+        super().__init__()
         self._is_late: Callable[[], bool] | None = is_late
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._done = False
-
-    def settle(self, value: Any, error: BaseException | None) -> None:
-        self._value, self._error, self._done, self.work = value, error, True, None
 
     def done(self) -> bool:
-        if self._done and self._is_late is not None:
+        if super().done() and self._is_late is not None:
             is_late, self._is_late = self._is_late, None
             return not is_late()
-        return self._done
+        return super().done()
 
     def result(self) -> Any:
-        assert self._done, "result() of work that has not finished"
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return super().result(timeout=0)  # nobody asks for that of work that has not finished
 
 
 class _Event:
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, delay: Callable[[], float] = lambda: 0.0) -> None:
         self._process = process
+        self._delay = delay
         self._is_set = False
         self._waiting: tuple[Any, int] | None = None
 
     def set(self) -> None:
         self._is_set = True
         if self._waiting is not None:
-            self._process.wake(self._waiting)
+            self._process.wake(self._waiting, self._delay())
 
     def wait(self, timeout_seconds: float) -> None:
         if not self._is_set:
@@ -154,14 +147,13 @@ class SimBackground:
         """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
         self._num_idle = num_hands
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[tuple[_Job, Callable[[], Any]]] = deque()
         self._latency_seconds = latency_seconds
-        self._has_finished = False
-        self._waiting: tuple[Any, int] | None = None
+        self._finished = _Event(process, self._delay)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        job = _Job(work, self._is_late)
-        self._queue.append(job)
+        job = _Job(self._is_late)
+        self._queue.append((job, work))
         if self._num_idle:
             self._num_idle -= 1
             self._process.spawn(self._hand, delay=self._delay())
@@ -195,34 +187,27 @@ class SimBackground:
         )
 
     def wait(self, timeout_seconds: float) -> None:
-        if not self._has_finished:
-            self._waiting = self._process.ticket()
-            self._process.wake(self._waiting, timeout_seconds)
-            self._process.block()
-            self._waiting = None
-        self._has_finished = False
+        self._finished.wait(timeout_seconds)
+        self._finished.clear()
 
     def close(self) -> None:
         self._queue.clear()
 
     def _hand(self) -> None:
         while self._queue:
-            job = self._queue.popleft()
-            value, error = None, None
-            assert job.work is not None
+            job, work = self._queue.popleft()
             try:
-                value = job.work()
-            except Exception as caught:  # noqa: BLE001 - handed to whoever asks for the result
-                error = caught
+                settle = partial(job.set_result, work())
+            except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
+                settle = partial(job.set_exception, error)
+            del work  # what it holds may be large
             self._process.sleep(self._delay())
-            job.settle(value, error)
+            settle()
             self._waits.wake()
         self._num_idle += 1
 
     def wake(self) -> None:
-        self._has_finished = True
-        if self._waiting is not None:
-            self._process.wake(self._waiting, self._delay())
+        self._finished.set()
 
     def _is_late(self) -> bool:
         # Work on threads of its own often ends between two questions whether it has ended. A wait ends then.
@@ -333,15 +318,12 @@ class SimEngine:
             self._process.sleep(min(0.5, seconds))
         if self._random.random() < self._traits.fails_to_load:
             raise EngineLoadError("sim: did not load")
-        return EngineInfo(
-            name="sim",
-            version="1",
-            model="sim",
-            max_model_len=4096,
-            max_num_seqs=self._traits.max_in_flight,
-            max_in_flight=self._traits.max_in_flight,
-            load_seconds=seconds,
-        )
+        return self._info(seconds)
+
+    def _info(self, load_seconds: float) -> EngineInfo:
+        most = self._traits.max_in_flight
+        sizes = {"max_model_len": 4096, "max_num_seqs": most, "max_in_flight": most}
+        return EngineInfo(name="sim", version="1", model="sim", load_seconds=load_seconds, **sizes)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         traits, process = self._traits, self._process

@@ -22,18 +22,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableSet
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Self
 from unittest import mock
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, Interrupted
-from batchinfer.core.records import Call, EngineInfo, EngineStats, Job, Reply
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.ledger import jobs, survey
@@ -167,14 +166,6 @@ class PlainStore(SimStore):
             yield from infos
 
 
-@cache
-def _folder_place(folder: str) -> str:
-    for name in (layout.OUTPUTS, layout.CHECKPOINTS, layout.CLAIMS, layout.WORKERS):
-        if folder.startswith(RUN + name):
-            return name
-    return folder
-
-
 def place_of(key: str) -> str:
     """Return what a key is for: "claims/", "markers", "run.json".
 
@@ -183,10 +174,8 @@ def place_of(key: str) -> str:
     """
     if layout.MARKER_SUFFIX in key:
         return "markers"
-    folder, _, name = key.rpartition("/")
-    if folder + "/" in (RUN, JOB):
-        return name
-    return _folder_place(folder + "/").removeprefix(JOB)
+    place, _, name = key.rpartition("/")
+    return name if f"{place}/" in (RUN, JOB) else place.split("/")[1] + "/"
 
 
 class PatientBackground(SimBackground):
@@ -199,54 +188,42 @@ class PatientBackground(SimBackground):
 class CoarseEngine(SimEngine):
     """Each row takes as long as so many rows of the data take on this machine."""
 
-    def __init__(self, process: Process, row_seconds: float, campaign: Campaign) -> None:
-        super().__init__(process, EngineTraits(), campaign)
-        self._row_seconds = row_seconds
-        self._campaign = campaign
-
     def open(self, stop: Stop) -> EngineInfo:
-        process, seconds = self._process, self._campaign.plan.load_seconds
+        process, seconds = self._process, self._traits.load_seconds
         ready = process.scheduler.now + seconds
         while process.scheduler.now < ready:
             if stop.is_set():
                 raise Interrupted("sim: stopped while it was loading")
             process.sleep(min(_TURN_SECONDS, ready - process.scheduler.now))
-        return EngineInfo(
-            name="sim", version="1", model="sim", max_model_len=4096, max_num_seqs=_NUM_SEQS, max_in_flight=_NUM_SEQS,
-            load_seconds=seconds,
-        )  # fmt: skip
+        return self._info(seconds)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
-        process, scheduler = self._process, self._process.scheduler
-        # While the machine works on a row, the worker has the next one ready.
-        queue: list[Call] = []
+        process, scheduler, seconds = (
+            self._process,
+            self._process.scheduler,
+            self._traits.row_seconds,
+        )
+        at_work: list[Call] = []
         due = 0.0
         process.on_exit.append(
-            lambda: self._campaign.lost(
-                1 - (due - scheduler.now) / self._row_seconds if queue else 0.0
-            )
+            lambda: self._ward.lost(1 - (due - scheduler.now) / seconds if at_work else 0.0)
         )
         while not stop.is_set():
-            if len(queue) < _NUM_SEQS:
-                calls = source.take(_NUM_SEQS - len(queue))
-                if calls is None and not queue:
+            if not at_work:
+                calls = source.take(_NUM_SEQS)
+                if calls is None:
                     return
-                if calls:
-                    if not queue:
-                        due = scheduler.now + self._row_seconds
-                    queue += calls
-            if not queue:
-                yield []
-                source.wait(0.5)
-                continue
+                if not calls:
+                    yield []
+                    source.wait(0.5)
+                    continue
+                at_work, due = calls, scheduler.now + seconds
             process.sleep(min(_TURN_SECONDS, due - scheduler.now))
-            if scheduler.now < due - 1e-6:
-                yield []
-                continue
-            reply = Reply(key=queue.pop(0).key, status=200, body=_ANSWER)
-            due = scheduler.now + self._row_seconds
-            self._campaign.yielded(process, [reply])
-            yield [reply]
+            replies: list[Reply] = []
+            if scheduler.now >= due - 1e-6:
+                replies.append(Reply(key=at_work.pop().key, status=200, body=_ANSWER))
+                self._ward.yielded(process, replies)
+            yield replies
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -306,11 +283,14 @@ class Campaign:
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-scale-", dir=BASE))
         try:
             with ExitStack() as stack:
-                stack.enter_context(tracked_files())
-                stack.enter_context(_one_job())
-                stack.enter_context(_known_listings())
-                stack.enter_context(_less_detail())
-                stack.enter_context(_small_sets())
+                for context in (
+                    tracked_files,
+                    _one_job,
+                    _known_listings,
+                    _less_detail,
+                    _small_sets,
+                ):
+                    stack.enter_context(context())
                 for machine in self.machines:
                     self.num_running += 1
                     delay = self.chance.random() * self.plan.launch_seconds
@@ -331,10 +311,13 @@ class Campaign:
         machine.starts += 1
         machine.began = scheduler.now
         process = Process(scheduler, f"w{machine.index}#{machine.starts}")
+        traits = EngineTraits(
+            max_in_flight=_NUM_SEQS, row_seconds=1 / machine.speed, load_seconds=plan.load_seconds
+        )
         environment = make_environment(
             process,
             self.network,
-            engine=lambda: CoarseEngine(process, 1 / machine.speed, self),
+            engine=lambda: CoarseEngine(process, traits, self),
             num_hands=8,
             background=PatientBackground,
             store=PlainStore,
@@ -391,7 +374,7 @@ class Campaign:
     def yielded(self, process: Process, replies: list[Reply]) -> None:
         for reply in replies:
             chunk, line = reply.key
-            index = int(chunk.rpartition("-")[2]) * self.plan.steps + line
+            index = _number_of(chunk) * self.plan.steps + line
             self.num_finished += 1
             self.num_distinct += not self._finished[index]
             self._finished[index] = True
@@ -455,34 +438,28 @@ def _less_detail() -> Iterator[None]:
 @contextmanager
 def _one_job() -> Iterator[None]:
     """Let all workers of this process share what they read of job.json: it is the same for each of them."""
-    decode, identity, chunks = jobs.decode_job, jobs.identity, jobs.job_chunks
-    known: dict[Any, Any] = {}
 
-    def once(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def shared(first: Any, *others: Any, **options: Any) -> Any:
-            key = (name, len(first) if isinstance(first, bytes) else id(first), others[1:])
-            if key not in known:
-                known[key] = make(first, *others, **options)
-            return known[key]
+    def once(make: Callable[..., Any]) -> Callable[..., Any]:
+        made: list[Any] = []
+
+        def shared(*arguments: Any, **options: Any) -> Any:
+            if not made:
+                made.append(make(*arguments, **options))
+            return made[0]
 
         return shared
 
-    shared_chunks = once("chunks", chunks)
+    job_chunks = once(jobs.job_chunks)
 
-    def job_chunks(job: Job, url: str, limit: int | None = None) -> Any:
-        return shared_chunks(job, url, limit)
-
-    def resolve(lines: dict[str, str], job: Job, url: str, limit: int | None) -> list[Any]:
-        everything = job_chunks(job, url, limit)
-        return [everything[layout.stem(line)] for line in lines]
+    def resolve(lines: dict[str, str], *job: Any) -> list[Any]:
+        return [job_chunks(*job)[layout.stem(line)] for line in lines]
 
     with (
-        mock.patch.object(jobs, "decode_job", once("job", decode)),
-        mock.patch.object(jobs, "identity", once("identity", identity)),
-        mock.patch.object(jobs, "job_chunks", job_chunks),
+        mock.patch.object(jobs, "decode_job", once(jobs.decode_job)),
+        mock.patch.object(jobs, "identity", once(jobs.identity)),
         mock.patch.object(jobs, "_resolve", resolve),
         mock.patch.object(joining, "job_chunks", job_chunks),
-        mock.patch.object(worker_start, "rows_by_chunk", once("rows", jobs.rows_by_chunk)),
+        mock.patch.object(worker_start, "rows_by_chunk", once(jobs.rows_by_chunk)),
     ):
         yield
 
@@ -518,34 +495,33 @@ def _known_listings() -> Iterator[None]:
         yield
 
 
-class _Chunks(MutableSet[str]):
-    """A set of chunks' names that takes one byte for each chunk of the job. A set of Python's takes forty."""
-
-    _numbers: ClassVar[dict[str, int]] = {}
+class _Chunks:
+    """A set of chunks' names, as far as workers use it, of one byte for each chunk. A set of Python's takes forty."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._held = bytearray()
         self |= names
 
-    def add(self, value: str) -> None:
-        number = self._numbers.setdefault(value, len(self._numbers))
-        if number >= len(self._held):
-            self._held.extend(bytes(number + 1 - len(self._held)))
+    def add(self, name: str) -> None:
+        number = _number_of(name)
+        self._held.extend(bytes(max(0, number + 1 - len(self._held))))
         self._held[number] = 1
 
-    def discard(self, value: str) -> None:
-        if value in self:
-            self._held[self._numbers[value]] = 0
+    def __ior__(self, names: Iterable[str]) -> Self:
+        for name in names:
+            self.add(name)
+        return self
 
-    def __contains__(self, value: object) -> bool:
-        number = self._numbers.get(value, len(self._held))
+    def __contains__(self, name: str) -> bool:
+        number = _number_of(name)
         return number < len(self._held) and self._held[number] == 1
 
-    def __iter__(self) -> Iterator[str]:
-        return compress(self._numbers, self._held)
+    def __rand__(self, names: set[str]) -> set[str]:
+        return {name for name in names if name in self}
 
-    def __len__(self) -> int:
-        return self._held.count(1)
+
+def _number_of(chunk: str) -> int:
+    return int(chunk.rpartition("-")[2])
 
 
 @contextmanager

@@ -330,19 +330,13 @@ class Network:
         for start, end in weather.outages:
             if start <= now < end:
                 return "refused"
-        is_write = method in WRITES
-        if weather.refused and chance.random() < weather.refused:
-            return "refused"
-        if weather.lost and chance.random() < weather.lost:
-            return "lost"
-        if weather.late and is_write and chance.random() < weather.late:
-            return "late"
-        if weather.dies_before and is_write and chance.random() < weather.dies_before:
-            return "dies_before"
-        if weather.dies_after and is_write and chance.random() < weather.dies_after:
-            return "dies_after"
-        if weather.partly and method == "delete_objects" and chance.random() < weather.partly:
-            return "partly"
+        fates = ["refused", "lost"]
+        fates += ["late", "dies_before", "dies_after"] * (method in WRITES)
+        fates += ["partly"] * (method == "delete_objects")
+        for fate in fates:
+            share = getattr(weather, fate)
+            if share and chance.random() < share:
+                return fate
         return None
 
     def _delays_saving(self, method: str, subject: str) -> bool:

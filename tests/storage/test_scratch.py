@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,6 +74,13 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
     assert str(tmp_path) in caught.value.message
     assert "--scratch-dir" in caught.value.hint
     assert caught.value.exit_status == 34
+
+
+def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch) -> None:
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
+    with pytest.raises(ScratchFull, match="no folder for temporary files"):
+        Scratch()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])

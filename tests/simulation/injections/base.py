@@ -17,6 +17,8 @@ class Injection:
     """Share of the seeds that have this kind."""
     MOST_STRIKES: ClassVar[int] = 5
     """Largest number of strikes in a day."""
+    CAUSES: ClassVar[tuple[type[BatchinferError], ...]] = ()
+    """Errors with which a process may end because of what is injected."""
 
     def __init__(self, scene: Any) -> None:
         self.scene = scene
@@ -46,8 +48,7 @@ class Injection:
 
     def causes(self, error: BatchinferError) -> bool:
         """Whether what is injected may have this error as its consequence."""
-        del error
-        return False
+        return isinstance(error, self.CAUSES)
 
     def has_room(self, process_name: str) -> bool:
         """Whether a process can write to its scratch folder."""

@@ -94,15 +94,13 @@ class Stops(Injection):
 
     NAME = "stops"
     MOST_STRIKES = 2
+    CAUSES = (StopRequested,)
 
     def strike(self) -> str:
         self._run(has_to_resume=False)
         pause = self.leases(2)
         self.after(pause, lambda: self._run(has_to_resume=True))
         return f"batchinfer stop, and --resume {pause:.1f} s later"
-
-    def causes(self, error: BatchinferError) -> bool:
-        return isinstance(error, StopRequested)
 
     def calm(self) -> None:
         self.scene.server.delete(RUN + layout.STOP_KEY)

@@ -19,6 +19,7 @@ class EditedChunks(Injection):
     """Edits or removes a chunk, and puts it back some time later. No row of the edited text may ever be answered."""
 
     NAME = "chunks"
+    CAUSES = (StorageError, InputError)
 
     def __init__(self, scene: Any) -> None:
         super().__init__(scene)
@@ -47,9 +48,6 @@ class EditedChunks(Injection):
     def calm(self) -> None:
         for key, data in self.originals.items():
             self.scene.server.put(key, data)
-
-    def causes(self, error: BatchinferError) -> bool:
-        return isinstance(error, StorageError | InputError)
 
 
 class WorkerRecords(Injection):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.core.errors import BatchinferError, ScratchFull, StorageError
+from batchinfer.core.errors import ScratchFull, StorageError
 
 from .base import Injection
 
@@ -27,6 +27,7 @@ class FullDisks(Injection):
     """Fills the scratch disk of one worker for a while."""
 
     NAME = "disks"
+    CAUSES = (ScratchFull,)
 
     def __init__(self, scene: Any) -> None:
         super().__init__(scene)
@@ -44,9 +45,6 @@ class FullDisks(Injection):
     def calm(self) -> None:
         self.full.clear()
 
-    def causes(self, error: BatchinferError) -> bool:
-        return isinstance(error, ScratchFull)
-
     def has_room(self, process_name: str) -> bool:
         return self.full.get(process_name, 0.0) <= self.scene.scheduler.now
 
@@ -56,6 +54,7 @@ class Hangs(Injection):
 
     NAME = "hangs"
     MOST_STRIKES = 3
+    CAUSES = (StorageError,)
 
     def strike(self) -> str:
         running = [start for start in self.scene.live if start.process.hung_until <= 0]
@@ -65,6 +64,3 @@ class Hangs(Injection):
         seconds = self.chance.choice([0.5, 2.0, 6.0, float("inf")]) * self.scene.plot.lease_seconds
         process.hang(seconds)
         return f"the main loop of {process.name} hangs for {seconds:.1f} s"
-
-    def causes(self, error: BatchinferError) -> bool:
-        return isinstance(error, StorageError)

@@ -30,6 +30,7 @@ class Denials(Injection):
 
     NAME = "denials"
     MOST_STRIKES = 3
+    CAUSES = (AccessDenied, StorageError)
     until = 0.0
 
     def begin(self, seconds: float) -> None:
@@ -43,9 +44,6 @@ class Denials(Injection):
 
     def calm(self) -> None:
         self.until = 0.0
-
-    def causes(self, error: BatchinferError) -> bool:
-        return isinstance(error, AccessDenied | StorageError)
 
     def _refuse(self, method: str, key: str) -> BatchinferError | None:
         return self._error(method, key) if self.scene.scheduler.now < self.until else None
