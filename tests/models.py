@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import shutil
 import string
 import struct
 import subprocess
@@ -81,6 +82,27 @@ def _write(folder: Path, model: str, config: Any, dtype: str = "float32") -> Pat
     torch.manual_seed(0)
     made = getattr(transformers, model)(config)
     made.to(getattr(torch, dtype)).eval().save_pretrained(folder)
+    return folder
+
+
+def write_mistral(folder: Path) -> Path:
+    """Write a Mistral with the tokenizer that mistral_common ships: it has no chat template at all."""
+    import mistral_common
+    from transformers import MistralConfig
+
+    config = MistralConfig(
+        **SMALL,
+        vocab_size=131072,
+        intermediate_size=128,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    _write(folder, "MistralForCausalLM", config, "bfloat16")
+    tekken = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    shutil.copyfile(tekken, folder / "tekken.json")
     return folder
 
 
