@@ -61,15 +61,19 @@ def raw(data: bytes) -> Outcome:
     return send
 
 
-async def slow_bytes(request: web.Request) -> web.StreamResponse:
-    """Send a byte now and then, for ever."""
-    response = web.StreamResponse(headers={"Content-Length": "50000"})
-    await response.prepare(request)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await response.write(b" ")
-            await asyncio.sleep(0.05)
-    return response
+def endless(piece: bytes, pause_seconds: float = 0.0) -> Outcome:
+    """These bytes again and again, for ever."""
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(piece)
+                await asyncio.sleep(pause_seconds)
+        return response
+
+    return send
 
 
 class EchoServer:

@@ -8,7 +8,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Event
 from typing import Any
+
+import pytest
 
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines import Engine
@@ -17,43 +20,28 @@ from batchinfer.engines.replies import failure_of
 CHAT = "/v1/chat/completions"
 
 
-class Flag:
-    """A stop signal that a test sets."""
-
-    def __init__(self) -> None:
-        self.value = False
-
-    def set(self) -> None:
-        self.value = True
-
-    def is_set(self) -> bool:
-        return self.value
-
-
 class ListSource:
-    """A source that gives a list of calls, at most `per_take` at a time, and records how it was asked."""
+    """A source that gives a list of calls, at most `per_take` at a time."""
 
     def __init__(self, given, per_take: int | None = None, gaps: int = 0) -> None:
         self.left = deque(given)
         self.per_take = per_take
         self.gaps = gaps
-        self.asked: list[int] = []
+        self.num_asked = 0
         self.given = 0
-        self.waits = 0
 
     def take(self, max_calls: int) -> list[Call] | None:
         assert max_calls > 0
-        self.asked.append(max_calls)
+        self.num_asked += 1
         if not self.left:
             return None
-        if self.gaps and len(self.asked) % (self.gaps + 1):
+        if self.gaps and self.num_asked % (self.gaps + 1):
             return []
         count = min(max_calls, self.per_take or max_calls, len(self.left))
         self.given += count
         return [self.left.popleft() for _ in range(count)]
 
     def wait(self, timeout_seconds: float) -> None:
-        self.waits += 1
         time.sleep(min(timeout_seconds, 0.002))
 
 
@@ -82,30 +70,37 @@ def code_of(reply: Reply) -> str:
     return failure.code if failure else ""
 
 
-def drive(engine: Engine, source: ListSource, stop: Flag | None = None) -> dict:
-    """Generate to the end. Returns replies by key, after checking that no key comes twice."""
+def drive_once(engine: Engine, source: ListSource) -> tuple[dict, list[Reply]]:
+    """Generate to the end. Returns replies by key, of which none comes twice, and those to rows of a dead server."""
     found: dict = {}
-    for batch in engine.generate(source, stop or Flag()):
+    deaths: list[Reply] = []
+    for batch in engine.generate(source, Event()):
+        assert engine.stats().restarts < 9, "servers are started again for ever"
         for reply in batch:
             assert reply.key not in found
-            found[reply.key] = reply
+            if reply.is_engine_death:
+                deaths.append(reply)
+            else:
+                found[reply.key] = reply
+    return found, deaths
+
+
+def drive(engine: Engine, source: ListSource) -> dict:
+    """Generate to the end, with servers that live on. Returns replies by key."""
+    found, deaths = drive_once(engine, source)
+    assert not deaths
     return found
 
 
 def drive_again(engine: Engine, given: list[Call]) -> tuple[dict, list[Reply]]:
     """Generate to the end, and give rows of a dead server once more, as the worker does. Returns replies and deaths."""
-    left = {each.key: each for each in given}
     found: dict = {}
     deaths: list[Reply] = []
-    while again := [each for key, each in left.items() if key not in found]:
-        for batch in engine.generate(ListSource(again), Flag()):
-            assert engine.stats().restarts < 9, "servers are started again for ever"
-            for reply in batch:
-                if reply.is_engine_death:
-                    deaths.append(reply)
-                else:
-                    assert reply.key not in found
-                    found[reply.key] = reply
+    while again := [each for each in given if each.key not in found]:
+        more, dead = drive_once(engine, ListSource(again))
+        assert not found.keys() & more.keys()
+        found |= more
+        deaths += dead
     return found, deaths
 
 
@@ -136,7 +131,15 @@ def are_gone(pids: Iterable[int], seconds: float = 60.0) -> bool:
 
 
 class EngineContract:
-    """Subclasses define the fixture `engine`: an open engine whose longest sequence is 512 tokens or less."""
+    """Subclasses define the fixture `opened`: an open engine of 512 tokens or less, and what it says of itself."""
+
+    @pytest.fixture
+    def engine(self, opened):
+        return opened[0]
+
+    @pytest.fixture
+    def info(self, opened):
+        return opened[1]
 
     def test_every_call_is_answered_exactly_once_with_its_key(self, engine):
         found = drive(engine, ListSource(calls(50)))
@@ -151,7 +154,7 @@ class EngineContract:
     def test_never_more_in_flight_than_it_says(self, engine, info):
         source = ListSource(calls(300, max_tokens=2))
         num_back = 0
-        for batch in engine.generate(source, Flag()):
+        for batch in engine.generate(source, Event()):
             num_back += len(batch)
             assert source.given - num_back <= info.max_in_flight
         assert num_back == 300
@@ -166,13 +169,13 @@ class EngineContract:
             wait(timeout_seconds)
 
         source.wait = checked_wait
-        for batch in engine.generate(source, Flag()):
+        for batch in engine.generate(source, Event()):
             num_back += len(batch)
         assert num_back == 6
         assert set(held) <= {0}
 
     def test_a_stop_ends_it_and_abandons_what_is_in_flight(self, engine):
-        stop = Flag()
+        stop = Event()
         source = ListSource(calls(200))
         for _ in engine.generate(source, stop):
             stop.set()

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -102,15 +101,22 @@ def _served(forks, config, folder):
     try:
         while True:
             assert Path(f"/proc/{group}").exists(), log.read_text()
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                    break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def ask(url, path, **request):
+    """Send one request as curl would, by httpx, which vLLM brings along. Returns the answer's status and its JSON."""
+    import httpx
+
+    found = httpx.post(url.removesuffix("/v1") + path, timeout=600, **request)
+    return found.status_code, found.json()
 
 
 @pytest.fixture(scope="session")
@@ -144,11 +150,8 @@ def demo_engine(demo_url):
     from batchinfer.engines.engine_config import EngineConfig
 
     config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])
-    engine = create_engine(config)
-    try:
+    with contextlib.closing(create_engine(config)) as engine:
         yield SharedEngine(engine, engine.open(threading.Event()))
-    finally:
-        engine.close()
 
 
 def replace_create_engine(monkeypatch, create) -> None:

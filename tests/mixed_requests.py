@@ -84,7 +84,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"body": {"structured_outputs": {"choice": []}}}, "invalid_request"),
     ({"body": {"structured_outputs": {"structural_tag": "{}"}}}, "invalid_constraint"),
     ({"body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "invalid_request"),
-    ({"body": {"stream": True}}, "invalid_parameter"),
     ({"body": {"max_token": 5}}, "unknown_parameter"),
     ({"body": {"tools": "x"}}, "invalid_parameter"),
     ({"body": {"tools": [{"type": "function"}]}}, "invalid_parameter"),
@@ -99,14 +98,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"url": COMPLETIONS, "body": {"prompt": ""}}, "invalid_parameter"),
     ({"url": COMPLETIONS, "body": {"prompt": 5}}, "invalid_parameter"),
     ({"url": COMPLETIONS, "body": {"prompt": [99999]}}, "invalid_request"),
-    ({"url": COMPLETIONS, "body": {"n": 3, "best_of": 2}}, "invalid_parameter"),
     ({"url": "/v1/embeddings", "body": {"input": "x"}}, "unknown_url"),
     ({"url": "/v1/rerank", "body": {"query": "x", "documents": ["y"]}}, "unknown_url"),
     ({"url": "/v1/chat"}, "unknown_url"),
     ({"url": "/../health"}, "unknown_url"),
-    ({"method": "GET"}, "invalid_request"),
-    ({"custom_id": 7}, "invalid_request"),
-    ({"body": [1]}, "invalid_request"),
 ]
 """What is wrong with a request, and the code of its error row."""
 
@@ -132,11 +127,9 @@ def good_request(index: int) -> dict[str, Any]:
 def bad_request(index: int) -> dict[str, Any]:
     """Return a request that cannot be answered."""
     change, _ = BAD[index % len(BAD)]
-    url, fields = change.get("url", CHAT), change.get("body", {})
-    if isinstance(fields, dict):
-        fields = {**plain_body(url, index), **fields}
-    line = {"custom_id": f"bad-{index}", "method": "POST", "url": url, "body": fields}
-    return {**line, **{name: change[name] for name in ("method", "custom_id") if name in change}}
+    url = change.get("url", CHAT)
+    body = {**plain_body(url, index), **change.get("body", {})}
+    return {"custom_id": f"bad-{index}", "method": "POST", "url": url, "body": body}
 
 
 def expected_code(index: int) -> str:

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import wave
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +27,20 @@ def write_model_stub(folder: Path, **config) -> Path:
     """Write a folder that looks like a model but has no real weights, for code that only reads config and sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
-        "architectures": ["LlamaForCausalLM"],
-        "torch_dtype": "bfloat16",
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
-        "vocab_size": 32000,
         **config,
     }
     (folder / "config.json").write_text(json.dumps(values))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(safetensors_of(1000))
+    (folder / "model.safetensors").write_bytes(bytes(1000))
     return folder
 
 
-def safetensors_of(size: int) -> bytes:
-    """Return a safetensors file of this many bytes, at least 108: one tensor of zeros."""
-    length = size - 108
-    tensors = {"w": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}
-    return (100).to_bytes(8, "little") + json.dumps(tensors).ljust(100).encode() + bytes(length)
-
-
 # --------------------------------------------------------------------------- adapters of the demo's model
-
-HIDDEN, INNER, NUM_LAYERS = 128, 384, 4
-_SIZES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (HIDDEN, HIDDEN)),
-    **dict.fromkeys(("gate_proj", "up_proj"), (INNER, HIDDEN)),
-    "down_proj": (HIDDEN, INNER),
-}
 
 
 def write_adapter(
@@ -66,41 +48,25 @@ def write_adapter(
     *,
     seed: int = 0,
     rank: int = 4,
-    targets: Sequence[str] = ("q_proj", "v_proj"),
-    num_layers: int = NUM_LAYERS,
-    hidden: int = HIDDEN,
+    num_layers: int = 4,
+    hidden: int = 128,
     **config: Any,
 ) -> Path:
-    """Write a LoRA adapter as PEFT does into `folder`. `config` replaces fields of adapter_config.json."""
+    """Write a LoRA adapter into `folder`: what vLLM needs of PEFT's format. `config` is more of its config."""
     import numpy as np
     from safetensors.numpy import save_file
 
     random = np.random.default_rng(seed)
-    tensors = {}
+    tensors, targets = {}, ["q_proj", "v_proj"]
     for layer in range(num_layers):
         for target in targets:
-            rows, columns = ((hidden if size == HIDDEN else size) for size in _SIZES[target])
-            part = "mlp" if INNER in _SIZES[target] else "self_attn"
-            name = f"base_model.model.model.layers.{layer}.{part}.{target}"
-            for letter, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            for letter, shape in (("A", (rank, hidden)), ("B", (hidden, rank))):
                 values = random.standard_normal(shape) * 0.3
                 tensors[f"{name}.lora_{letter}.weight"] = values.astype("float32")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "demo-model",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "lora_dropout": 0.0,
-        "target_modules": list(targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None,
-        "init_lora_weights": True,
-    }
+    values = {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps({**values, **config}))
     return folder
 

@@ -42,8 +42,6 @@ class Forks:
         return self._ask(code, list(arguments), str(log), True)
 
     def _ask(self, *request: Any) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())

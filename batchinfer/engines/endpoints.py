@@ -185,8 +185,13 @@ class Outage:
         if is_late:
             assert self._last is not None
             target, reply = self._last
-            said = f"it said last: {reply.status}: {problem_of(reply.body).message[:200]}"
-            message = f"{target.name}: answered nothing for {self._seconds:g} s; {said}"
+            said = problem_of(reply.body).message[:200]
+            status = "" if said.startswith("no answer") else f"{reply.status}: "
+            message = (
+                f"{target.name}: answered nothing for {self._seconds:g} s; last: {status}{said}"
+            )
             hint = "no row is lost; start the same command again when it answers"
+            if " within " in said:
+                hint += ", or with longer --request-timeout-seconds"
             raise EngineDied(message, hint=hint)
         return []

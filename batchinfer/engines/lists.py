@@ -56,19 +56,15 @@ def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
     try:
         rest = _decode(reply.body)
         items = _decode_items(rest.pop("data"))
+        by_place = {int(bytes(item["index"])): item for item in items}  # in any order
         usage = msgspec.json.decode(rest.pop("usage", b"{}"))
         count = codec.convert(usage.get("prompt_tokens") or 0, Tokens)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return []
-    # A server may answer in another order. Without any index, the order is all that there is.
-    places = [b"%d" % place for place in range(len(calls))]
-    by_place = {bytes(item.get("index", b"")): item for item in items}
-    if by_place.keys() == {b""}:
-        by_place = dict(zip(places, items, strict=False))
-    if len(items) != len(calls) or by_place.keys() != set(places):
+    if len(items) != len(calls) or by_place.keys() != set(range(len(calls))):
         return []
     total, replies, before, given = sum(len(call.body) for call in calls), list[Reply](), 0, 0
-    for call, place in zip(calls, places, strict=True):
+    for place, call in enumerate(calls):
         before += len(call.body)
         share = count * before // total - given
         given += share

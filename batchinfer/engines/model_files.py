@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from batchinfer.core.units import size
 from batchinfer.engines import Stop
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import local_path, open_store
+from batchinfer.storage.retrying import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,8 @@ def fetch(url: str, stop: Stop | None = None) -> Path:
     folder = cache.absolute() / files.identity[:20] / name
     if folder.is_dir():
         return folder
-    building, store = folder.parent.with_name(f".{uuid.uuid4().hex}"), open_store(url)
+    building = folder.parent.with_name(f".{uuid.uuid4().hex}")
+    store = open_store(url, retries=RetryPolicy(total_seconds=math.inf))  # shards may take minutes
 
     def download(key: str) -> None:
         if stop is not None and stop.is_set():

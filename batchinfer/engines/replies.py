@@ -135,7 +135,9 @@ def _is_answer(call: Call, body: bytes) -> bool:
     if field is None:
         has_answer = "text" not in found or bytes(found["text"]).startswith(b'"')
     else:
-        has_answer = _ITEMS.match(bytes(found.get(field, b""))) is not None
+        items = bytes(found.get(field, b""))
+        # A response whose model said nothing has no item; a completion has its empty choice.
+        has_answer = bool(_ITEMS.match(items)) or (field == "output" and items.startswith(b"["))
     return has_answer and not has_error
 
 

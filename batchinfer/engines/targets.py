@@ -126,14 +126,17 @@ class Target:
         return await self._read(self._request("GET", path), min(most_seconds, _ASK_SECONDS))
 
     async def _read(self, request: Any, seconds: float | None) -> Answer:
+        limit = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds), request as found:
+            async with limit, request as found:
                 wait, body = found.headers.get("retry-after", ""), await _body_of(found)
                 body = body if found.status == 200 else self.masked(body)
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
                 return Answer(found.status, body, wait_seconds)
         except _BROKEN as error:
-            return Answer(0, f"no answer: {type(error).__name__}: {error}".encode())
+            is_late = limit.expired()
+            why = f" within {seconds:g} s" if is_late else f": {type(error).__name__}: {error}"
+            return Answer(0, f"no answer{why}".encode())
 
     def masked(self, body: bytes) -> bytes:
         """Return a body without the key, which some endpoints repeat in their refusals. Answers stay as they are."""

@@ -15,7 +15,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, decode_object
+from batchinfer.prompts.json_lines import ID_FIELD, as_id, decode_object
 from batchinfer.prompts.media import data_url, multipart, places_in, put_url, take_links
 from batchinfer.prompts.prompt_config import check_config
 from batchinfer.prompts.readers import RequestsReader, RowsReader
@@ -106,7 +106,7 @@ class PromptBuilder:
 
         None if the run has no fields, or if the rows themselves say what kind of requests they are.
         """
-        path, text = self._reader.path, "Hello"
+        path, text = self._reader.path, "Hello as JSON"  # some endpoints want the word for JSON
         if not path or not self._config.body or path in SPEECH_URLS:
             return None
         prompts: dict[str, dict[str, Any]] = {
@@ -128,8 +128,6 @@ class PromptBuilder:
         try:
             columns = decode_object(row.data)
             own_id = columns.get(self._config.column("id") or ID_FIELD)
-            for name in (ROW_FIELD, ID_FIELD):
-                columns.pop(name, None)
             if self._config.request_format == "openai-batch":
                 own_id = columns.get("custom_id") or own_id
             if own_id is not None:
@@ -195,8 +193,10 @@ class PromptBuilder:
         own = self._reader.path
         paths = [own] if own else [CHAT_URL, COMPLETIONS_URL, self._task_path]
         known = frozenset[str]().union(*map(self._rules.parameters, paths))
+        others = {"best_of", "max_tokens"}
+        others |= set() if own else self._rules.parameters(RESPONSES_URL)
         for name in self._config.body if known else ():
-            if name not in known | {"best_of", "max_tokens"}:
+            if name not in known | others:
                 text = f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}"
                 raise ConfigError(text, hint="--sampling sets parameters by the server's names")
 
@@ -245,6 +245,8 @@ def _of_responses(fields: dict[str, Any]) -> dict[str, Any]:
     found = {_RESPONSES_NAMES.get(name, name): value for name, value in fields.items()}
     if "response_format" in found:
         found["text"] = {"format": flat(found.pop("response_format"), "json_schema")}
+    if effort := found.pop("reasoning_effort", None):
+        found.setdefault("reasoning", {"effort": effort})
     if "tool_choice" in found:
         found["tool_choice"] = flat(found["tool_choice"], "function")
     if isinstance(found.get("tools"), list):

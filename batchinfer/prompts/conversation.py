@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +22,10 @@ SPEAKERS = {
 # Fields that are kept of a message besides role, content and calls. All others, such as language or time, are dropped.
 _EXTRA_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 _WRAPPERS = ("messages", "conversations", "conversation")
+_LOOKS_LIKE_ONE = re.compile(
+    r"""[\s\[{]{1,99}["'](role|from|content|messages|conversations?)["']\s*:"""
+)
+"""How a text begins that is a conversation, as Python prints one, for example."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = dict[str, Any]
@@ -35,7 +39,8 @@ def read_conversation(value: Any) -> Iterator[Message]:
     `conversations` or `conversation`; any of these forms as JSON text. Any other text becomes one user message.
 
     Raises:
-        Unfit: the value has another form, or a message has no known role or no content.
+        Unfit: the value has another form, or is a text that looks like one and is no JSON; or a message has no known
+            role or no content.
     """
     value = _unwrapped(_parsed(value) if isinstance(value, str) else value)
     if not isinstance(value, list):
@@ -46,8 +51,11 @@ def read_conversation(value: Any) -> Iterator[Message]:
 def _parsed(text: str) -> Any:
     value: Any = None
     if text.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(Unfit):
+        try:
             value = decode_text(text)
+        except Unfit as error:
+            if _LOOKS_LIKE_ONE.match(text):
+                raise Unfit(f"looks like a conversation and is no JSON: {error}") from error
     first = value[0] if isinstance(value, list) and value else value
     if value == [] or (isinstance(first, dict) and first.keys() & {"role", "from", *_WRAPPERS}):
         return value

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchinfer.core.row_codes import Code
@@ -165,22 +165,19 @@ Place = tuple[dict[str, Any], str]
 """An object in a body that names a medium by URL, and its field for the URL."""
 
 
-def places_in(body: dict[str, Any]) -> list[Place]:
-    """Return the places in a body that name a medium by URL, in order."""
-    return list(_places(body, is_top=True))
-
-
-def _places(value: Any, *, is_top: bool = False) -> Iterator[Place]:
+def places_in(value: Any, *, is_body: bool = True) -> list[Place]:
+    """Return the places in a body, or in a part of one, that name a medium by URL, in order."""
     if isinstance(value, list):  # perhaps of thousands of token ids
-        for item in (each for each in value if isinstance(each, (dict, list))):
-            yield from _places(item)
-        return
-    for name, item in list(value.items()):
-        is_medium = name in _URL_FIELDS or (is_top and name == SOUND)
+        parts = (each for each in value if isinstance(each, (dict, list)))
+        return [place for part in parts for place in places_in(part, is_body=False)]
+    found: list[Place] = []
+    for name, item in value.items():
+        is_medium = name in _URL_FIELDS or (is_body and name == SOUND)
         if is_medium and isinstance(_url_of(item), str):
-            yield value, name
-        elif isinstance(item, (dict, list)) and not (is_top and name in _NO_CONTENT):
-            yield from _places(item)
+            found.append((value, name))
+        elif isinstance(item, (dict, list)) and not (is_body and name in _NO_CONTENT):
+            found += places_in(item, is_body=False)
+    return found
 
 
 def take_links(places: Sequence[Place], *, fetches_links: bool) -> list[MediaRef]:

@@ -107,10 +107,11 @@ def read_constraint(value: Any) -> Fields:
         return {}
     kind = "choice" if isinstance(value, list) else "json"
     if isinstance(value, dict):
+        given = {name: item for name, item in value.items() if item is not None}
         if value.get("type") in ("text", "json_object", "json_schema", "structural_tag"):
             return {"response_format": value} if value["type"] != "text" else {}
-        if len(value) == 1 and next(iter(value)) in _KINDS:
-            [(kind, value)] = value.items()
+        if len(given) == 1 and next(iter(given)) in _KINDS:  # columns of objects fill up with nulls
+            [(kind, value)] = given.items()
     if kind == "json_object":
         return {"response_format": {"type": "json_object"}}
     if not value:

@@ -9,7 +9,14 @@ from batchinfer.core.errors import near
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
 from batchinfer.prompts.conversation import Message, read_conversation, select_turns
-from batchinfer.prompts.json_lines import column, decode_text, reading, shown
+from batchinfer.prompts.json_lines import (
+    ID_FIELD,
+    ROW_FIELD,
+    column,
+    decode_text,
+    reading,
+    shown,
+)
 from batchinfer.prompts.media import SOUND, add_media, read_media
 from batchinfer.prompts.prompt_config import read_constraint, read_tools
 from batchinfer.prompts.templates import CONVERSATIONS, PromptTemplate, template_text
@@ -34,6 +41,9 @@ _LET_THROUGH = {
 }
 """Fields that no server has to know: options of OpenAI's hosted service, and what does not leave us."""
 
+_NO_FIELDS = ("engine", "id", ID_FIELD, ROW_FIELD)
+"""Columns of a table of completions that are no fields of a body, besides the one with the id."""
+
 
 class RowsReader:
     """Reads rows whose columns hold data.
@@ -50,9 +60,8 @@ class RowsReader:
         self._template = PromptTemplate(text, values) if text else None
         is_conversation = config.prompt_template and not text
         self._messages_column = CONVERSATIONS if is_conversation else config.messages_column
-        self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
-        self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
+        self.path = TASK_PATHS.get(config.task, CHAT_URL if config.is_chat else COMPLETIONS_URL)
         """Path to which all rows go."""
 
     @property
@@ -115,11 +124,12 @@ class RowsReader:
                 value = self._template.render({**columns, **blanks})
             else:
                 value = column(columns, name)
-            value = self._without_end(value) if isinstance(value, str) else value
+            if self.path == COMPLETIONS_URL and isinstance(value, str):
+                value = self._without_end(value)
             is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-            if not value or not (isinstance(value, str) or (is_ids and not self._is_chat)):
+            if not value or not (isinstance(value, str) or (is_ids and not config.is_chat)):
                 raise Unfit(f"{shown(value)}, expected a text (or token ids), not empty")
-            if self._is_chat:
+            if config.is_chat:
                 content = [{"type": "text", "text": value}]
                 return self._chat(columns, [{"role": "user", "content": content}])
         return {"input" if self._is_judged else "prompt": value}
@@ -141,7 +151,7 @@ class RowsReader:
             elif not parts and "tool_calls" in message:
                 message["content"] = None
         if prompt := self._config.system_prompt:
-            others = messages[messages[0]["role"] == "system" :]
+            others = messages[messages[0]["role"] in ("system", "developer") :]
             messages = [{"role": "system", "content": prompt}, *others]
         return {"messages": messages}
 
@@ -180,15 +190,16 @@ class RequestsReader:
         if self._is_batch:
             path, given = _envelope(columns)
         else:
-            path, others = COMPLETIONS_URL, {"engine", self._config.column("id")} - {"prompt"}
+            path, others = COMPLETIONS_URL, {*_NO_FIELDS, self._config.column("id")} - {"prompt"}
             given = {name: value for name, value in columns.items() if name not in others}
             if not given.get("prompt"):
                 message = "prompt: is missing or empty, expected a prompt"
                 raise RowProblem(Code.INVALID_REQUEST, message, param="prompt")
         body = {name: given[name] for name in _PROMPTS if name in given} | given
-        if body.get("stream"):
-            message = "stream: expected the request without it; each answer comes whole"
-            raise RowProblem(Code.INVALID_PARAMETER, message, param="stream")
+        for name in ("stream", "background"):
+            if body.get(name):
+                message = f"{name}: expected the request without it; each answer comes whole"
+                raise RowProblem(Code.INVALID_PARAMETER, message, param=name)
         self._check_names(path, body)
         if path in SPEECH_URLS:
             body[SOUND] = body.pop("file_url", None)

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import column
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, column
 from batchinfer.prompts.types import RowProblem
 
 # The Alpaca format. Models that were trained on it expect exactly these words.
@@ -55,7 +55,15 @@ def template_text(given: str) -> str:
     return NAMED_TEMPLATES.get(given, ("", given))[1]
 
 
+def _printed(value: Any) -> Any:
+    """Refuse to print null, which Jinja would print as the word None."""
+    if value is None:
+        raise ValueError("it prints null; where a value may be missing, write {{ x or '' }}")
+    return value
+
+
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
+    finalize=_printed,
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=StrictUndefined,
@@ -102,7 +110,8 @@ class PromptTemplate:
             RowProblem: the template failed. If the cause is a missing column, the message names that column.
         """
         try:
-            text = self._template.render({"row": row, **self._values, **row})
+            columns = {name: x for name, x in row.items() if name not in (ROW_FIELD, ID_FIELD)}
+            text = self._template.render({**self._values, **row, "row": columns})
             text.encode()
         except Exception as error:  # a template runs arbitrary expressions on the row
             # A template may test whether a column exists, so the cause is only a column that Jinja's message names.

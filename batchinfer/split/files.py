@@ -24,7 +24,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import SourceFile
 from batchinfer.core.redaction import redact
-from batchinfer.storage.hub import hub_errors
+from batchinfer.storage.hub import client_options, hub_errors
 from batchinfer.storage.opening import (
     BUCKET_SCHEMES,
     check_url,
@@ -308,7 +308,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         return BucketFiles(open_store(f"{scheme}://{path.partition('/')[0]}")), path
     url = str(local_path(url).absolute()) if scheme == "file" else url
     try:
-        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **client_options(scheme)))
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{url}: no filesystem for {scheme}:// can be used here ({error})",

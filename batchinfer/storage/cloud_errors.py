@@ -37,6 +37,11 @@ class Cloud(NamedTuple):
 _IS_A_STORE = (
     "check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place"
 )
+_PASSING = (
+    "CredentialRetrievalError MetadataRetrievalError EndpointConnectionError ConnectTimeoutError "
+    "ReadTimeoutError ConnectionClosedError Throttling"
+)
+"""What botocore says while it has no credentials for the moment."""
 _RULES = [
     # What made the upload fail is not told. The next try tells it, if it lasts.
     Rule(
@@ -59,8 +64,8 @@ _RULES = [
         TransientError,
         "the store answered {said}",
     ),
-    # A metadata server that gives the credentials may be down for a moment.
-    Rule("CredentialRetrievalError", TransientError, "no credentials ({said})", "{credentials}"),
+    # What gives the credentials, such as a metadata server or STS, may be away for a moment.
+    Rule(f"{_PASSING} refreshed", TransientError, "no credentials ({said})", "{credentials}"),
     Rule(
         "ExpiredToken ExpiredTokenException InvalidToken InvalidAccessKeyId SignatureDoesNotMatch "
         "TokenRefreshRequired AuthenticationFailed InvalidAuthenticationInfo UnauthenticatedError",
@@ -78,7 +83,7 @@ _RULES = [
     Rule("AlreadyExistsError", AlreadyExists, "exists with other bytes, expected none"),
     Rule("PreconditionError", PreconditionFailed, "is not the version that was expected"),
     Rule(
-        "401 403 PermissionDeniedError",
+        "401 403 AccessDenied PermissionDeniedError",
         AccessDenied,
         "the store refused access ({said})",
         "{rights}",
@@ -103,13 +108,15 @@ _RULES = [
 ]
 
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
-_CODE = re.compile(r"<Code>([^<]+)</Code>")
+_CODE = re.compile(r"<Code>([^<]+)</Code>|\(code: (\w+)\)")
+"""Code in the server's answer, or as obstore tells it of one key of a deletion."""
 _SAYS = re.compile(r"<Message>([^<]+)</Message>")
 _REQUEST = re.compile(
     r"^.*?Error performing \w+ \S+ in \S+ - (Server returned non-2xx status code: )?|^.*?credential provider: |: $"
 )
 _WORDS = re.compile(
-    r"BareRedirect|CredentialRetrievalError|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
+    rf"BareRedirect|{_PASSING.replace(' ', '|')}|refreshed(?= credentials are still)"
+    r"|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
     r"|DELETE(?= \S+\?uploadId=)"
 )
 _REASONS = ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate")
@@ -147,4 +154,4 @@ def _said(text: str, status: str, code: str) -> str:
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
-    return match[1] if match else ""
+    return match[match.lastindex or 0] if match else ""

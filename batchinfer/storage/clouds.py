@@ -109,7 +109,7 @@ def open_bucket(scheme: str, url: str, retries: RetryPolicy | None = None) -> Bu
             )
             for silence in _SILENCE.values()
         )
-    except obstore.exceptions.BaseError as error:
+    except (obstore.exceptions.BaseError, ValueError) as error:
         raise ConfigError(
             f"{url}: {str(error).splitlines()[0]}, expected a working configuration for {cloud.name}",
             hint=f"{cloud.credentials}; {cloud.place}",
@@ -137,18 +137,25 @@ def _aws_settings(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         endpoint = ConfiguredEndpointProvider(
             full_config=session.full_config, scoped_config=scoped, client_name="s3"
         ).provide()
-        region = session.get_config_variable("region")
+        region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
         bundle = session.get_config_variable("ca_bundle")
-    except BotoCoreError as error:
+        certificates = {"root_certificate": Path(bundle).read_bytes()} if bundle else {}
+    except (BotoCoreError, OSError) as error:
+        hint = "check AWS_CA_BUNDLE" if isinstance(error, OSError) else S3.credentials
         raise ConfigError(
-            f"{url}: {error}, expected a working S3 configuration", hint=S3.credentials
+            f"{url}: {error}, expected a working S3 configuration", hint=hint
         ) from error
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"{url}: the endpoint {endpoint!r} is no URL, expected http:// or https://",
             hint="check AWS_ENDPOINT_URL",
         )
-    is_virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
+    own = scoped.get("s3")
+    is_virtual = isinstance(own, dict) and own.get("addressing_style") == "virtual"
+    if endpoint and is_virtual:  # obstore wants the bucket in the endpoint then
+        scheme, _, host = endpoint.partition("//")
+        bucket = f"{split_bucket(url)[0]}."
+        endpoint = f"{scheme}//{bucket}{host.removeprefix(bucket)}"
     options = {
         "endpoint": endpoint,
         "region": region or ("us-east-1" if endpoint else None),
@@ -156,7 +163,7 @@ def _aws_settings(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "credential_provider": _aws_credentials(session),
     }
     options = {name: value for name, value in options.items() if value}
-    return options, {"root_certificate": Path(bundle).read_bytes()} if bundle else {}
+    return options, certificates
 
 
 def _aws_credentials(session: Any) -> Callable[[], Any]:

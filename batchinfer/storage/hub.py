@@ -6,6 +6,7 @@ huggingface_hub and fsspec take their time to load, so only the functions that u
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,8 @@ _CLIENTS = {
     *("requests", "urllib3"),
 }
 """Packages whose errors may come from a request to the Hub or to a web server."""
+_IS_XET = re.compile("CAS |Task error|Data processing error|File reconstruction")
+"""What the Hub's own protocol for large files says of a request that has failed, in a RuntimeError."""
 _ACCESS = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
@@ -124,6 +127,8 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
         if error.filename is not None:
             return AccessDenied(what, hint=_DISK)
     facts = {each.__name__ for each in type(error).__mro__}
+    if type(error) is RuntimeError and _IS_XET.search(str(error)):
+        facts.add("client")
     if status is not None:
         facts |= {str(status), f"{status // 100}xx", "status"}
     elif isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS:
@@ -151,6 +156,16 @@ def _status(error: Exception) -> int | None:
 # --------------------------------------------------------------------------- reading
 
 
+def client_options(scheme: str) -> dict[str, Any]:
+    """Return options of fsspec's filesystem for a scheme: a web server may take its time if it goes on sending."""
+    if scheme not in ("http", "https"):
+        return {}
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+
+
 class ReadOnlyStore:
     """Objects below an ``hf://`` or ``http(s)://`` URL. Writing verbs raise AccessDenied.
 
@@ -168,7 +183,10 @@ class ReadOnlyStore:
         import fsspec
 
         self._fs = fsspec.filesystem(
-            self._scheme, use_listings_cache=False, skip_instance_cache=True
+            self._scheme,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            **client_options(self._scheme),
         )
         self._root = root if self._scheme == "hf" else self.url
 

@@ -36,7 +36,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
-from batchinfer.storage.scratch import scratch_errors
+from batchinfer.storage.scratch import NO_LOCKS, scratch_errors
 
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
@@ -102,8 +102,9 @@ class LocalStore:
             try:
                 os.link(temp, path)
             except FileExistsError:
-                if path.is_file() and path.read_bytes() == data:
-                    return _etag(path.stat())
+                with contextlib.suppress(FileNotFoundError):  # it may be removed meanwhile
+                    if path.is_file() and path.read_bytes() == data:
+                        return _etag(path.stat())
                 raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -236,6 +237,11 @@ class LocalStore:
                 raise AccessDenied(
                     f"{where}: {reason}, expected permission to read and write",
                     hint=f"check owner and mount of {self.root} (ls -ld), or use another folder",
+                ) from error
+            if error.errno in NO_LOCKS:
+                raise ConfigError(
+                    f"{self.root}: its filesystem has no locks ({reason}), expected one that has",
+                    hint="mount it with flock, or use another folder or a bucket",
                 ) from error
             if error.errno == errno.ENAMETOOLONG:
                 raise InputError(f"{where}: {reason}, expected a shorter name") from error

@@ -21,6 +21,8 @@ from batchinfer.core.errors import ConfigError, ScratchFull, StorageError
 
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK)
+"""What flock(2) says on a filesystem without locks, such as Lustre that was mounted without them."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ELSEWHERE = "name another folder with --scratch-dir, or with TMPDIR where there is no such option"
 
@@ -40,6 +42,19 @@ def scratch_errors(folder: Path) -> Iterator[None]:
         raise ScratchFull(text, hint=hint) from error
 
 
+def temporary_folder() -> Path:
+    """Return the system's folder for temporary files.
+
+    Raises:
+        ScratchFull: None can be written.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        hint = f"see to the disk, or {_ELSEWHERE}"
+        raise ScratchFull("no folder for temporary files can be written", hint=hint) from error
+
+
 def remove_quietly(path: Path) -> None:
     """Remove a scratch file if possible. Otherwise the file stays until its scratch folder is removed."""
     with contextlib.suppress(OSError):
@@ -55,7 +70,7 @@ class Scratch:
     """
 
     def __init__(self, parent: str | Path | None = None) -> None:
-        base = Path(parent or tempfile.gettempdir())
+        base = Path(parent) if parent else temporary_folder()
         with scratch_errors(base), _making(base):
             base.mkdir(parents=True, exist_ok=True)
             _sweep(base)
@@ -63,7 +78,11 @@ class Scratch:
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
                 with contextlib.suppress(FileNotFoundError):
                     self._lock = (self.folder / _LOCK).open("wb")
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    try:
+                        fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    except OSError:
+                        self.close()
+                        raise
                     if _is_at(self.folder / _LOCK, self._lock):
                         break
                     self._lock.close()
@@ -87,7 +106,7 @@ def _making(base: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (*_REFUSED, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+        if error.errno in (*_REFUSED, *NO_LOCKS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
             raise ConfigError(
                 f"scratch folder {base}: cannot be made ({error.strerror}), expected a folder of yours",
                 hint=f"check its owner and mount, or {_ELSEWHERE}",

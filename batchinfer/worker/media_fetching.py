@@ -7,6 +7,7 @@ counts, and whether rows may name its place. `MediaFetcher` is used on the main 
 from __future__ import annotations
 
 import functools
+import posixpath
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -143,7 +144,7 @@ class MediaFetcher:
         scheme, _ = split_url(root)
         if scheme == "file":
             return self._in_folder(local_path(place), local_path(root))
-        key = check_key(place)
+        key = check_key(posixpath.normpath(place))
         if scheme in ("http", "https"):
             return self._on_the_web(join_url(root, key))
         return self._in_a_store(root.rstrip("/"), key)
@@ -153,7 +154,7 @@ class MediaFetcher:
             folder = folder.resolve()
             whole = (folder / path).resolve()
             if not whole.is_relative_to(folder):
-                message = f"{path}: is not below --media-root {folder}"
+                message = f"{path}: is {whole}, which is not below --media-root {folder}"
                 raise RowProblem(Code.MEDIA_FORBIDDEN, message)
             if not whole.is_file():
                 raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: no such file below {folder}")

@@ -17,6 +17,8 @@ from batchinfer.core.redaction import has_user, redact
         ("a http://me:SECRET@host:8080/x, b", "a http://…@host:8080/x, b"),
         ("https:/host/x?token=SECRET", "https:/host/x?token=…"),
         ("(https://host/x?SECRET)", "(https://host/x?…)"),
+        ('"https://host/x?"}],"max_tokens":5}', '"https://host/x?"}],"max_tokens":5}'),
+        ('{"a":"https://host/x?k=SECRET","b":5}', '{"a":"https://host/x?k=…","b":5}'),
         ("http://proxy:SECRET@h https://h?a=SECRET&b=SECRET.", "http://…@h https://h?a=…&b=…."),
     ],
 )

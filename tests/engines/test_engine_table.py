@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Reply
-from batchinfer.engines import create_engine, server, vllm_command
+from batchinfer.engines import create_engine, vllm_command
 from batchinfer.engines.engine_config import EngineConfig, parse_args
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
@@ -60,8 +61,7 @@ def test_options_that_fit_a_server_to_its_machine_are_not_the_runs():
 
 
 def command(monkeypatch, *arguments, is_cpu=False, **options):
-    for module in (server, vllm_command):
-        monkeypatch.setattr(module, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(vllm_command, "is_cpu_build", lambda: is_cpu)
     config = EngineConfig(model="org/name", server_args=list(arguments), **options)
     return write_vllm_command(config, "/folder", [], 256, 8192)
 
@@ -94,11 +94,9 @@ def test_a_tokenizer_of_another_repository_is_not_looked_for_at_the_models_commi
     assert value_of(found, "--tokenizer-revision") == "v2"
     found = command(monkeypatch, "--tokenizer", "org/name", revision="c" * 40)
     assert "--tokenizer-revision" not in found
-    assert EngineConfig(model="org/name", revision="v1", server_args=typed).tokenizer == (
-        "org/base",
-        None,
-    )
-    assert EngineConfig(model="org/name", revision="v1").tokenizer == ("org/name", "v1")
+    config = EngineConfig(model="org/name", revision="v1")
+    assert config.tokenizer == ("org/name", "v1")
+    assert replace(config, server_args=typed).tokenizer == ("org/base", None)
 
 
 def test_on_a_cpu_it_takes_little_memory_and_splits_no_prompt(monkeypatch):
@@ -118,33 +116,28 @@ def test_pooling_and_nodes_are_said_to_vllm(monkeypatch):
     assert "--uds" not in nodes
 
 
-@pytest.mark.parametrize(
-    ("gpu", "typed", "expected"),
-    [
-        (None, [], (256, 8192)),
-        (None, ["--max-num-seqs", "2", "--max-model-len", "512"], (2, 4096)),
-        (Gpu(id="0", name="H200", total_bytes=140 << 30), [], (1024, 16384)),
-        (Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30), [], (256, 8192)),
-    ],
-)
-def test_steps_are_as_large_as_those_of_one_big_generate(gpu, typed, expected):
-    model = ModelInfo(identity="", max_model_len=8192)
-    assert batch_sizes(EngineConfig(model="m", server_args=typed), model, gpu) == expected
+H200 = Gpu(id="0", name="H200", total_bytes=140 << 30)
+A100 = Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30)
+L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
 
 
 @pytest.mark.parametrize(
-    ("length", "options", "tokens"),
+    ("gpu", "length", "options", "expected"),
     [
-        (32768, {"task": "embed"}, 0),
-        (8192, {"task": "embed"}, 8192),
-        (32768, {"server_args": ["--no-enable-chunked-prefill"]}, 0),
-        (32768, {}, 8192),
+        (None, 8192, {}, (256, 8192)),
+        (None, 8192, {"server_args": ["--max-num-seqs", "2", "--max-model-len", "9"]}, (2, 4096)),
+        (H200, 8192, {}, (1024, 16384)),
+        (A100, 8192, {}, (256, 8192)),
+        (L4, 32768, {}, (256, 8192)),
+        # A step has room for the longest prompt, if it may not be divided.
+        (L4, 32768, {"task": "embed"}, (256, 0)),
+        (L4, 8192, {"task": "embed"}, (256, 8192)),
+        (L4, 32768, {"server_args": ["--no-enable-chunked-prefill"]}, (256, 0)),
     ],
 )
-def test_a_step_has_room_for_the_longest_prompt_that_may_not_be_divided(length, options, tokens):
-    gpu = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
+def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, expected):
     model = ModelInfo(identity="", max_model_len=length)
-    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == (256, tokens)
+    assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
 
 
 def test_any_servers_command_has_its_places_filled(tmp_path):

@@ -43,38 +43,33 @@ def chosen(info, devices, *arguments, **options) -> tuple[int, int]:
     return layout.tensor_parallel_size, layout.replicas
 
 
+LLAMA_70B = model(132, kv_bytes_per_token=327_680)
+
+
 @pytest.mark.parametrize(
-    ("parameters_gib", "count", "gibibytes", "expected"),
+    ("info", "devices", "expected"),
     [
-        (1, 1, 24, (1, 1)),
-        (1, 8, 24, (1, 8)),  # a small model eight times
-        (15, 8, 80, (1, 8)),  # 8B on H100
-        (15, 8, 24, (2, 4)),  # 8B on L4: 7.5 + 4 of 20.1 GiB
-        (132, 8, 80, (4, 2)),  # 70B on H100: 33 + 5 of 71.6 GiB
-        (132, 6, 80, (4, 1)),  # two stay idle, since 32 heads do not divide by 6
-        (15, 3, 24, (2, 1)),
+        (model(1), gpus(1, 24), (1, 1)),
+        (model(1), gpus(8, 24), (1, 8)),  # a small model eight times
+        (model(15), gpus(8, 80), (1, 8)),  # 8B on H100
+        (model(15), gpus(8, 24), (2, 4)),  # 8B on L4: 7.5 + 4 of 20.1 GiB
+        (model(15), gpus(3, 24), (2, 1)),
+        (LLAMA_70B, gpus(8, 80), (4, 2)),  # on H100: 33 + 5 of 71.6 GiB
+        (LLAMA_70B, gpus(6, 80), (4, 1)),  # two stay idle, since 32 heads do not divide by 6
+        (model(132, num_heads=12), gpus(8, 24), (4, 2)),  # 12 do not divide by 8
+        # 64 GiB for one whole sequence, and 16 GiB on each GPU, which all need the only head for keys and values.
+        (model(15, max_model_len=1 << 19), gpus(8, 80), (2, 4)),
+        (model(15, max_model_len=1 << 17, num_kv_heads=1), gpus(8, 24), (4, 2)),
+        # Where sizes are not known, one replica takes all GPUs.
+        (model(0), gpus(4, 80), (4, 1)),
+        (model(5), gpus(4, 0), (4, 1)),
+        # A slice of a GPU holds a replica, and so does a CPU.
+        (model(15), [Gpu(id="MIG-aa"), Gpu(id="MIG-bb")], (1, 2)),
+        (model(1), [], (1, 1)),
     ],
 )
-def test_the_fewest_gpus_that_serve_the_model_well_make_a_replica(
-    parameters_gib, count, gibibytes, expected
-):
-    cache = 327_680 if parameters_gib > 100 else 131_072  # of Llama 3's 70B and 8B
-    info = model(parameters_gib, kv_bytes_per_token=cache)
-    assert chosen(info, gpus(count, gibibytes)) == expected
-
-
-def test_a_long_context_needs_room_for_one_whole_sequence():
-    long = model(15, max_model_len=1 << 19)  # 64 GiB for one sequence
-    assert chosen(long, gpus(8, 80)) == (2, 4)
-    assert chosen(long, gpus(8, 80), "--max-model-len", "4096") == (1, 8)
-
-
-def test_heads_are_divided_evenly_and_each_gpu_has_one_for_keys_and_values():
-    assert chosen(model(132, num_heads=12), gpus(8, 24)) == (4, 2), "12 do not divide by 8"
-    single = model(
-        15, num_kv_heads=1, max_model_len=1 << 17
-    )  # 16 GiB for one sequence, on each GPU
-    assert chosen(single, gpus(8, 24)) == (4, 2)
+def test_the_fewest_gpus_that_serve_the_model_well_make_a_replica(info, devices, expected):
+    assert chosen(info, devices) == expected
 
 
 def test_what_the_user_states_is_taken():
@@ -83,13 +78,11 @@ def test_what_the_user_states_is_taken():
     assert chosen(model(1), gpus(8, 80), replicas=3) == (1, 3)
     assert chosen(model(15), gpus(8, 24), replicas=2) == (2, 2)
     assert chosen(model(1), gpus(8, 80), pipeline_parallel_size=2) == (1, 4)
+    assert chosen(model(1), [], replicas=2) == (1, 2)
+    long = model(15, max_model_len=1 << 19)
+    assert chosen(long, gpus(8, 80), "--max-model-len", "4096") == (1, 8)
     nodes = {"nnodes": 2, "master_addr": "here"}
     assert chosen(model(1), gpus(8, 80), **nodes) == (16, 1)
-
-
-def test_unknown_sizes_take_all_gpus_for_one_replica():
-    assert chosen(model(0), gpus(4, 80)) == (4, 1)
-    assert chosen(model(5), gpus(4, 0)) == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +97,6 @@ def test_unknown_sizes_take_all_gpus_for_one_replica():
 def test_more_gpus_than_there_are_is_refused_with_the_product(options):
     with pytest.raises(ConfigError, match=r"\d x \d x \d = \d+ GPUs are asked for, 4 are vis"):
         chosen(model(1), gpus(4, 80), **options)
-
-
-def test_slices_of_a_gpu_hold_one_replica_each():
-    assert chosen(model(15), [Gpu(id="MIG-aa"), Gpu(id="MIG-bb")]) == (1, 2)
-
-
-def test_on_a_cpu_one_server_runs_unless_more_are_asked_for():
-    assert chosen(model(1), []) == (1, 1)
-    assert chosen(model(1), [], replicas=2) == (1, 2)
 
 
 # --------------------------------------------------------------------------- which GPUs
@@ -157,8 +141,7 @@ def test_stated_gpus_win_and_must_exist(three_gpus, monkeypatch):
     ],
 )
 def test_servers_number_gpus_as_they_were_looked_up(monkeypatch, variable, wanted, is_translated):
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     found = device_variables(gpus(2, 80), wanted)

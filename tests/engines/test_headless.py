@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from msgspec.structs import replace
@@ -17,20 +16,18 @@ from msgspec.structs import replace
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import create_engine, headless, http
 from batchinfer.engines.engine_config import EngineConfig
-from engine_contract import Flag
+from making import free_ports
 from models import write_model_stub
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(headless, "POLL_SECONDS", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return EngineConfig(
         model=str(write_model_stub(tmp_path / "model")),
         nnodes=2,
         master_addr="127.0.0.1",
-        master_port=port - 1,
+        master_port=free_ports(),
         server_command=f"sh -c 'echo $$ > {tmp_path}/pid; sleep 600' {{port}}",
         load_timeout_seconds=5.0,
     )
@@ -39,7 +36,7 @@ def config(tmp_path, monkeypatch):
 def following(config, stop=None):
     node = replace(config, node_rank=1)
     return ThreadPoolExecutor(1).submit(
-        headless.follow, node, loading=Flag(), stop=stop or threading.Event()
+        headless.follow, node, loading=Event(), stop=stop or Event()
     )
 
 
@@ -108,7 +105,7 @@ def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
 
 
 def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_path):
-    stop = Flag()
+    stop = Event()
     found = following(config, stop)
 
     def set_stop(_):
@@ -127,11 +124,11 @@ def test_an_address_of_another_machine_is_refused(config):
     with pytest.raises(ConfigError, match="cannot listen"):
         asyncio.run(headless.Nodes().listen(replace(config, master_addr="192.0.2.1")))
     with pytest.raises(ConfigError, match="--node-rank"):
-        headless.follow(config, loading=Flag(), stop=Flag())
+        headless.follow(config, loading=Event(), stop=Event())
 
 
 def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):
-    has_called, reach = threading.Event(), headless._reach
+    has_called, reach = Event(), headless._reach
 
     def and_tell(*words):
         link = reach(*words)
@@ -146,6 +143,6 @@ def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):
     monkeypatch.setattr(http, "plan", fail)
     node = following(config)
     with pytest.raises(ConfigError, match="does not fit"):
-        create_engine(config).open(Flag())
+        create_engine(config).open(Event())
     with pytest.raises(ConfigError, match="node 0 ended with exit status 2"):
         node.result(120)

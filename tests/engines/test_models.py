@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import secrets
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -26,7 +26,7 @@ from batchinfer.engines.model_files import fetch, list_model
 from batchinfer.engines.models import describe_model
 from batchinfer.engines.server import plan
 from batchinfer.storage.opening import open_store
-from engine_contract import Flag
+from making import overwrite
 from models import DEMO_MODEL, write_adapter, write_model_stub
 
 
@@ -139,21 +139,16 @@ def test_what_the_hub_refuses_is_said_in_our_words(fake_hub, monkeypatch, kind, 
 
 
 @pytest.fixture
-def url(tmp_path, monkeypatch):
+def url(tmp_path, monkeypatch, memory_url):
     """URL of a small model in a store; see `write_model_stub`."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    list_model.cache_clear()
-    place = f"memory://{secrets.token_hex(4)}/m"
     for path in write_model_stub(tmp_path / "m").iterdir():
-        open_store(place).put_file(path.name, path)
-    yield place
-    list_model.cache_clear()
+        put(f"{memory_url}/m", path.name, path.read_bytes())
+    return f"{memory_url}/m"
 
 
 def put(url: str, key: str, data: bytes) -> None:
-    store = open_store(url)
-    store.delete([key])
-    store.create(key, data)
+    overwrite(open_store(url), key, data)
     list_model.cache_clear()
 
 
@@ -175,12 +170,11 @@ def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, mon
 
 
 def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypatch):
-    stop = Flag()
+    stop = Event()
     stop.set()
     with pytest.raises(Interrupted):
         fetch(url, stop)
-    open_store(url).delete(["model.safetensors"])
-    open_store(url).create("model.safetensors", b"shorter")
+    overwrite(open_store(url), "model.safetensors", b"shorter")
     with pytest.raises(StorageError, match="has changed"):
         fetch(url)
     assert list((tmp_path / "home" / "batchinfer").iterdir()) == []

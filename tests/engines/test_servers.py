@@ -13,10 +13,10 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import msgspec
@@ -31,7 +31,6 @@ from batchinfer.engines.server import Launch, OwnServer
 from batchinfer.storage.opening import open_store
 from engine_contract import (
     EngineContract,
-    Flag,
     ListSource,
     are_gone,
     call,
@@ -39,6 +38,7 @@ from engine_contract import (
     code_of,
     drive,
     drive_again,
+    drive_once,
     is_running,
 )
 from models import write_model_stub
@@ -67,20 +67,21 @@ def model(tmp_path):
 
 @pytest.fixture
 def open_engine(tmp_path, model):
-    """A function that opens an engine of two echo servers with these options. All are closed at the end."""
+    """A function that opens an engine of two servers, by default echo's, with these options. All are closed."""
     engines = []
 
     def open_one(*, kill="", hang="", latency_seconds=0.0, **options):
         fields = {
+            "server_command": echo_command("{socket}", kill, hang, latency_seconds=latency_seconds),
+            "model": str(model),
             "replicas": 2,
             "max_concurrency": 12,
             "scratch_dir": str(tmp_path / "scratch"),
             **options,
         }
-        command = echo_command("{socket}", kill, hang, latency_seconds=latency_seconds)
-        engine = create_engine(EngineConfig(model=str(model), server_command=command, **fields))
+        engine = create_engine(EngineConfig(**fields))
         engines.append(engine)
-        engine.open(Flag())
+        engine.open(Event())
         return engine
 
     yield open_one
@@ -128,16 +129,8 @@ class TestAnyServer(EngineContract):
         folder = write_model_stub(tmp_path_factory.mktemp("any") / "echo")
         config = EngineConfig(model=str(folder), server_command=echo_command("{port}"))
         engine = create_engine(config)
-        yield engine, engine.open(Flag())
+        yield engine, engine.open(Event())
         engine.close()
-
-    @pytest.fixture
-    def engine(self, opened):
-        return opened[0]
-
-    @pytest.fixture
-    def info(self, opened):
-        return opened[1]
 
 
 def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
@@ -156,17 +149,13 @@ def test_a_server_listens_where_only_its_owner_may_enter(open_engine):
 def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, caplog):
     engine = open_engine(kill="row 30 says", latency_seconds=0.01)
     rows = calls(100)
-    left = [row for row in rows if row.key[1] != 30]
-    deaths, found = [], {}
-    for batch in engine.generate(ListSource(rows), Flag()):
-        for reply in batch:
-            (deaths.append(reply) if reply.is_engine_death else found.update({reply.key: reply}))
+    found, deaths = drive_once(engine, ListSource(rows))
     assert ("c", 30) in [each.key for each in deaths]
     assert len(deaths) <= 12
     assert b"SIGKILL" in deaths[0].body
     assert len(found) + len(deaths) == 100
-    again = drive(engine, ListSource([row for row in left if row.key not in found]))
-    assert len(found) + len(again) == 99
+    left = [row for row in rows if row.key not in found and row.key[1] != 30]
+    assert len(found | drive(engine, ListSource(left))) == 99
     assert engine.stats().restarts == 1
     assert any(getattr(each, "event", "") == "replica_restarted" for each in caplog.records)
 
@@ -178,10 +167,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(open_engine, how):
     if how == "stopped":
         [stopped, _] = pids(engine)
         os.kill(stopped, signal.SIGSTOP)
-    found, deaths = [], []
-    for batch in engine.generate(ListSource(calls(60)), Flag()):
-        for reply in batch:
-            (deaths if reply.is_engine_death else found).append(reply)
+    found, deaths = drive_once(engine, ListSource(calls(60)))
     assert 0 < len(deaths) <= 24
     assert b"no token and no answer for 0.5 s" in deaths[0].body
     assert len(found) + len(deaths) == 60
@@ -240,7 +226,7 @@ def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):
     monkeypatch.setattr("batchinfer.engines.server.MOST_RESTARTS", 0)
     engine = open_engine(kill="row 3 says", replicas=1, latency_seconds=0.5)
-    batches = engine.generate(ListSource(calls(8)), Flag())
+    batches = engine.generate(ListSource(calls(8)), Event())
     found: list = []
     while len(found) < 8:
         found += next(batches)
@@ -258,14 +244,15 @@ def test_a_death_ends_an_ask_with_its_reason_before_the_new_start(open_engine):
     assert not engine.targets[0].is_ready
 
 
-def test_what_a_server_writes_is_in_our_log_at_debug_level(model, tmp_path, caplog):
+def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, tmp_path, caplog):
     caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    opening(model, command(tmp_path, app(before='print("a word of the server")')))
+    script = command(tmp_path, app(before='print("a word of the server")'))
+    open_engine(server_command=script).close()
     assert "replica 0: a word of the server" in caplog.text
 
 
 def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
-    model, tmp_path, monkeypatch
+    open_engine, model, tmp_path, monkeypatch
 ):
     """A machine with four GPUs, as far as the driver and the servers tell."""
     gpu = {"name": "NVIDIA L4", "total_bytes": 23034 << 20}
@@ -280,7 +267,7 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
     said = "[*sys.argv[3:], os.environ['CUDA_VISIBLE_DEVICES'], *sorted(os.listdir(sys.argv[2]))]"
     note = f"open('{notes}/' + str(os.getpid()), 'w').write(' '.join({said}))"
     script = command(tmp_path, app(before=note))
-    opening(url, f"{script} {{gpus}}", tensor_parallel_size=2)
+    open_engine(server_command=f"{script} {{gpus}}", model=url, tensor_parallel_size=2)
     files = " ".join(sorted(path.name for path in model.iterdir()))
     found = sorted(path.read_text() for path in notes.iterdir())
     assert found == [f"2 0,1 {files}", f"2 2,3 {files}"]
@@ -307,15 +294,6 @@ def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_
 # --------------------------------------------------------------------------- servers that do not start
 
 
-def opening(model, server_command, **options):
-    fields = {"load_timeout_seconds": 120.0, **options}
-    engine = create_engine(EngineConfig(model=str(model), server_command=server_command, **fields))
-    try:
-        engine.open(Flag())
-    finally:
-        engine.close()
-
-
 NOT_STARTING = {
     "options": ("print('x: error: no such option: --nix'); exit(2)", ConfigError, "no such option: --nix"),
     "package": ("print(\"Error: No module named 'torchvision'\"); exit(2)", ConfigError, "package torchvision"),
@@ -328,35 +306,29 @@ NOT_STARTING = {
 
 
 @pytest.mark.parametrize("name", NOT_STARTING)
-def test_a_server_that_does_not_start_says_why(model, tmp_path, name):
+def test_a_server_that_does_not_start_says_why(open_engine, tmp_path, name):
     script, error, said = NOT_STARTING[name]
     with pytest.raises(error) as caught:
-        opening(model, command(tmp_path, script))
+        open_engine(server_command=command(tmp_path, script), replicas=1)
     assert said in caught.value.message + caught.value.hint
 
 
-def test_a_command_that_is_not_there_is_the_users_fault(model):
+def test_a_command_that_is_not_there_is_the_users_fault(open_engine):
     with pytest.raises(ConfigError, match="nosuchprogram"):
-        opening(model, "nosuchprogram {port}")
+        open_engine(server_command="nosuchprogram {port}")
 
 
 def test_a_server_that_never_was_started_was_not_started_again(model):
     engine = create_engine(EngineConfig(model=str(model), server_command=echo_command("{socket}")))
-    engine.targets = engine._make_targets(Flag())
+    engine.targets = engine._make_targets(Event())
     assert engine.stats().restarts == 0
     engine.close()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_said(model, tmp_path, monkeypatch):
-    (tmp_path / ("deep" * 30)).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 30)))
-    with pytest.raises(EngineLoadError, match="AF_UNIX path too long"):
-        opening(model, echo_command("{socket}"))
-
-
-def test_a_server_that_never_gets_ready_is_given_up(model, tmp_path):
+def test_a_server_that_never_gets_ready_is_given_up(open_engine, tmp_path):
+    idle = command(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(EngineLoadError, match=r"not loaded after 0.5 s"):
-        opening(model, command(tmp_path, "import time; time.sleep(60)"), load_timeout_seconds=0.5)
+        open_engine(server_command=idle, load_timeout_seconds=0.5)
 
 
 ODD = """
@@ -376,24 +348,21 @@ ODD = """
 
 
 def test_rows_that_a_server_answers_with_rubbish_fail_alone_and_a_death_ends_it(
-    model, tmp_path, monkeypatch
+    open_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(http, "pause_seconds", lambda _: 0.01)
-    odd = app('web.post("/{any:.*}", answer)', rest=ODD)
-    config = EngineConfig(model=str(model), server_command=command(tmp_path, odd))
-    engine = create_engine(config)
-    engine.open(Flag())
+    odd = command(tmp_path, app('web.post("/{any:.*}", answer)', rest=ODD))
+    engine = open_engine(server_command=odd, replicas=1)
     found = drive(engine, ListSource(calls(4)))
     codes = [code_of(found["c", index]) for index in range(4)]
     assert codes == ["", "invalid_answer", "server_error", ""]
     with pytest.raises(EngineDied, match="exit status 3"):
         drive_again(engine, [call(9)])
-    engine.close()
 
 
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    stop = Flag()
+    stop = Event()
     stop.is_set = lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text())
     config = EngineConfig(model=str(model), server_command=command(tmp_path, script))
     with pytest.raises(Interrupted):

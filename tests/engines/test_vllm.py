@@ -20,7 +20,6 @@ from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.vllm_command import write_vllm_command
 from engine_contract import (
     EngineContract,
-    Flag,
     ListSource,
     are_gone,
     body_of,
@@ -64,12 +63,8 @@ class TestShared(EngineContract):
     """What all engines must do, and what only vLLM can show. All tests of a session share this server."""
 
     @pytest.fixture
-    def engine(self, demo_engine):
-        return demo_engine
-
-    @pytest.fixture
-    def info(self, engine, stop):
-        return engine.open(stop)
+    def opened(self, demo_engine, stop):
+        return demo_engine, demo_engine.open(stop)
 
     def test_its_answers_are_right_and_its_length_is_known(self, engine, info):
         found = drive(engine, ListSource([ask_capital(index) for index in range(20)]))
@@ -115,7 +110,7 @@ def demo_server(tmp_path):
 def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
     """That of the server itself: tests/worker/test_worker_vllm.py."""
     engine = create_engine(demo_server)
-    info = engine.open(Flag())
+    info = engine.open(threading.Event())
     assert (info.version, info.device, info.max_num_seqs) != ("", "", None)
     rows = [ask_capital(index) for index in range(NUM_ROWS)]
     server = engine.targets[0]
@@ -186,7 +181,7 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     engine = create_engine(
         EngineConfig(model=str(DEMO_MODEL), server_command=command, max_concurrency=2)
     )
-    engine.open(Flag())
+    engine.open(threading.Event())
     family = descendants(engine.targets[0].guard.pid)
     found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
     assert all(is_right(key[1], reply) for key, reply in found.items())

@@ -29,6 +29,11 @@ def link(place: str, kind: str = "image") -> dict[str, Any]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": place}}
 
 
+def asking(*parts: Any) -> list[dict[str, Any]]:
+    """A conversation of one message, of these parts."""
+    return [{"role": "user", "content": [*parts]}]
+
+
 @pytest.mark.parametrize(
     ("value", "found"),
     [
@@ -95,13 +100,9 @@ def test_parts_without_an_image_take_the_columns_images_in_order() -> None:
         {"index": None, "text": " then ", "type": "text"},
         {"index": 1, "text": None, "type": "image"},
     ]
-    row = {"m": [{"role": "user", "content": content}], "image": [B, A]}
-    assert user(built(row, messages_column="m")) == [
-        text("First "),
-        link(B),
-        text(" then "),
-        link(A),
-    ]
+    row = {"m": asking(*content), "image": [B, A]}
+    wanted = [text("First "), link(B), text(" then "), link(A)]
+    assert user(built(row, messages_column="m")) == wanted
 
 
 def test_marks_in_the_text_take_the_columns_images() -> None:
@@ -122,12 +123,9 @@ def test_marks_in_the_text_take_the_columns_images() -> None:
         ({"m": "What?"}, "missing_column"),
         ({"m": "What?", "image": 3}, "invalid_media"),
         ({"m": "<image>" * 2, "image": ["a"]}, "invalid_media"),
-        ({"m": [{"role": "user", "content": [{"type": "image"}]}], "image": None}, "invalid_media"),
-        (
-            {"m": [{"role": "user", "content": [{"type": "video_url"}]}], "image": "a"},
-            "invalid_media",
-        ),
-        ({"m": [{"role": "user", "content": [{"type": "file"}]}], "image": "a"}, "invalid_column"),
+        ({"m": asking({"type": "image"}), "image": None}, "invalid_media"),
+        ({"m": asking({"type": "video_url"}), "image": "a"}, "invalid_media"),
+        ({"m": asking({"type": "file"}), "image": "a"}, "invalid_column"),
     ],
 )
 def test_a_row_whose_media_do_not_fit_fails(row: dict[str, Any], found: str) -> None:
@@ -147,8 +145,7 @@ def test_a_row_whose_media_do_not_fit_fails(row: dict[str, Any], found: str) -> 
     ],
 )
 def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
-    row = {"m": [{"role": "user", "content": [text("What?"), part]}]}
-    content = user(prepare(row, FETCHES, messages_column="m"))
+    content = user(prepare({"m": asking(text("What?"), part)}, FETCHES, messages_column="m"))
     assert content[0] == text("What?")
     assert content[1]["image_url"]["url"] == A
     assert content[1]["image_url"].get("detail") == ("low" if "low" in str(part) else None)
@@ -157,16 +154,9 @@ def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        ({"messages": [{"role": "user", "content": [link("PLACE")]}]}, "image"),
-        ({"messages": [{"role": "user", "content": [link("PLACE", "video")]}]}, "video"),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": [{"type": "input_image", "image_url": "PLACE"}]}
-                ]
-            },
-            "image",
-        ),
+        ({"messages": asking(link("PLACE"))}, "image"),
+        ({"messages": asking(link("PLACE", "video"))}, "video"),
+        ({"input": asking({"type": "input_image", "image_url": "PLACE"})}, "image"),
         ({"query": {"content": [link("PLACE")]}, "documents": ["x"]}, "image"),
         ({"input": [[{"\u0069mage_url": "PLACE"}]]}, "image"),
     ],
@@ -189,8 +179,8 @@ def test_no_place_that_a_row_names_reaches_the_server(
 
 
 def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> None:
-    content = [link(A), link("s3://b/c.png"), INLINE, link("local.png")]
-    prepared = request({"messages": [{"role": "user", "content": content}]}, rules=FETCHES)
+    messages = asking(link(A), link("s3://b/c.png"), INLINE, link("local.png"))
+    prepared = request({"messages": messages}, rules=FETCHES)
     assert named(prepared) == [("s3://b/c.png", "image"), ("local.png", "image")]
     blue = picture("blue")
     wanted = [link(A), INLINE, INLINE, link(as_data_url(blue))]
@@ -220,7 +210,6 @@ def test_a_sound_has_the_form_that_every_server_knows() -> None:
 
 def form_of(prepared: Prepared) -> dict[str, bytes]:
     """The fields of a multipart body, by their names."""
-    assert prepared.call is not None
     head = f"Content-Type: {prepared.call.content_type}\r\n\r\n".encode()
     message: Any = message_from_bytes(head + prepared.call.body)
     return {
@@ -231,12 +220,10 @@ def form_of(prepared: Prepared) -> dict[str, bytes]:
 
 def test_a_column_of_sounds_is_transcribed() -> None:
     body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
-    options: dict[str, Any] = {
-        "task": "transcribe",
-        "columns": {"audio": ["a"]},
-        "body": body,
-        "seed": 7,
-    }
+    options: dict[str, Any] = {"task": "transcribe", "columns": {"audio": ["a"]}, "seed": 7}
+    plain = prepare({"a": as_data_url(WAVE)}, **options)
+    assert "seed" not in form_of(plain), "without a temperature nothing is drawn"
+    options["body"] = body
     fetched = prepare({"a": "s3://b/a.wav"}, **options)
     assert named(fetched) == [("s3://b/a.wav", "audio")]
     inline = prepare({"a": {"bytes": as_base64(WAVE)}}, **options)
@@ -252,7 +239,6 @@ def test_a_column_of_sounds_is_transcribed() -> None:
         "vllm_xargs": b'{"a": 1}',
         "max_completion_tokens": b"5",
     }
-    assert "seed" not in form_of(prepare({"a": as_data_url(WAVE)}, **{**options, "body": {}}))
     for bad in ({"a": None}, {"a": ["x", "y"]}, {"a": "data:audio/wav;base64,***"}):
         assert code(prepare(bad, **options)) == "invalid_media"
 
@@ -262,7 +248,6 @@ def test_a_batch_file_names_sounds_as_vllms_own_does() -> None:
     body = {"file_url": as_data_url(WAVE), "timestamp_granularities": ["word", "segment"]}
     prepared = request(body, url)
     assert form_of(prepared)["file"] == WAVE
-    assert prepared.call is not None
     assert prepared.call.body.count(b'name="timestamp_granularities[]"') == 2
     assert request({"file_url": "https://x/a.wav"}, url).media[0].place == "https://x/a.wav"
     assert code(request({}, url)) == "invalid_media"

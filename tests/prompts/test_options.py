@@ -15,9 +15,6 @@ COPIED = (
     '{"num_return_sequences": 3, "repetition_penalty": 1.18, "max_new_tokens": 500, "top_k": 20, "top_p": 0.5, '
     '"temperature": 0.5, "do_sample": true, "use_cache": false, "prepend_bos": true}'
 )
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
-NAMED = {"name": "answer", "schema": SCHEMA}
-ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
 def sampling(**pairs: Any) -> dict[str, Any]:
@@ -50,18 +47,13 @@ def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        (
-            {"json_schema": json.dumps(SCHEMA)},
-            {"response_format": {"type": "json_schema", "json_schema": NAMED}},
-        ),
         ({"choices": ["yes, no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
         ({"choices": ["a, b", "c"]}, {"structured_outputs": {"choice": ["a, b", "c"]}}),
         ({"sampling": {"structured": {"regex": "a"}}}, {"structured_outputs": {"regex": "a"}}),
         ({"choices": []}, {}),
-        ({"tools": [ADD]}, {"tools": [ADD]}),
     ],
 )
-def test_constraints_and_tools_have_the_names_of_the_server(
+def test_constraints_have_the_names_of_the_server(
     options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     assert make_body(Sampling(**options)) == fields

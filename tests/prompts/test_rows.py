@@ -47,8 +47,6 @@ def contents(value: Any, **options: Any) -> list[Any]:
         (b'{"p": ["x"]}', "invalid_column"),
         (b'{"p": ""}', "invalid_column"),
         (b'{"p": []}', "invalid_column"),
-        (b'{"p": "x", "deep": ' + b"[" * 100 + b"]" * 100 + b"}", "invalid_json"),
-        (b'{"p": "x", "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}", "invalid_json"),
     ],
 )
 def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:
@@ -77,7 +75,6 @@ def test_text_goes_through_unchanged_and_a_large_one_too() -> None:
 
 def test_a_missing_column_is_named_with_its_nearest_match() -> None:
     failure = prepare({"promt": "x"}, prompt_column="prompt").failure
-    assert failure is not None
     assert "did you mean 'promt'?" in failure.message
 
 
@@ -98,7 +95,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 
     monkeypatch.setattr(readers, "shown", fail)
     failure = prepare({"p": []}, prompt_column="p").failure
-    assert failure is not None
     assert (failure.code, failure.status) == ("internal_error", 500)
     assert "ZeroDivisionError" in failure.message
 
@@ -108,7 +104,6 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 
 def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
     prepared = prepare({"p": "x"}, prompt_column="p", body={"temperature": 0})
-    assert prepared.call is not None
     assert prepared.call.path == "/v1/completions"
     assert prepared.call.body == b'{"prompt":"x","temperature":0,"model":"m"}'
     rules = EngineRules(model="m", max_model_len=100)
@@ -123,6 +118,9 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
     rules = EngineRules(model="m", eos_token="</s>")
     text = "x</s>y" + "</s>" * 3_000_000
     assert sent(prepare({"p": text}, rules, prompt_column="p"))["prompt"] == "x</s>y"
+    for options in ({"as_chat": True}, {"task": "embed"}, {"task": "reward"}):
+        found = prepare({"p": "x</s>"}, rules, prompt_column="p", **options)
+        assert "x</s>" in str(sent(found))
 
 
 # ------------------------------------------------------------------ conversations
@@ -159,10 +157,16 @@ def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
         [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
         [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "x"}]}],
         [*chat("u"), {"role": "assistant", "tool_calls": [3]}, *chat("u")],
+        *(str(chat("u", "a")), json.dumps(chat("u", "a"))[:-9], f"{{'messages': {chat('u')}}}"),
     ],
 )
 def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
     assert code(prepare({"m": value}, messages_column="m", turns=0)) == "invalid_column"
+
+
+@pytest.mark.parametrize("text", ["hi", "[INST] hi", "{'a': 1}", "[{'role'} is a set]"])
+def test_a_text_is_what_a_user_says(text: str) -> None:
+    assert contents(text) == [text]
 
 
 def test_an_answer_without_parts_stays_so() -> None:
@@ -182,17 +186,14 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
     body = sent(prepare({"m": value}, messages_column="m", turns=0))
+    add, stop = {"name": "add", "arguments": '{"a":1}'}, {"name": "stop", "arguments": "{}"}
     assert body["messages"][1] == {
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
         "tool_calls": [
-            {
-                "id": "call_1_0",
-                "type": "function",
-                "function": {"name": "add", "arguments": '{"a":1}'},
-            },
-            {"id": "call_1_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}},
+            {"id": "call_1_0", "type": "function", "function": add},
+            {"id": "call_1_1", "type": "function", "function": stop},
         ],
     }
 
@@ -213,6 +214,7 @@ def test_turns_choose_how_much_of_a_conversation_is_sent(turns: int, expected: l
 def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
     assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
     assert contents(chat("u1"), system_prompt="new") == ["new", "u1"]
+    assert contents(chat("d", "u1"), system_prompt="new") == ["new", "u1"]
 
 
 # ------------------------------------------------------------------ tasks
@@ -257,6 +259,7 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         (None, {"structured_outputs": {"regex": "a"}}),
         ("", {"structured_outputs": {"regex": "a"}}),
         (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
+        ({"json": None, "regex": "b"}, {"structured_outputs": {"regex": "b"}}),
         ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
         (SCHEMA, {"response_format": {"type": "json_schema", "json_schema": NAMED}}),

@@ -49,6 +49,9 @@ def test_a_template_sees_columns_row_and_system_prompt() -> None:
     assert text == "a b s |"
     assert render("{{ q | tojson }}", {"q": {"a": "<é>"}}) == '{"a": "<é>"}'
     assert render("{{ x | default('none') }}") == "none"
+    row = {"_row": 7, "_id": "i", "row": "mine", "x": None}
+    assert render("{{ _row }} {{ _id }} {{ row.row }}{{ x or '' }}", row) == "7 i mine"
+    assert render("{{ row | tojson }}", row) == '{"row": "mine", "x": null}'
 
 
 def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
@@ -81,9 +84,10 @@ def test_a_template_that_could_not_work_is_refused_at_once(template: str) -> Non
         "{% for i in range(10**9) %}x{% endfor %}",
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "{{ '\\ud800' }}",
+        "{{ q }}{{ row.null }}",
     ],
 )
 def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
     template: str,
 ) -> None:
-    assert code(prepare({"q": [1]}, prompt_template=template)) == "template_error"
+    assert code(prepare({"q": [1], "null": None}, prompt_template=template)) == "template_error"

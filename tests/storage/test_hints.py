@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
-from batchinfer.storage import Store
+from batchinfer.storage import Store, clouds
 from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable
 from fake_gcs import serving_gcs
@@ -117,6 +118,16 @@ def test_a_refused_listing_is_a_refused_access(scripted, status: int):
     assert "s3:ListBucket" in caught.value.hint
 
 
+def test_a_store_that_lets_nobody_delete_says_so_at_once(scripted):
+    """S3 refuses each key in an answer of status 200. It was taken for silence, and ended each worker's start."""
+    error = b"<Error><Key>job/k</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+    body = b"<DeleteResult>" + error + b"</DeleteResult>"
+    server = scripted(LENGTH % len(body) + body)
+    with pytest.raises(AccessDenied, match="refused access"):
+        open_store("s3://bucket/job", retries=QUICK).delete(["k"])
+    assert server.num_requests == 1
+
+
 NO_ANSWERS = {
     "no body": b"Content-Length: 900\r\n\r\n",
     "half a body": b"Content-Length: 900\r\n\r\n<?xml version='1.0'?>\n<ListBu",
@@ -215,7 +226,9 @@ def test_a_store_that_has_answered_before_is_given_its_two_minutes(scripted, mon
 
 
 @pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
+def credentials(
+    s3_environment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[str, str], None]:
     """Put what AWS's two files say in the place of the keys that variables hold."""
 
     def put(config: str, keys: str) -> None:
@@ -235,6 +248,25 @@ def test_missing_credentials_are_access_denied(s3_environment, credentials):
     assert "AWS_PROFILE" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        EndpointConnectionError(endpoint_url="https://sts.example.com"),
+        ClientError({"Error": {"Code": "Throttling"}}, "AssumeRole"),
+        RuntimeError(
+            "Credentials were refreshed, but the refreshed credentials are still expired."
+        ),
+    ],
+)
+def test_a_giver_of_credentials_that_is_away_is_asked_again(s3_environment, monkeypatch, error):
+    def give() -> None:
+        raise error
+
+    monkeypatch.setattr(clouds, "_aws_credentials", lambda _: give)
+    with pytest.raises(StorageError, match=r"no credentials .*after 3 attempts"):
+        open_store("s3://bucket/job", retries=QUICK).get("k")
+
+
 def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials):
     url = s3_url("job")
     endpoint = open_store(url).create("k", b"1") and os.environ["AWS_ENDPOINT_URL"]
@@ -249,6 +281,17 @@ def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(ConfigError, match="nobody"):
         open_store(url)
+
+
+@pytest.mark.parametrize("endpoint", ["https://oss.example.com", "https://job.oss.example.com"])
+def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, endpoint: str):
+    """Only in the name: a request for s3://job/a/k went to the bucket a."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_REGION", "eu-1")
+    credentials("[default]\nregion = us-1\ns3 =\n  addressing_style = virtual\n", "")
+    options, _ = clouds._aws_settings("s3://job/a")
+    assert options["endpoint"] == "https://job.oss.example.com"
+    assert options["region"] == "eu-1"
 
 
 def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
@@ -272,6 +315,8 @@ def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
     [
         ("r2://bucket/job", "AWS_ENDPOINT_URL", "", "no endpoint"),
         ("s3://bucket/job", "AWS_ENDPOINT_URL", "localhost:9000", "is no URL"),
+        ("s3://bucket/job", "AWS_CA_BUNDLE", "/nowhere.pem", "No such file"),
+        ("s3://bucket/job", "AWS_CA_BUNDLE", __file__, "S3"),
         ("s3://bucket/job\r", "AWS_ENDPOINT_URL", "", "control character"),
         ("az://bucket/job", "AZURE_STORAGE_ACCOUNT_NAME", "", "Azure"),
         ("gs://bucket/job", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "GCS"),

@@ -58,6 +58,18 @@ def test_objects_can_be_read_and_absent_ones_are_not_found(store: ReadOnlyStore,
             verb("data/nothing.txt")
 
 
+def test_a_web_server_is_asked_through_the_proxy_and_may_take_its_time(
+    web_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A download of more than five minutes never came to its end."""
+    monkeypatch.setenv("HTTP_PROXY", web_url.partition("/datasets")[0])
+    path = web_url.partition("//")[2].partition("/")[2]
+    store = ReadOnlyStore(f"http://nowhere.invalid/{path}", retries=QUICK)
+    with pytest.raises(AccessDenied):  # this server is no proxy, but it was asked
+        store.get("data/a.txt")
+    assert store._fs.client_kwargs["timeout"].total is None
+
+
 def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
     for verb in (
         lambda: store.create("k", b"1"),
@@ -139,6 +151,7 @@ def outage_behind(error: Exception) -> Exception:
         (FileNotFoundError("x"), ObjectNotFound, ""),
         (outage_behind(FileNotFoundError("x")), TransientError, ""),
         (outage_behind(RuntimeError("an upload")), TransientError, ""),
+        (RuntimeError("Task error: CAS Client Error: sending request"), TransientError, ""),
     ],
 )
 def test_an_error_of_the_hub_is_said_in_our_words(

@@ -11,10 +11,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ScratchFull, StorageError
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ScratchFull,
+    StorageError,
+)
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions
+from batchinfer.storage.scratch import Scratch
 from store_contract import StoreContract, race
 
 
@@ -35,6 +43,30 @@ class TestWithoutFolderLocks(StoreContract):
             flock(handle, operation)
 
         monkeypatch.setattr(fcntl, "flock", files_only)
+
+
+def test_a_filesystem_without_locks_is_refused(store: LocalStore, monkeypatch):
+    def flock(_handle: int, _operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="has no locks"):
+        check_preconditions(store)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        Scratch(store.root / "scratch")
+    assert not list((store.root / "scratch").iterdir())
+
+
+def test_an_object_that_is_removed_meanwhile_was_there(store: LocalStore, monkeypatch):
+    store.create("k", b"1")
+
+    def read(path: Path) -> bytes:
+        path.unlink()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(AlreadyExists):
+        store.create("k", b"2")
 
 
 def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypatch):

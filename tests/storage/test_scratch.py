@@ -76,6 +76,13 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
     assert caught.value.exit_status == 34
 
 
+def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch) -> None:
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
+    with pytest.raises(ScratchFull, match="no folder for temporary files"):
+        Scratch()
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 @pytest.mark.parametrize("step", [(os, "mkdir"), (tempfile, "mkdtemp")])
 def test_a_folder_that_may_not_be_written_is_a_mistake(

@@ -81,6 +81,8 @@ def root(tmp_path: Path) -> Path:
     ("media_root", "place", "expected"),
     [
         ("{root}", "a.png", RED),
+        ("{root}", "./a.png", RED),
+        ("memory://pictures/deep", "./b//../a.png", RED),
         ("{root}", "{root}/a.png", RED),
         ("{root}", "file://{root}/a.png", RED),
         ("{root}", "memory://pictures/deep/a.png", RED),

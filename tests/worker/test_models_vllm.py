@@ -12,7 +12,6 @@ import re
 import struct
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -24,6 +23,7 @@ import pytest
 import batchinfer
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
+from fixtures_vllm import ask
 from making import make_job, output_lines, read_marker
 from models import ROOT, sound, write_bert, write_mistral, write_vision_model, write_whisper
 from pages import steps_of
@@ -79,25 +79,23 @@ def vector_of(line: dict[str, Any]) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
-def states(model: Path, *texts: str) -> Any:
-    """The last hidden states that transformers computes for a text or a pair."""
+def computed(model: Path, *texts: str, kind: str = "AutoModelForSequenceClassification") -> Any:
+    """What transformers computes for a text or a pair."""
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    encoder = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    loaded = getattr(transformers, kind).from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
-        return encoder(**tokenizer(*texts, return_tensors="pt")).last_hidden_state[0]
+        return loaded(**tokenizer(*texts, return_tensors="pt"))
+
+
+def states(model: Path, text: str) -> Any:
+    return computed(model, text, kind="AutoModel").last_hidden_state[0]
 
 
 def logits(model: Path, *texts: str) -> Any:
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
-    with torch.no_grad():
-        return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0]
+    return computed(model, *texts).logits[0]
 
 
 def test_embeddings_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
@@ -198,16 +196,9 @@ def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(
 
 def transcribe(url: str, model: Path, wave: bytes) -> Any:
     """Send a sound to a server as curl's -F would."""
-    mark = "7f3e"
     fields = {"model": str(model), "language": "en", "temperature": "0"}
-    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
-    parts.append(b'name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n' + wave)
-    head = f"--{mark}\r\nContent-Disposition: form-data; ".encode()
-    body = b"".join(head + part + b"\r\n" for part in parts) + f"--{mark}--\r\n".encode()
-    headers = {"Content-Type": f"multipart/form-data; boundary={mark}"}
-    request = urllib.request.Request(f"{url}/audio/transcriptions", body, headers)
-    with urllib.request.urlopen(request) as found:
-        return json.loads(found.read())
+    files = {"file": ("a.wav", wave, "audio/wav")}
+    return ask(url, "/v1/audio/transcriptions", data=fields, files=files)[1]
 
 
 def follow(title: str, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -266,16 +257,9 @@ def describe(url: str, model: Path, kind: str, medium: str) -> Any:
         {"type": f"{kind}_url", f"{kind}_url": {"url": medium}},
         {"type": "text", "text": "Which colour?"},
     ]
-    body = {
-        "model": str(model),
-        "messages": [{"role": "user", "content": parts}],
-        "temperature": 0,
-        "max_tokens": 12,
-    }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as found:
-        return json.loads(found.read())
+    messages = [{"role": "user", "content": parts}]
+    body = {"model": str(model), "messages": messages, "temperature": 0, "max_tokens": 12}
+    return ask(url, "/v1/chat/completions", json=body)[1]
 
 
 def test_images_and_videos_are_described_as_the_server_does_alone(

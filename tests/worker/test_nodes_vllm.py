@@ -17,13 +17,12 @@ from making import (
     finished_chunks,
     free_ports,
     output_lines,
-    run_process,
     said,
+    split,
     start_process,
 )
+from models import DEMO_MODEL, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples/demo-model"
 sys.path.insert(0, str(ROOT / "scripts"))
 demo_data = pytest.importorskip("demo_data", reason="scripts/ is part of the checkout")
 
@@ -33,7 +32,7 @@ NUM_ROWS = 360
 SECONDS = 500
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LOADED = (
-    "--model", str(MODEL), "--max-model-len", "256", "--max-num-seqs", "4",
+    "--model", str(DEMO_MODEL), "--max-model-len", "256", "--max-num-seqs", "4",
     "--kv-cache-memory-bytes", "67108864", "--block-size", "32",
 )  # fmt: skip
 
@@ -54,10 +53,7 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path: Path) -> None:
     examples = demo_data.draw_examples(NUM_ROWS, seed=7, held_out=True)
     rows = [{"messages": [{"role": "user", "content": each.prompt}]} for each in examples]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    split = run_process(
-        ["split", str(source), "--output", job, "--num-chunks", str(NUM_ROWS // 60)]
-    )
-    assert split.status == 0
+    split(source, job, num_chunks=NUM_ROWS // 60)
     command = [
         "worker", "--job", job, "--messages-column", "messages", "--temperature", "0", "--max-tokens", "64",
         "--checkpoint-seconds", "0.3", "--worker-id", "w0", *LOADED,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import urllib.error
-import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from making import output_lines
+from fixtures_vllm import ask
+from making import output_lines, split
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
 from models import DEMO_MODEL
 
@@ -26,54 +25,30 @@ VARYING = ("id", "created", "created_at", "system_fingerprint", "request_id")
 
 def run(url: str, source: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """Answer a file of requests by a worker, and return its output lines."""
-    from batchinfer.split.splitting import command as split
     from batchinfer.worker.command import command as worker
 
     job, run_url = str(folder / "job"), str(folder / "run")
-    split.main([str(source), "--output", job, "--num-chunks", "2"], standalone_mode=False)
+    split(source, job, num_chunks=2)
     engine = ["--engine", "openai", "--base-url", url, "--model", str(DEMO_MODEL)]
     worker.main(["--job", job, "--output", run_url, *engine, *options], standalone_mode=False)
     return output_lines(run_url)
 
 
-def ask(url: str, path: str, body: Any) -> tuple[int, Any]:
-    """Send one request as curl would."""
-    request = urllib.request.Request(
-        url.removesuffix("/v1") + path,
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+def near(number: float) -> Any:
+    return pytest.approx(number, abs=LOGPROB_TOLERANCE)
 
 
-def settled(value: Any, *, name: str = "") -> Any:
-    """Return a body without what differs between two equal answers."""
+def settled(value: Any, number: Callable[[float], Any] = float, *, name: str = "") -> Any:
+    """Return a body without what differs between two equal answers, and with what `number` makes of its fractions."""
+    if isinstance(value, float):
+        return number(value)
     if isinstance(value, dict):
         kept = {key: each for key, each in value.items() if key not in VARYING}
         if name == "usage":
             for details in ("prompt_tokens_details", "input_tokens_details"):
                 kept.pop(details, None)
-        return {key: settled(each, name=key) for key, each in kept.items()}
-    return [settled(each) for each in value] if isinstance(value, list) else value
-
-
-def differences(found: Any, wanted: Any, place: str = "") -> list[str]:
-    """Say where two values differ. Numbers may differ by a hair."""
-    if isinstance(found, dict) and isinstance(wanted, dict) and found.keys() == wanted.keys():
-        return [
-            each for key in found for each in differences(found[key], wanted[key], f"{place}.{key}")
-        ]
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        pairs = enumerate(zip(found, wanted, strict=True))
-        return [each for index, pair in pairs for each in differences(*pair, f"{place}[{index}]")]
-    if isinstance(found, float) and isinstance(wanted, float):
-        is_same = math.isclose(found, wanted, abs_tol=LOGPROB_TOLERANCE)
-        return [] if is_same else [f"{place}: {found} != {wanted}"]
-    return [] if found == wanted else [f"{place}: {found!r} != {wanted!r}"]
+        return {key: settled(each, number, name=key) for key, each in kept.items()}
+    return [settled(each, number) for each in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +70,15 @@ def test_each_good_request_has_the_servers_own_answer(
 ) -> None:
     requests = [good_request(index) for index in range(NUM_GOOD)]
 
-    def asked(request: dict[str, Any]) -> tuple[int, Any]:
-        return ask(demo_url, request["url"], {"model": str(DEMO_MODEL), **request["body"]})
+    def answer(request: dict[str, Any]) -> tuple[int, Any]:
+        return ask(demo_url, request["url"], json={"model": str(DEMO_MODEL), **request["body"]})
 
     with ThreadPoolExecutor(8) as pool:
-        wanted = list(pool.map(asked, requests))
+        wanted = list(pool.map(answer, requests))
     assert len(lines) == 2 * NUM_GOOD
-    wrong = []
     for request, line, (status, body) in zip(requests, lines[::2], wanted, strict=True):
         assert (line["_id"], line["status"], status) == (request["custom_id"], 200, 200), line
-        wrong += [
-            f"{request}: {each}" for each in differences(settled(line["body"]), settled(body))
-        ]
-    assert not wrong, wrong[:5]
+        assert settled(line["body"]) == settled(body, near), request
 
 
 def test_each_bad_request_is_an_error_row_with_its_code(lines: list[dict[str, Any]]) -> None:

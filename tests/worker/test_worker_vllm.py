@@ -25,14 +25,13 @@ from making import (
     finished_chunks,
     output_lines,
     read_marker,
-    run_process,
     said,
+    split,
     start_process,
 )
 from metrics_reader import port_of, scrape
+from models import DEMO_MODEL, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples/demo-model"
 sys.path.insert(0, str(ROOT / "scripts"))
 demo_data = pytest.importorskip("demo_data", reason="scripts/ is part of the checkout")
 
@@ -43,7 +42,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3 * WAIT_SECONDS)]
 NUM_ROWS = 240
 CHUNK_ROWS = 40
 OPTIONS = (
-    "--model", str(MODEL),
+    "--model", str(DEMO_MODEL),
     "--messages-column", "conversation",
     "--max-tokens", "64",
     "--max-model-len", "256",
@@ -83,14 +82,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def split(source: Path, job: str, *options: str) -> None:
-    chunks = () if options else ("--num-chunks", str(NUM_ROWS // CHUNK_ROWS))
-    done = run_process(["split", str(source), "--output", job, *chunks, *options])
-    assert done.status == 0, done.stderr
-
-
 def worker(job: str, run: str, *options: str) -> list[str]:
-    return ["worker", "--manifest", f"{job}/manifests/all.txt", "--output", run, *OPTIONS, *options]
+    manifest = f"{job}/manifests/all.txt"
+    return ["worker", "--manifest", manifest, "--output", run, *OPTIONS, *options]
 
 
 def markers(run: str) -> list[Marker]:
@@ -135,7 +129,7 @@ def test_the_main_job_with_a_sigkill_and_a_resume(
     parallel, which is no part of a run's identity.
     """
     job, run = s3_url("job"), s3_url("run")
-    split(source, job)
+    split(source, job, num_chunks=NUM_ROWS // CHUNK_ROWS)
     store = open_store(run)
     options = (*GREEDY, "--worker-id", "w0")
     first = start_process(
@@ -183,7 +177,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     before and after the engine's death, is one that the other worker goes on from.
     """
     job, run, whole = (str(tmp_path / name) for name in ("job", "run", "whole"))
-    split(source, job, "--num-chunks", "1")
+    split(source, job, num_chunks=1)
     sampled = ("--temperature", "1", "--n", "2", "--seed", "7")
     options = (*sampled, "--max-num-seqs", "2", "--grace-seconds", "3", "--metrics", "0")
     process = start_process(worker(job, run, *options))
