@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import yaml
 
 from batchinfer.core import errors
 from batchinfer.core.shell import quote
-from making import make_job
+from making import finish_process, make_job, output_lines, start_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB_FILES = ["worker.yaml", "examples/skypilot/pool-job.yaml"]
@@ -199,7 +198,7 @@ def worker(tmp_path, skypilot):
     double, seen = workdir / ".venv" / "bin" / "batchinfer", tmp_path / "seen"
     double.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        f"json.dump([sys.argv[1:], {{**os.environ, 'PID': os.getpid()}}], open({str(seen)!r}, 'w'))\n"
+        f"json.dump([sys.argv[1:], {{**os.environ, 'PID': str(os.getpid())}}], open({str(seen)!r}, 'w'))\n"
     )
     double.chmod(0o755)
 
@@ -310,53 +309,31 @@ def test_what_cannot_work_is_refused_by_name(worker, envs, said):
 # ------------------------------------------------------------------ the real thing, as a machine
 
 
-def test_machines_by_rank_divide_the_job_between_them(tmp_path, skypilot):
-    """Each has an empty home, and this checkout as workdir, which is set up already: the set-up only notes its options.
+def test_the_set_up_installs_what_the_machine_needs(tmp_path, skypilot, worker):
+    envs = NEEDED | {"BATCHINFER_EXTRA": "cpu"}
+    script = skypilot.read_file("worker.yaml", envs=envs, gpus="none")["setup_script"]
+    (tmp_path / "sky_workdir/scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-c", script], env=environment, check=True)
+    assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
 
-    Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py.
-    """
+
+def test_machines_by_rank_divide_the_job_between_them(tmp_path, worker):
+    """Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py."""
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=60, per_chunk=10, workers=3)
-    envs = {
-        "MODEL_NAME": "echo",
-        "OUTPUT_BUCKET": str(run),
-        "DATA_BUCKET": str(job),
-        "BATCHINFER_EXTRA": "cpu",
-        "WORKER_ARGS": "--engine echo --prompt-column prompt",
-    }
-    task = skypilot.read_file("worker.yaml", envs=envs, gpus="none")
-    workdir = tmp_path / "workdir"
-    workdir.mkdir()
-    for path in REPOSITORY.iterdir():
-        if path.name != "scripts":
-            (workdir / path.name).symlink_to(path)
-    shutil.copytree(REPOSITORY / "scripts", workdir / "scripts")
-    (workdir / "scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
+    words = {"WORKER_ARGS": "--engine echo --prompt-column prompt", "SKYPILOT_NUM_JOBS": "3"}
     processes = []
     for rank in range(3):
-        home = tmp_path / f"machine-{rank}"
-        home.mkdir()
-        (home / "sky_workdir").symlink_to(workdir)
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "SKYPILOT_TASK_ID": f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0",
-            "SKYPILOT_JOB_RANK": str(rank),
-            "SKYPILOT_NUM_JOBS": "3",
-            "SKYPILOT_NODE_RANK": "0",
-            "SKYPILOT_NUM_NODES": "1",
-        }
-        if rank == 0:
-            subprocess.run(["bash", "-c", task["setup_script"]], env=environment, check=True)
-            assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
-        with (home / "run.log").open("wb") as log:
-            command = ["bash", "-c", task["run_script"]]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    for rank, process in enumerate(processes):
-        assert process.wait(timeout=240) == 0, (tmp_path / f"machine-{rank}/run.log").read_text()
-    outputs = [json.loads(path.read_text())["output"] for path in sorted(run.glob("outputs/*.succeed"))]  # fmt: skip
-    lines = [line for name in outputs for line in (run / "outputs" / name).read_text().splitlines()]
-    assert [json.loads(line)["_row"] for line in lines] == list(range(60))
-    ids = {path.name.split(".")[0] for path in run.glob("workers/*.json")}
-    assert len(ids) == 3
-    assert all(f"workers_{rank + 1}-0" in " ".join(ids) for rank in range(3)), ids
+        task = f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0"
+        place = {"SKYPILOT_TASK_ID": task, "SKYPILOT_JOB_RANK": str(rank)}
+        places = {"OUTPUT_BUCKET": str(run), "DATA_BUCKET": str(job)}
+        arguments, environment, said = worker("worker.yaml", **places, **words, **place)
+        assert not said
+        processes.append(start_process(arguments, environment=environment))
+    for process in processes:
+        done = finish_process(process)
+        assert done.status == 0, done.stderr
+    assert [line["_row"] for line in output_lines(run)] == list(range(60))
+    ids = sorted(path.name for path in run.glob("workers/*.stats.json"))
+    assert [re.search(r"workers_(\d)-0", name)[1] for name in ids] == ["1", "2", "3"]
