@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -13,7 +12,6 @@ import making
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.worker.worker_config import Limits
-from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
@@ -26,19 +24,6 @@ def saved_lines(stage: Stage) -> set[int]:
         records = [json.loads(line) for line in data.splitlines()]
         lines |= {record["line"] for record in records if "ok" in record}
     return lines
-
-
-def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
-    """The engine had been told that no row would come; the worker then opened another chunk, and hung with it."""
-    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        # The other's heart beats for a while; then it stops, while our marker takes its time.
-        stage.let_another_hold("part-00001", beats=9)
-        slow = when(lambda method, key: method == "put_object" and ".succeed" in key, 40.0)
-        ending = stage.run(
-            hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
-        )
-        assert ending.is_success
-        assert any("part-00000.succeed" in key for key in stage.objects())
 
 
 class TestSavingAfterAnEngineDied:
@@ -123,23 +108,6 @@ def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_c
         assert stage.run(hook=refused, lease_seconds=4.0, limits=limits).is_success
 
 
-def test_a_chunk_was_not_given_up_for_a_heartbeat_that_was_late() -> None:
-    """Each look at a lapsed lease counted as a failed try to publish, and the last one ended the worker with 34."""
-    with Stage([["mine"]]) as stage:
-        stage.network.attempts = 1
-        started: list[float] = []
-
-        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
-            if method == "put_object" and "outputs/" in key and not started:
-                started.append(stage.scheduler.now)
-                return 6.0
-            is_away = bool(started) and stage.scheduler.now - started[0] < 12.0
-            return "refused" if is_away and "workers/" in key else None
-
-        limits = Limits(storage_attempts=1, storage_retry_seconds=0.1)
-        assert stage.run(hook=hook, lease_seconds=4.0, limits=limits).is_success
-
-
 def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
         stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
@@ -202,36 +170,6 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
         assert ending.error.exit_status == 34
 
 
-def test_an_output_whose_worker_slept_before_its_marker_was_not_cleaned_away() -> None:
-    """Nobody else was alive, and the output old; the machine woke, and its marker named what was gone."""
-    with Stage([["mine"]]) as stage:
-
-        def hook(_number: int, method: str, key: str, process: Process) -> float | None:
-            if method != "put_object" or ".succeed" not in key or process.has_been_frozen:
-                return None
-            process.freeze(8000.0, stops_clock=True)
-            stage.scheduler.after(7500.0, stage.clean)
-            return 8000.0
-
-        assert stage.run(hook=hook, within_seconds=20000.0).is_success
-        outputs = stage.objects(layout.OUTPUTS)
-        marker = json.loads(outputs[layout.marker_key("part-00000")])
-        assert layout.output_key(marker["output"]) in outputs
-
-
-def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
-    """The heartbeat counted as of its beginning: written, and yet "no heartbeat could be written", exit 34."""
-    with Stage([[f"say {index}" for index in range(50)]]) as stage:
-        stage.engine.max_in_flight = 1
-
-        def hook(_number: int, method: str, key: str, process: Process) -> None:
-            is_beat = method == "put_object" and layout.WORKERS in key
-            if is_beat and stage.scheduler.now > 5.0 and not process.has_been_frozen:
-                process.freeze(1000.0, stops_clock=False)
-
-        assert stage.run(hook=hook, within_seconds=2000.0).is_success
-
-
 def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
     """A segment was on its way when the worker had to end; publishing then took the rest of its grace in vain."""
     with Stage([[f"say {index}" for index in range(4)]]) as stage:
@@ -281,17 +219,3 @@ def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
         assert stage.run(manifest=manifest, within_seconds=400.0).is_success
         assert taken[0]
         assert set().union(*taken) == taken[0]
-
-
-def test_a_chunk_did_not_end_before_it_started_on_a_machine_whose_clock_was_set_back() -> None:
-    with Stage([[f"say {index}" for index in range(20)]]) as stage:
-        stage.engine.max_in_flight = 1
-
-        def set_back() -> None:
-            assert stage.environment is not None
-            cast("SimClock", stage.environment.clock).step(-3600.0)
-
-        stage.scheduler.after(8.0, set_back)
-        assert stage.run().is_success
-        marker = json.loads(stage.objects()[layout.marker_key("part-00000")])
-        assert marker["start"] <= marker["end"]
