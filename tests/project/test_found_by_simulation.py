@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,62 +26,46 @@ def saved_lines(stage: Stage) -> set[int]:
     return lines
 
 
-class TestSavingAfterAnEngineDied:
-    """Nobody waits for a worker whose engine died. It gave up after the grace period, with rows still to be saved."""
+@pytest.mark.parametrize(
+    ("outage_seconds", "lease_seconds", "stop_seconds", "is_denied", "least", "most"),
+    [
+        (50.0, 12.0, None, False, 50, 600),
+        (1e6, 3.0, None, False, 25, 60),
+        (1e6, 12.0, 30.0, False, 0, 50),
+        (0.0, 12.0, None, True, 0, 20),
+    ],
+    ids=["takes its time", "not for ever", "ends within the grace of a stop", "denied"],
+)
+def test_rows_were_not_given_up_after_the_grace_when_the_engine_had_died(
+    outage_seconds: float,
+    lease_seconds: float,
+    stop_seconds: float | None,
+    is_denied: bool,
+    least: float,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for a worker whose engine died, so the bucket may be away for some time after the death."""
+    died: list[float] = []
 
-    @pytest.fixture
-    def stage(self) -> Iterator[Stage]:
-        with Stage([["a", "b", "c", "poison", "e"]]) as made:
-            made.engine.max_in_flight = 2
-            yield made
+    def hook(_number: int, method: str, key: str, _process: Process) -> str | None:
+        is_away = died and stage.scheduler.now < died[0] + outage_seconds
+        return "refused" if is_away and "checkpoints/" in key and method == "put_object" else None
 
-    @staticmethod
-    def run(
-        stage: Stage, outage_seconds: float, monkeypatch: pytest.MonkeyPatch, **options: float
-    ) -> tuple[Exception | None, float]:
-        """Let no checkpoint through for some time after the death. Returns the error and the seconds to the end."""
-        died: list[float] = []
+    with Stage([["a", "b", "c", "poison", "e"]]) as stage:
+        stage.engine.max_in_flight = 2
         monkeypatch.setattr(stage, "died", lambda _rows: died.append(stage.scheduler.now))
-
-        def hook(_number: int, method: str, key: str, _process: Process) -> str | None:
-            is_away = died and stage.scheduler.now < died[0] + outage_seconds
-            return (
-                "refused" if is_away and "checkpoints/" in key and method == "put_object" else None
-            )
-
-        ending = stage.run(hook=hook, checkpoint_seconds=1000.0, **options)
-        return ending.error, stage.scheduler.now - died[0]
-
-    def test_it_takes_its_time(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        error, _ = self.run(stage, 50.0, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
+        if stop_seconds is not None:
+            stage.scheduler.after(stop_seconds, lambda: stage.stop(Interrupted("stopped")))
+        if is_denied:
+            denied = Mock(side_effect=AccessDenied("403"))
+            monkeypatch.setattr("batchinfer.ledger.checkpoints.write_segment", denied)
+        ending = stage.run(hook=hook, checkpoint_seconds=1000.0, lease_seconds=lease_seconds)
+        assert isinstance(ending.error, EngineDied)
+        assert least <= stage.scheduler.now - died[0] < most
         assert stage.finished
-        assert saved_lines(stage) == {line for _, line in stage.finished}
-
-    def test_it_does_not_take_for_ever(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=3.0)
-        assert isinstance(error, EngineDied)
-        assert 25 < seconds < 60
-        assert not saved_lines(stage)
-
-    def test_a_stop_ends_it_within_the_grace(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        stage.scheduler.after(30.0, lambda: stage.stop(Interrupted("stopped")))
-        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
-        assert seconds < 50
-
-    def test_refused_permissions_end_it(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(*_: object, **_options: object) -> None:
-            raise AccessDenied("403")
-
-        monkeypatch.setattr("batchinfer.ledger.checkpoints.write_segment", refuse)
-        error, seconds = self.run(stage, 0.0, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
-        assert seconds < 20
+        is_saved = saved_lines(stage) == {line for _, line in stage.finished}
+        assert is_saved == (outage_seconds == 50.0)
 
 
 def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
@@ -90,22 +74,6 @@ def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path
     making.make_job(job, rows=20, per_chunk=10, workers=2)
     result = making.run_worker_here(job, run, "--limit", "5", index=1)
     assert result["request_count"] == 5
-
-
-def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_closed_file() -> (
-    None
-):
-    """A look around saw our own marker, so the chunk's files went while its publishing was to be tried again."""
-    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        stage.let_another_hold("part-00001", beats=1)
-        stage.network.pause_seconds = 1.0
-        refused = when(
-            lambda method, key: method == "delete_objects" and "part-00000" in key,
-            "refused",
-            times=3,
-        )
-        limits = Limits(storage_retry_seconds=0.1)
-        assert stage.run(hook=refused, lease_seconds=4.0, limits=limits).is_success
 
 
 def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
@@ -168,23 +136,6 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
         ending = stage.run(hook=hook, lease_seconds=6.0, within_seconds=200)
         assert isinstance(ending.error, StorageError)
         assert ending.error.exit_status == 34
-
-
-def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
-    """A segment was on its way when the worker had to end; publishing then took the rest of its grace in vain."""
-    with Stage([[f"say {index}" for index in range(4)]]) as stage:
-        stage.engine.max_in_flight = 2
-        stage.engine.row_seconds = 0.5
-
-        def hook(_number: int, method: str, key: str, _process: object) -> float | None:
-            if method == "put_object" and layout.CHECKPOINTS in key:
-                return max(0.0, 5.5 - stage.scheduler.now)  # the reply takes up to as long again
-            return 500.0 if method == "put_object" and layout.OUTPUTS in key else None
-
-        stage.scheduler.after(4.5, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(hook=hook, checkpoint_seconds=0.5)
-        assert len(stage.finished) == 4
-        assert saved_lines(stage) == {0, 1, 2, 3}
 
 
 def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
