@@ -149,24 +149,3 @@ def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
 
         assert stage.run("w1", hook=note).is_success
         assert len(listings) == 1
-
-
-def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
-    """Its chunks, seen to have lapsed, waited for room, and were taken for minutes after its heart beat again."""
-    theirs = [f"part-{index:05d}" for index in range(1, 13)]
-    with Stage([["mine"], *[["say so"] * 30 for _ in theirs]], num_workers=13) as stage:
-        stage.engine.max_in_flight = 2
-        stage.let_another_hold(*theirs, beats=1)
-        stage.scheduler.after(13.0, stage.let_another_hold)
-        taken: list[set[str]] = []
-
-        def look() -> None:
-            claims = stage.objects(layout.CLAIMS).items()
-            taken.append({key for key, data in claims if json.loads(data)["worker"] == "w0"})
-
-        for second in range(13, 60):
-            stage.scheduler.after(second, look)
-        manifest = layout.worker_manifest(0, 13)
-        assert stage.run(manifest=manifest, within_seconds=400.0).is_success
-        assert taken[0]
-        assert set().union(*taken) == taken[0]
