@@ -94,18 +94,6 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         assert len(written) == len(set(written))
 
 
-def test_a_repair_looks_at_several_chunks_at_once() -> None:
-    """Each counted as all of its rows, so one was opened after the other, whatever the bucket's delay."""
-    num_chunks = 40
-    with Stage([[f"say {index}"] * 300 for index in range(num_chunks)]) as stage:
-        assert stage.run(within_seconds=10_000).is_success
-        stage.network.weather.latency_seconds = 1.0
-        began = stage.scheduler.now
-        assert stage.run(retry_errors=True).is_success
-        # Five requests a chunk, of one and a half seconds on the average.
-        assert stage.scheduler.now - began < 4 * num_chunks
-
-
 def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:
     """A complete chunk was in no checkpoint, so each start did its rows again, and that counted as progress."""
     with Stage([["say a", "say b", "say c"]]) as stage:
