@@ -6,7 +6,6 @@ it, or the error that it raises. Needs no credentials and no cloud.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 
@@ -18,16 +17,10 @@ from sky.skylet import log_lib
 
 def read(request: dict) -> dict:
     config = yaml.safe_load(request["text"])
-    envs = sorted(request.get("envs", {}).items())
-    secrets = sorted(request.get("secrets", {}).items())
-    # from_yaml_config empties what it is given.
-    task = sky.Task.from_yaml_config(
-        copy.deepcopy(config), env_overrides=envs, secrets_overrides=secrets
-    )
-    if request.get("gpus"):
+    task = sky.Task.from_yaml_config(config, env_overrides=sorted(request["envs"].items()))
+    if request["gpus"]:
         task.set_resources_override(sky_cli._parse_override_params(gpus=request["gpus"]))
     task.expand_and_validate_file_mounts()
-    variables = {**task.envs, **{name: str(value) for name, value in secrets}}
     return {
         "candidates": [
             {
@@ -37,14 +30,12 @@ def read(request: dict) -> dict:
             }
             for resources in task.resources
         ],
-        "envs": task.envs,
         "file_mounts": task.file_mounts or {},
         "storage_mounts": len(task.storage_mounts or {}),
-        "workdir": task.workdir,
         # What SkyPilot would run on the machine: it sources the shell's profile, goes to the
         # workdir and exports the variables before our text.
-        "setup_script": log_lib.make_task_bash_script(task.setup or "true", env_vars=variables),
-        "run_script": log_lib.make_task_bash_script(task.run or "true", env_vars=variables),
+        "setup_script": log_lib.make_task_bash_script(task.setup or "true", env_vars=task.envs),
+        "run_script": log_lib.make_task_bash_script(task.run or "true", env_vars=task.envs),
     }
 
 

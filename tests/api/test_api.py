@@ -144,16 +144,17 @@ def test_answers_come_as_table_frame_data_set_and_rows(
     assert batchinfer.open_run(url).to_arrow().equals(found.to_arrow())
 
 
-def test_first_some_rows_which_are_read_as_such_then_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [ROWS, TABLE], ids=["rows", "table"])
+def test_first_some_rows_which_are_read_as_such_then_all(data: Any, tmp_path: Path) -> None:
     for status in ("PARTIAL", "UNCHANGED"):
-        some = run(output=tmp_path / "a.parquet", limit=2)
+        some = run(data, output=tmp_path / "a.parquet", limit=2)
         assert (some.result["status"], texts(some)) == (status, TEXTS[:2])
     unfinished = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
     with pytest.raises(errors.RunUnsound):
         unfinished.to_arrow()
     with pytest.raises(errors.RunUnsound):
         unfinished.verify()
-    found = run(output=tmp_path / "a.parquet")
+    found = run(data, output=tmp_path / "a.parquet")
     assert found.result["worker"]["request_count"] == 3
     assert texts(found) == TEXTS
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
-
-import batchinfer
 
 ROOT = Path(__file__).resolve().parents[2]
 README = re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
@@ -90,34 +85,3 @@ def test_the_notebook_runs(folder: Path, shared: str) -> None:
     assert "3/3 rows" in progress
     last = notebook.cells[-1].outputs[0]["data"]["text/plain"]
     assert all(answer in last for answer in ("Lima", "Tokyo", "85"))
-
-
-COOKBOOK = (ROOT / "docs/cookbook.md").read_text().partition("\n## Several steps\n")[2]
-STEPS = COOKBOOK.partition("> steps.py <<'END'\n")[2].partition("> END")[0]
-
-
-@pytest.mark.full  # pandas
-def test_steps_that_are_killed_go_on_where_they_were(folder: Path) -> None:
-    """The program of the cookbook, over more rows."""
-    steps = re.sub("^> ?", "", STEPS, flags=re.MULTILINE)
-    bodies = [
-        f"{number} o'clock in the {'morning' if number % 3 else 'dark'}." for number in range(1000)
-    ]
-    lines = (json.dumps({"title": title, "body": body}) for title, body in enumerate(bodies))
-    (folder / "articles.jsonl").write_text("\n".join(lines))
-    for name in ("short", "judged", "german"):
-        command = [sys.executable, "-c", steps]
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as program:
-            under_way = folder / f"steps/{name}.parquet.batchinfer/run/outputs"
-            while program.poll() is None and not under_way.exists():
-                time.sleep(0.01)
-            program.kill()
-        assert program.returncode == -signal.SIGKILL
-        assert not (folder / f"steps/{name}.parquet").exists()
-    shown(steps, folder)
-    found = batchinfer.open_run(str(folder / "steps/german.parquet.batchinfer/run"))
-    rows = found.to_arrow(
-        with_source=True, columns={"title": "title", "german": "text"}
-    ).to_pylist()
-    wanted = [(title, body) for title, body in enumerate(bodies) if "morning" in body]
-    assert [(row["title"], row["german"]) for row in rows] == wanted

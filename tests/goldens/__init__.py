@@ -8,33 +8,19 @@ change of the format and needs a line in docs/format.md.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import io
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
+import shlex
 from pathlib import Path
-from typing import NamedTuple
+
+import zstandard
+
+from batchinfer.cli.main import main
 
 FOLDER = Path(__file__).parent
-
-ECHO = ["--engine", "echo", "--worker-id", "w0"]
-
-
-class Scene(NamedTuple):
-    """Files to make and commands to run, in an empty folder."""
-
-    make: Callable[[], None]
-    commands: list[list[str]]
-
-
-def make_prompts() -> None:
-    """Ten rows with two columns."""
-    rows = [{"prompt": f"say {index}\u2028é", "k": f"id{index}"} for index in range(10)]
-    write_lines("a.jsonl", rows)
 
 
 def write_lines(path: str, rows: list[object]) -> None:
@@ -43,110 +29,73 @@ def write_lines(path: str, rows: list[object]) -> None:
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def make_csv() -> None:
-    """Quoted cells, an empty cell, a line break within a cell."""
+def make_files() -> None:
+    """Make what the scenes read."""
+    rows = [{"prompt": f"say {index}\u2028é", "k": f"id{index}"} for index in range(10)]
+    write_lines("a.jsonl", rows)
+    # Quoted cells, an empty cell, a line break within a cell.
     Path("a.csv").write_text('id,text\n1,"a, b"\n2,\n3,"two\nlines"\n', encoding="utf-8")
-
-
-def make_requests() -> None:
-    """Batch files of both request formats, bad lines among them."""
+    # Both request formats, bad lines among them.
     chat = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat}
     bad = {**line, "custom_id": "two", "body": {**chat, "model": "m"}}
     write_lines("batch.jsonl", [line, bad, "{not json", {**line, "custom_id": "three"}])
     completion = {"prompt": "say it", "max_tokens": 3, "n": 2, "best_of": 2, "echo": True}
     write_lines("completions.jsonl", [completion, {"prompt": 5}, {**completion, "stop": ["it"]}])
-
-
-def make_template() -> None:
-    """Prompts, a template that fails for one of them, and a settings file."""
-    make_prompts()
+    # A template that fails for one of the rows.
     Path("t.jinja").write_text("{{ prompt|upper }}{{ 1 // (k|length - 3) if k == 'id9' }}!")
     Path("run.yaml").write_text("worker:\n  max_tokens: 5\nvllm:\n  max_num_seqs: 3\n")
-
-
-def make_broken() -> None:
-    """Good lines and bad ones, in files that no `split` made."""
+    # Good lines and bad ones, in files that no `split` made.
     write_lines("x.jsonl", [{"prompt": "one", "k": 1}, "", "{", {"other": 1}, {"prompt": "five"}])
     write_lines("y.jsonl", [{"prompt": "six", "k": 6}])
     Path("list.txt").write_text("x.jsonl\ny.jsonl\n")
 
 
-SPLIT = ["split", "a.jsonl", "--output", "job", "--num-chunks", "3", "--num-workers", "2"]
-WORKER = ["worker", "--job", "job", "--output", "run", *ECHO]
-PROMPT = ["--prompt-column", "prompt"]
-REFER = ["split", "--by-reference", "list.txt", "--output", "job"]
-LISTED = [*WORKER, *PROMPT]
-SAMPLED = ["--temperature", "0.7", "--n", "2", "--seed", "11", "--max-tokens", "3", "--stop", "x"]
-SAMPLED += ["--sampling", "top_k=5"]
+SPLIT = "split a.jsonl --output job --num-chunks 3 --num-workers 2"
+WORKER = "worker --job job --output run --engine echo --worker-id w0"
+PROMPTED = f"{WORKER} --prompt-column prompt"
+SAMPLED = "--temperature 0.7 --n 2 --seed 11 --max-tokens 3 --stop x --sampling top_k=5"
 
-SCENES: dict[str, Scene] = {
-    "split-zstd": Scene(
-        make_prompts,
-        [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
-    ),
-    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--num-chunks", "2"]]),
-    "settings": Scene(
-        make_template,
-        [
-            SPLIT,
-            [*WORKER, "--prompt-template", "t.jinja", "--config", "run.yaml"],
-            ["verify", "run", "--deep"],
-        ],
-    ),
-    "sampled": Scene(
-        make_prompts,
-        [
-            SPLIT,
-            [*WORKER, *PROMPT, *SAMPLED, "--limit", "4"],
-        ],
-    ),
-    "batch": Scene(
-        make_requests,
-        [
-            ["split", "batch.jsonl", "--output", "job", "--num-chunks", "1"],
-            [*WORKER, "--request-format", "openai-batch"],
-            ["collect", "run", "out.jsonl", "--format", "openai-batch"],
-        ],
-    ),
-    "completions": Scene(
-        make_requests,
-        [
-            ["split", "completions.jsonl", "--output", "job", "--num-chunks", "1"],
-            [*WORKER, "--request-format", "completions"],
-        ],
-    ),
-    "list": Scene(
-        make_broken,
-        [
-            REFER,
-            LISTED,
-            [*LISTED, "--retry-errors"],
-        ],
-    ),
-    "readers": Scene(
-        make_prompts,
-        [
-            SPLIT,
-            [*WORKER, *PROMPT],
-            ["collect", "run", "out.csv"],
-            ["collect", "run", "rows.jsonl", "--with-source"],
-            ["status", "run", "--json"],
-            ["verify", "run", "--deep"],
-            ["clean", "run"],
-            ["stop", "run"],
-            ["report", "run", "--output", "report.html"],
-        ],
-    ),
-    "shown": Scene(
-        make_template,
-        [
-            SPLIT,
-            [*WORKER, *PROMPT, "--show-config"],
-            [*WORKER, *PROMPT, "--config", "run.yaml", "--top-p", "0.5", "--show-config"],
-            ["split", "a.jsonl", "--output", "job", "--num-chunks", "3"],
-        ],
-    ),
+SCENES: dict[str, list[str]] = {
+    "split-zstd": [f"{SPLIT} --compression zstd --columns prompt --id-column k"],
+    "split-csv": ["split a.csv --output job --num-chunks 2"],
+    "settings": [
+        SPLIT,
+        f"{WORKER} --prompt-template t.jinja --config run.yaml",
+        "verify run --deep",
+    ],
+    "sampled": [SPLIT, f"{PROMPTED} {SAMPLED} --limit 4"],
+    "batch": [
+        "split batch.jsonl --output job --num-chunks 1",
+        f"{WORKER} --request-format openai-batch",
+        "collect run out.jsonl --format openai-batch",
+    ],
+    "completions": [
+        "split completions.jsonl --output job --num-chunks 1",
+        f"{WORKER} --request-format completions",
+    ],
+    "list": [
+        "split --by-reference list.txt --output job",
+        PROMPTED,
+        f"{PROMPTED} --retry-errors",
+    ],
+    "readers": [
+        SPLIT,
+        PROMPTED,
+        "collect run out.csv",
+        "collect run rows.jsonl --with-source",
+        "status run --json",
+        "verify run --deep",
+        "clean run",
+        "stop run",
+        "report run --output report.html",
+    ],
+    "shown": [
+        SPLIT,
+        f"{PROMPTED} --show-config",
+        f"{PROMPTED} --config run.yaml --top-p 0.5 --show-config",
+        "split a.jsonl --output job --num-chunks 3",
+    ],
 }
 
 _TIMED = (
@@ -177,18 +126,23 @@ def record(name: str, folder: Path) -> str:
     """Play a scene in an empty folder and return its recording."""
     parts: list[str] = []
     timed: list[str] = []  # checksums of outputs that hold a time
-    with inside(folder):
-        SCENES[name].make()
+    with contextlib.chdir(folder):
+        make_files()
         made = set(Path().rglob("*"))
-        for command in SCENES[name].commands:
-            status, line, error = _run(command)
-            parts.append(f"$ batchinfer {' '.join(command)}\n# exit {status}\n{line}\n{error}")
+        for command in SCENES[name]:
+            status, out, said = run(command)
+            line = (out.strip().splitlines() or [""])[-1]
+            error = "".join(re.findall(r"^(?:error|hint): .*\n", said, re.MULTILINE))
+            parts.append(f"$ batchinfer {command}\n# exit {status}\n{line}\n{error}")
         for path in sorted(set(Path().rglob("*")) - made):
             if path.is_file() and path.suffix != ".html":
-                text = _text(path)
+                data = path.read_bytes()
+                if path.suffix == ".zst":
+                    data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+                text = data.decode()
                 parts.append(f"== {path}\n{text}\n")
                 if path.match("outputs/*.jsonl") and mask(text) != text:
-                    timed.append(hashlib.sha256(path.read_bytes()).hexdigest())
+                    timed.append(hashlib.sha256(data).hexdigest())
         timed += _checksums_of_a_place()
     text = "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
     for checksum in timed:
@@ -205,37 +159,9 @@ def _checksums_of_a_place() -> list[str]:
     return [found["fingerprint"], found["config"]["job_sha256"]]
 
 
-def _run(command: list[str]) -> tuple[int, str, str]:
-    """Run a command here. Returns its status, the last line of stdout, and what it says of an error."""
-    from batchinfer.cli.main import main
-
+def run(command: str) -> tuple[int, str, str]:
+    """Run a command line here. Returns its status, and what it writes to stdout and stderr."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        status = main(command)
-    lines = stdout.getvalue().strip().splitlines()
-    said = re.findall(r"^(?:error|hint): .*\n", stderr.getvalue(), re.MULTILINE)
-    return status, lines[-1] if lines else "", "".join(said)
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    if path.suffix == ".zst":
-        import zstandard
-
-        data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return base64.b64encode(data).decode()
-
-
-@contextlib.contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    """Make a folder, and be in it for as long as the context lasts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+        status = main(shlex.split(command))
+    return status, stdout.getvalue(), stderr.getvalue()

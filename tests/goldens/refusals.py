@@ -8,50 +8,55 @@ Whatever is refused leaves no file behind. To add a refusal, write its command l
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
-import shlex
 import shutil
 from pathlib import Path
 from unittest import mock
 
-from batchinfer.cli.main import main
-from goldens import FOLDER, inside, write_lines
+from goldens import FOLDER, run, write_lines
 from models import write_adapter
 
 TABLE = FOLDER / "refusals.txt"
 ECHO = "--engine echo --prompt-column text --worker-id w0"
-WRONG_SETTINGS = {
-    "misspelt": "modle: x",
-    "section": "sampling: {topk: 1}",
-    "list": "- a\n- b",
-    "unclosed": "model: [unclosed",
-    "set": "stop: !!set {a, b}",
-    "binary": "model: !!binary aGk=",
-    "date": "model: 2026-01-02",
-    "vllm": "vllm: [1]",
-    "elsewhere": "vllm: {output: s3://b/run}",
+FILES = {
+    "misspelt.yaml": "modle: x",
+    "section.yaml": "sampling: {topk: 1}",
+    "list.yaml": "- a\n- b",
+    "unclosed.yaml": "model: [unclosed",
+    "set.yaml": "stop: !!set {a, b}",
+    "binary.yaml": "model: !!binary aGk=",
+    "date.yaml": "model: 2026-01-02",
+    "vllm.yaml": "vllm: [1]",
+    "elsewhere.yaml": "vllm: {output: s3://b/run}",
+    "unknown.txt": "chunks/part-00000.jsonl\nchunks/part-00077.jsonl",
+    "outside.txt": "../secret.jsonl",
+    "twice.txt": "chunks/part-00000.jsonl\nchunks/part-00000.jsonl",
+    "empty.txt": "\n",
+    "rows.csv": "text,n\nx,1",
+    "review.csv": "review,n\nx,1",
+    "semicolons.csv": "text;n\nx;1",
+    "array.jsonl": '[{"text": "a"}]',
+    "mine.jsonl": "mine",
+    "secret.txt": "https://me:SECRET@host/x.jsonl",
+    "tools.json": "[1]",
+    "look.json": '[{"type": "function", "function": {"name": "look"}}]',
+    "empty.json": "{}",
+    "ada.json": '{"name": "Ada"}',
+    "deep.json": "[" * 51 + "]" * 51,
+    "no-command.sh": "#!/bin/bash",
+    "template.jinja": "{{ txet }}",
 }
-WRONG_MANIFESTS = {
-    "unknown": "chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n",
-    "outside": "../secret.jsonl\n",
-    "twice": "chunks/part-00000.jsonl\n" * 2,
-    "empty": "\n\n",
-}
+"""Settings, manifests, rows and others that the table names, most of them wrong in one way."""
 
 
 def make_world() -> None:
     """Make what the command lines of the table name."""
+    for name, text in FILES.items():
+        write_lines(name, [text])
     write_lines("rows.jsonl", [{"text": f"row {index}", "n": index} for index in range(20)])
     write_lines("review.jsonl", [{"review": "good", "stars": 5}])
-    Path("rows.csv").write_text("text,n\nx,1\n")
-    Path("review.csv").write_text("review,n\nx,1\n")
-    Path("semicolons.csv").write_text("text;n\nx;1\n")
-    Path("array.jsonl").write_text('[{"text": "a"}]')
     Path("binary.txt").write_bytes(b"\xff\xfe\x00binary")
-    Path("mine.jsonl").write_text("mine")
-    Path("secret.txt").write_text("https://me:SECRET@host/x.jsonl\n")
     Path("file").touch()
     Path("folder.jsonl").mkdir()
     Path("circle").symlink_to("circle")
@@ -60,25 +65,13 @@ def make_world() -> None:
     Path("model").mkdir()
     Path("rows").mkdir()
     write_lines("rows/rows.jsonl", [{"text": "a"}])
-    write_lines("tools.json", ["[1]"])
-    write_lines("look.json", ['[{"type": "function", "function": {"name": "look"}}]'])
-    write_lines("empty.json", ["{}"])
-    write_lines("ada.json", ['{"name": "Ada"}'])
-    write_lines("deep.json", ["[" * 51 + "]" * 51])
-    for name, text in WRONG_SETTINGS.items():
-        Path(f"{name}.yaml").write_text(text + "\n")
-    for name, text in WRONG_MANIFESTS.items():
-        Path(f"{name}.txt").write_text(text)
-    Path("no-command.sh").write_text("#!/bin/bash\n")
-    Path("template.jinja").write_text("{{ txet }}")
     write_adapter(Path("adapter"))
     for command in (
         "split rows.jsonl --output job --num-chunks 3 --num-workers 2",
         "split rows.csv --output job-of-csv --num-chunks 1",
         f"worker --job job --output job/runs/first --limit 5 {ECHO}",
     ):
-        _, status = _say(command)
-        assert status == 0
+        assert run(command)[0] == 0
     shutil.copytree("job", "newer")
     shutil.copytree("job", "damaged")
     Path("damaged/job.json").write_text("{")
@@ -95,11 +88,11 @@ def make_world() -> None:
 def record_refusals(folder: Path) -> str:
     """Run every command line of the table in an empty folder, and return the table as it is now."""
     parts = []
-    with inside(folder), mock.patch.dict("os.environ", {"NO_SUCH_TOKEN": ""}):
+    with contextlib.chdir(folder), mock.patch.dict("os.environ", {"NO_SUCH_TOKEN": ""}):
         make_world()
         before = _files()
         for command in re.findall(r"^\$ batchinfer (.*)", TABLE.read_text("utf-8"), re.MULTILINE):
-            said, status = _say(command)
+            status, _, said = run(command)
             assert status, command
             assert _files() == before, command
             assert "Traceback" not in said, said
@@ -117,11 +110,3 @@ def _files() -> dict[Path, bytes]:
     """Return every file and folder, but those in which a worker says how it ended."""
     there = (path for path in Path().rglob("*") if "workers" not in path.parts)
     return {path: path.read_bytes() if path.is_file() else b"" for path in there}
-
-
-def _say(command: str) -> tuple[str, int]:
-    """Run a command line here, and return what it writes to stderr, and its status."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        status = main(shlex.split(command))
-    return stderr.getvalue(), status

@@ -14,19 +14,27 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace
 
 import fake_slurm
 from batchinfer.check.examination import CheckConfig
 from batchinfer.cli import main
-from batchinfer.clusters import Plan, find_cluster, find_launches, name_of, new_id, record_launch
+from batchinfer.clusters import (
+    Plan,
+    find_launches,
+    name_of,
+    new_id,
+    record_launch,
+    slurm,
+)
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Money
 from batchinfer.pipeline import launch
 from batchinfer.runs.launched import with_launches
+from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
 from engine_contract import is_running
@@ -52,6 +60,16 @@ def recorded(run: Path, *, is_old: bool = True, **changes: Any) -> Plan:
     if is_old:
         os.utime(run / f"launches/{plan.id}.json", (1, 1))
     return plan
+
+
+def overview(run: Path, launch: str, state: str, reason: str = "", cost: float = 0.0) -> Overview:
+    """What `status` sees of a run of which one worker is known, the first one of a launch."""
+    store = open_store(str(run))
+    seen = run_status(RunConfig(run=store.url), open_store=open_store, clock=SystemClock())
+    money = Money(cost=cost)
+    worker = SimpleNamespace(id=f"{launch}-00000", state=state, reason=reason, money=money)
+    own = {"workers": [worker], "launches": [], "cost": replace(seen.cost, so_far=cost)}
+    return with_launches(replace(seen, **own), store)
 
 
 @pytest.fixture
@@ -102,6 +120,10 @@ def rows_done(run: Path) -> int:
 
 def launching_of(job: Path, *options: str) -> tuple[str, ...]:
     return ("launch", str(job), "--run", str(job / "runs/a"), "--on", "slurm", *ECHO, *options)
+
+
+def share_of(job: Path, identity: str) -> float | None:
+    return find_launches(open_store(str(job / "runs/a")))[0][identity][0].share
 
 
 def launched(call: Call, run: Path) -> list[dict[str, Any]]:
@@ -261,15 +283,6 @@ def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(
 # --------------------------------------------------------------------------- workers that are away
 
 
-def with_worker(run: Path, plan: Plan, **fields: Any) -> Any:
-    """Return the view of the run's only launch, if its worker has this state and reason."""
-    store = open_store(str(run))
-    seen = run_status(RunConfig(run=str(run)), open_store=open_store, clock=SystemClock())
-    worker = SimpleNamespace(id=f"{plan.id}-00000", money=Money(), **fields)
-    (view,) = with_launches(msgspec.structs.replace(seen, workers=[worker]), store).launches
-    return view
-
-
 STOPPED = "Interrupted: stopped by SIGTERM"
 AWAY = [
     # state and reason in the worker's record, what Slurm says; whether it is away, lost, and to come
@@ -303,7 +316,7 @@ def test_a_worker_that_did_not_come_back_is_told_from_one_that_will(
     if says:
         task = {"job": 1, "index": 0, "name": plan.name, "pid": 0, "state": says}
         (tmp_path / "slurm/0001-0000.json").write_text(json.dumps(task))
-    view = with_worker(job / "runs/a", plan, state=state, reason=reason)
+    (view,) = overview(job / "runs/a", plan.id, state, reason).launches
     assert (len(view.away), len(view.lost), view.coming) == numbers
     for said in view.away:
         assert said.startswith(state)
@@ -368,27 +381,14 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
     job: Path, tmp_path: Path, call: Call
 ) -> None:
     """It named a folder for logs that only `launch` made. Each worker gets its share of the budget."""
-    path, template = tmp_path / "run.yaml", tmp_path / "mine.sh"
-    lines = "{{ options }}\n#SBATCH --array=0-{{ last }}\n#SBATCH --job-name={{ name }}"
-    rank = "export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID"
-    template.write_text(
-        f"#!/bin/bash\n# mine\n{lines}\n{rank}\n{{{{ exports }}}}\n{{{{ command }}}}\n"
-    )
+    template = tmp_path / "mine.sh"
+    template.write_text(f"{Path(slurm.__file__).with_suffix('.sh').read_text()}\n# mine\n")
     section = {"run": str(job / "runs/a"), "on": "slurm", "workers": 2, "sbatch_arg": ["--mem=64G"]}
     content = {"launch": section, "prompt": {"prompt_column": "prompt", "as_chat": True}}
-    path.write_text(yaml.safe_dump(content))
-    options = (
-        "--config",
-        str(path),
-        "--engine",
-        "echo",
-        "--system-prompt",
-        'it\'s "one"',
-        "--spot",
-    )
-    limits = ("--max-cost", "9", "--price-per-hour", "1", "--max-hours", "5")
-    given = ("launch", str(job), *options, *limits, "--template", str(template), "--dry-run")
-    shown = call(*given)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    options = f"--config {tmp_path}/run.yaml --template {template} --engine echo --spot --dry-run"
+    limits = "--max-cost 9 --price-per-hour 1 --max-hours 5 --system-prompt"
+    shown = call("launch", job, *options.split(), *limits.split(), 'it\'s "one"')
     assert shown.status == 0, shown.err
     assert not (job / "runs").exists()
     script = shown.out
@@ -406,33 +406,21 @@ def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
     budget = ("--max-cost", "9", "--gpu", "L4")
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
     first = call(*launching_of(job, "--workers", "2", *budget)).result["launch"]
-    store = open_store(str(job / "runs/a"))
-    spent = SimpleNamespace(id=f"{first}-00000", state="failed", reason="", money=Money(cost=1.5))
-    config = RunConfig(run=store.url)
-    seen = run_status(config, open_store=open_store, clock=SystemClock())
-    seen = with_launches(msgspec.structs.replace(seen, workers=[spent], launches=[]), store)
+    seen = overview(job / "runs/a", first, "failed", cost=1.5)
     assert seen.launches[0].left == 7.5
     monkeypatch.setattr(launch, "run_status", lambda *_, **__: seen)
     again = call(*launching_of(job, *budget)).result["launch"]
-    assert find_launches(store)[0][again][0].share == 3.75
+    assert share_of(job, again) == 3.75
 
 
 def test_workers_that_are_added_get_a_budget_that_is_neither_spent_nor_given_to_others(
     job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They got what was not spent, so the run could cost about twice as much; a spent budget still bought machines."""
-    store = open_store(str(job / "runs/a"))
     plan = recorded(job / "runs/a", is_old=False, workers=2, share=2.5)
-    config = RunConfig(run=store.url)
-    empty = run_status(config, open_store=open_store, clock=SystemClock())
 
     def with_cost(cost: float) -> None:
-        worker = SimpleNamespace(
-            id=f"{plan.id}-00000", state="running", reason="", money=Money(cost=cost)
-        )
-        money = msgspec.structs.replace(empty.cost, so_far=cost)
-        seen = msgspec.structs.replace(empty, workers=[worker], launches=[], cost=money)
-        seen = with_launches(seen, store)
+        seen = overview(job / "runs/a", plan.id, "running", cost=cost)
         monkeypatch.setattr(launch, "run_status", lambda *_, **__: seen)
 
     def add(most: str) -> Any:
@@ -446,7 +434,7 @@ def test_workers_that_are_added_get_a_budget_that_is_neither_spent_nor_given_to_
     assert add("7").status == 2
     with_cost(0.5)
     added = add("9").result["launch"]
-    assert find_launches(store)[0][added][0].share == 4
+    assert share_of(job, added) == 4
 
 
 def test_the_model_must_fit_each_accelerator_of_the_template(
@@ -507,7 +495,7 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
         record_launch(*arguments)
 
     monkeypatch.setattr(launch, "record_launch", after_the_other)
-    monkeypatch.setattr(find_cluster("slurm"), "look", Mock(side_effect=ConfigError("failed")))
+    monkeypatch.setattr(slurm, "look", Mock(side_effect=ConfigError("failed")))
     done = call(*launching_of(job, "--workers", "2"))
     assert done.status == 2
     assert f"another launch was made meanwhile ({plan.id})" in done.err
@@ -528,7 +516,6 @@ def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
     more: tuple[str, ...], job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`stop --cancel` may look for them before they are there."""
-    slurm = find_cluster("slurm")
     submit = slurm.submit
 
     def after_stop(plan: Plan) -> None:

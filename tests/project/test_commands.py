@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -244,49 +244,44 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "here"
 
 
-@pytest.fixture
 def make_world(
-    reader: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], None]:
-    """Makes all that commands name."""
-
-    def make_all(text: str) -> None:
-        write_files()
-        if "s3://" in text:
-            for name in ("my-bucket", "bucket"):
-                request.getfixturevalue("s3_url")(bucket=name)
-        if "data/*" in text:
-            Path("data").mkdir()
-            shutil.copy("reviews.parquet", "data")
-        if "az://" in text:
-            request.getfixturevalue("azure_url")(container="my-container")
-        if "hf://" in text:
-            Path("lmsys").mkdir()
-            shutil.copy("reviews.parquet", "lmsys")
-            request.getfixturevalue("hub").add("lmsys/lmsys-chat-1m", "main", reader / "lmsys")
-        if "logs/*" in text:
-            make("split reviews.parquet --output LOGGED --num-chunks 4")
-            Path("logs").mkdir()
-            words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
-            run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
-        if "./model" in text:
-            write_model_stub(reader / "model")
-        if "--lora" in text:
-            write_adapter(reader / "sql-adapter")
-        if "org/" in text:
-            for name, write in (("poems", write_adapter), ("name", write_model_stub)):
-                kept = reader / f"hub/models--org--{name}"
-                (kept / "refs").mkdir(parents=True)
-                (kept / "refs/main").write_text("1")
-                (kept / "snapshots").mkdir()
-                write(kept / "snapshots/1")
-            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(reader / "hub"))
-            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        if "convert" in text:
-            write_checkpoints()
-        write_jobs(text)
-
-    return make_all
+    text: str, folder: Path, request: pytest.FixtureRequest, patch: pytest.MonkeyPatch
+) -> None:
+    """Make all that commands name."""
+    write_files()
+    if "s3://" in text:
+        for name in ("my-bucket", "bucket"):
+            request.getfixturevalue("s3_url")(bucket=name)
+    if "data/*" in text:
+        Path("data").mkdir()
+        shutil.copy("reviews.parquet", "data")
+    if "az://" in text:
+        request.getfixturevalue("azure_url")(container="my-container")
+    if "hf://" in text:
+        Path("lmsys").mkdir()
+        shutil.copy("reviews.parquet", "lmsys")
+        request.getfixturevalue("hub").add("lmsys/lmsys-chat-1m", "main", folder / "lmsys")
+    if "logs/*" in text:
+        make("split reviews.parquet --output LOGGED --num-chunks 4")
+        Path("logs").mkdir()
+        words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
+        run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
+    if "./model" in text:
+        write_model_stub(folder / "model")
+    if "--lora" in text:
+        write_adapter(folder / "sql-adapter")
+    if "org/" in text:
+        for name, write in (("poems", write_adapter), ("name", write_model_stub)):
+            kept = folder / f"hub/models--org--{name}"
+            (kept / "refs").mkdir(parents=True)
+            (kept / "refs/main").write_text("1")
+            (kept / "snapshots").mkdir()
+            write(kept / "snapshots/1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if "convert" in text:
+        write_checkpoints()
+    write_jobs(text)
 
 
 def write_checkpoints() -> None:
@@ -337,13 +332,11 @@ def run_here(command: str) -> str:
     return "\n".join(lines[:-1] if lines and lines[-1].startswith("{") else lines)
 
 
-def neat(text: str, *, has_times: bool) -> list[str]:
+def neat(text: str, *, has_times: bool) -> str:
+    """The lines that are not blank; with `has_times`, each number is 0, and each gap one blank."""
     text = re.sub(r"\d+(\.\d+)*", "0", text) if has_times else text
-    return [
-        " ".join(line.split()) if has_times else line.rstrip()
-        for line in text.splitlines()
-        if line.strip()
-    ]
+    lines = (" ".join(line.split()) if has_times else line.rstrip() for line in text.splitlines())
+    return "\n".join(filter(None, lines))
 
 
 @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
@@ -352,27 +345,22 @@ def test_the_commands_of_a_page_print_what_it_shows(
     steps: list[Step],
     needs_files: bool,
     reader: Path,
-    make_world: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
     commands = [step.command for step in steps if not reason_for(step.command)]
     if needs_files:
-        make_world(
-            "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
-        )
-    is_answered = any(map(is_asked_of_the_model, commands))
-    kept = None
-    if is_answered:
+        text = "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
+        make_world(text, reader, request, monkeypatch)
+    if any(map(is_asked_of_the_model, commands)):
         engine = request.getfixturevalue("demo_engine")
         kept = SharedEngine(engine, msgspec.structs.replace(engine.open(None), name="vllm"))
 
-    def create(config: EngineConfig) -> Any:
-        is_kept = kept is not None and config.engine == "vllm"
-        return kept if is_kept else create_engine(config)
+        def create(config: EngineConfig) -> Any:
+            return kept if config.engine == "vllm" else create_engine(config)
 
-    replace_create_engine(monkeypatch, create)
-    monkeypatch.setattr("batchinfer.playground.session.create_engine", create)
+        replace_create_engine(monkeypatch, create)
+        monkeypatch.setattr("batchinfer.playground.session.create_engine", create)
     for command, shown in steps:
         if command not in commands:
             continue
@@ -384,12 +372,10 @@ def test_the_commands_of_a_page_print_what_it_shows(
             printed = (run_in_a_terminal if command.startswith("batchinfer chat") else run)(command)
         if shown is not None:
             has_times = "tokens/s" in shown
-            lines = neat(printed.replace(f"{reader}/", ""), has_times=has_times)
-            pattern = map(re.escape, neat(shown, has_times=has_times))
-            pattern = "\n".join(pattern).replace("…", ".*")
-            assert re.fullmatch(pattern, "\n".join(lines), re.DOTALL), (
-                f"{command}\nprints\n{printed}"
-            )
+            found = neat(printed.replace(f"{reader}/", ""), has_times=has_times)
+            pattern = re.escape(neat(shown, has_times=has_times)).replace("…", ".*")
+            said = f"{command}\nprints\n{printed}"
+            assert re.fullmatch(pattern, found, re.DOTALL), said
 
 
 def block(page: str, start: str) -> str:

@@ -18,20 +18,14 @@ README = SCRIPTS.parent / "README.md"
 NUM_ROWS = 40
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
-
-
 @pytest.fixture
-def demo():
+def demo(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module("demo")
 
 
 @pytest.fixture
-def data():
+def data(demo):
     return importlib.import_module("demo_data")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +12,6 @@ import making
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.worker.worker_config import Limits
-from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
@@ -28,75 +26,46 @@ def saved_lines(stage: Stage) -> set[int]:
     return lines
 
 
-def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
-    """The engine had been told that no row would come; the worker then opened another chunk, and hung with it."""
-    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        # The other's heart beats for a while; then it stops, while our marker takes its time.
-        stage.let_another_hold("part-00001", beats=9)
-        slow = when(lambda method, key: method == "put_object" and ".succeed" in key, 40.0)
-        ending = stage.run(
-            hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
-        )
-        assert ending.is_success
-        assert any("part-00000.succeed" in key for key in stage.objects())
+@pytest.mark.parametrize(
+    ("outage_seconds", "lease_seconds", "stop_seconds", "is_denied", "least", "most"),
+    [
+        (50.0, 12.0, None, False, 50, 600),
+        (1e6, 3.0, None, False, 25, 60),
+        (1e6, 12.0, 30.0, False, 0, 50),
+        (0.0, 12.0, None, True, 0, 20),
+    ],
+    ids=["takes its time", "not for ever", "ends within the grace of a stop", "denied"],
+)
+def test_rows_were_not_given_up_after_the_grace_when_the_engine_had_died(
+    outage_seconds: float,
+    lease_seconds: float,
+    stop_seconds: float | None,
+    is_denied: bool,
+    least: float,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for a worker whose engine died, so the bucket may be away for some time after the death."""
+    died: list[float] = []
 
+    def hook(_number: int, method: str, key: str, _process: Process) -> str | None:
+        is_away = died and stage.scheduler.now < died[0] + outage_seconds
+        return "refused" if is_away and "checkpoints/" in key and method == "put_object" else None
 
-class TestSavingAfterAnEngineDied:
-    """Nobody waits for a worker whose engine died. It gave up after the grace period, with rows still to be saved."""
-
-    @pytest.fixture
-    def stage(self) -> Iterator[Stage]:
-        with Stage([["a", "b", "c", "poison", "e"]]) as made:
-            made.engine.max_in_flight = 2
-            yield made
-
-    @staticmethod
-    def run(
-        stage: Stage, outage_seconds: float, monkeypatch: pytest.MonkeyPatch, **options: float
-    ) -> tuple[Exception | None, float]:
-        """Let no checkpoint through for some time after the death. Returns the error and the seconds to the end."""
-        died: list[float] = []
+    with Stage([["a", "b", "c", "poison", "e"]]) as stage:
+        stage.engine.max_in_flight = 2
         monkeypatch.setattr(stage, "died", lambda _rows: died.append(stage.scheduler.now))
-
-        def hook(_number: int, method: str, key: str, _process: Process) -> str | None:
-            is_away = died and stage.scheduler.now < died[0] + outage_seconds
-            return (
-                "refused" if is_away and "checkpoints/" in key and method == "put_object" else None
-            )
-
-        ending = stage.run(hook=hook, checkpoint_seconds=1000.0, **options)
-        return ending.error, stage.scheduler.now - died[0]
-
-    def test_it_takes_its_time(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        error, _ = self.run(stage, 50.0, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
+        if stop_seconds is not None:
+            stage.scheduler.after(stop_seconds, lambda: stage.stop(Interrupted("stopped")))
+        if is_denied:
+            denied = Mock(side_effect=AccessDenied("403"))
+            monkeypatch.setattr("batchinfer.ledger.checkpoints.write_segment", denied)
+        ending = stage.run(hook=hook, checkpoint_seconds=1000.0, lease_seconds=lease_seconds)
+        assert isinstance(ending.error, EngineDied)
+        assert least <= stage.scheduler.now - died[0] < most
         assert stage.finished
-        assert saved_lines(stage) == {line for _, line in stage.finished}
-
-    def test_it_does_not_take_for_ever(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=3.0)
-        assert isinstance(error, EngineDied)
-        assert 25 < seconds < 60
-        assert not saved_lines(stage)
-
-    def test_a_stop_ends_it_within_the_grace(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        stage.scheduler.after(30.0, lambda: stage.stop(Interrupted("stopped")))
-        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
-        assert seconds < 50
-
-    def test_refused_permissions_end_it(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(*_: object, **_options: object) -> None:
-            raise AccessDenied("403")
-
-        monkeypatch.setattr("batchinfer.ledger.checkpoints.write_segment", refuse)
-        error, seconds = self.run(stage, 0.0, monkeypatch, lease_seconds=12.0)
-        assert isinstance(error, EngineDied)
-        assert seconds < 20
+        is_saved = saved_lines(stage) == {line for _, line in stage.finished}
+        assert is_saved == (outage_seconds == 50.0)
 
 
 def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
@@ -105,39 +74,6 @@ def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path
     making.make_job(job, rows=20, per_chunk=10, workers=2)
     result = making.run_worker_here(job, run, "--limit", "5", index=1)
     assert result["request_count"] == 5
-
-
-def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_closed_file() -> (
-    None
-):
-    """A look around saw our own marker, so the chunk's files went while its publishing was to be tried again."""
-    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
-        stage.let_another_hold("part-00001", beats=1)
-        stage.network.pause_seconds = 1.0
-        refused = when(
-            lambda method, key: method == "delete_objects" and "part-00000" in key,
-            "refused",
-            times=3,
-        )
-        limits = Limits(storage_retry_seconds=0.1)
-        assert stage.run(hook=refused, lease_seconds=4.0, limits=limits).is_success
-
-
-def test_a_chunk_was_not_given_up_for_a_heartbeat_that_was_late() -> None:
-    """Each look at a lapsed lease counted as a failed try to publish, and the last one ended the worker with 34."""
-    with Stage([["mine"]]) as stage:
-        stage.network.attempts = 1
-        started: list[float] = []
-
-        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
-            if method == "put_object" and "outputs/" in key and not started:
-                started.append(stage.scheduler.now)
-                return 6.0
-            is_away = bool(started) and stage.scheduler.now - started[0] < 12.0
-            return "refused" if is_away and "workers/" in key else None
-
-        limits = Limits(storage_attempts=1, storage_retry_seconds=0.1)
-        assert stage.run(hook=hook, lease_seconds=4.0, limits=limits).is_success
 
 
 def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
@@ -156,18 +92,6 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         ]
         assert len(written) > len(before)
         assert len(written) == len(set(written))
-
-
-def test_a_repair_looks_at_several_chunks_at_once() -> None:
-    """Each counted as all of its rows, so one was opened after the other, whatever the bucket's delay."""
-    num_chunks = 40
-    with Stage([[f"say {index}"] * 300 for index in range(num_chunks)]) as stage:
-        assert stage.run(within_seconds=10_000).is_success
-        stage.network.weather.latency_seconds = 1.0
-        began = stage.scheduler.now
-        assert stage.run(retry_errors=True).is_success
-        # Five requests a chunk, of one and a half seconds on the average.
-        assert stage.scheduler.now - began < 4 * num_chunks
 
 
 def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:
@@ -202,53 +126,6 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
         assert ending.error.exit_status == 34
 
 
-def test_an_output_whose_worker_slept_before_its_marker_was_not_cleaned_away() -> None:
-    """Nobody else was alive, and the output old; the machine woke, and its marker named what was gone."""
-    with Stage([["mine"]]) as stage:
-
-        def hook(_number: int, method: str, key: str, process: Process) -> float | None:
-            if method != "put_object" or ".succeed" not in key or process.has_been_frozen:
-                return None
-            process.freeze(8000.0, stops_clock=True)
-            stage.scheduler.after(7500.0, stage.clean)
-            return 8000.0
-
-        assert stage.run(hook=hook, within_seconds=20000.0).is_success
-        outputs = stage.objects(layout.OUTPUTS)
-        marker = json.loads(outputs[layout.marker_key("part-00000")])
-        assert layout.output_key(marker["output"]) in outputs
-
-
-def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
-    """The heartbeat counted as of its beginning: written, and yet "no heartbeat could be written", exit 34."""
-    with Stage([[f"say {index}" for index in range(50)]]) as stage:
-        stage.engine.max_in_flight = 1
-
-        def hook(_number: int, method: str, key: str, process: Process) -> None:
-            is_beat = method == "put_object" and layout.WORKERS in key
-            if is_beat and stage.scheduler.now > 5.0 and not process.has_been_frozen:
-                process.freeze(1000.0, stops_clock=False)
-
-        assert stage.run(hook=hook, within_seconds=2000.0).is_success
-
-
-def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
-    """A segment was on its way when the worker had to end; publishing then took the rest of its grace in vain."""
-    with Stage([[f"say {index}" for index in range(4)]]) as stage:
-        stage.engine.max_in_flight = 2
-        stage.engine.row_seconds = 0.5
-
-        def hook(_number: int, method: str, key: str, _process: object) -> float | None:
-            if method == "put_object" and layout.CHECKPOINTS in key:
-                return max(0.0, 5.5 - stage.scheduler.now)  # the reply takes up to as long again
-            return 500.0 if method == "put_object" and layout.OUTPUTS in key else None
-
-        stage.scheduler.after(4.5, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(hook=hook, checkpoint_seconds=0.5)
-        assert len(stage.finished) == 4
-        assert saved_lines(stage) == {0, 1, 2, 3}
-
-
 def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
     with Stage([["mine"], ["theirs"]]) as stage:
         assert stage.run("w0").is_success
@@ -260,38 +137,3 @@ def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
 
         assert stage.run("w1", hook=note).is_success
         assert len(listings) == 1
-
-
-def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
-    """Its chunks, seen to have lapsed, waited for room, and were taken for minutes after its heart beat again."""
-    theirs = [f"part-{index:05d}" for index in range(1, 13)]
-    with Stage([["mine"], *[["say so"] * 30 for _ in theirs]], num_workers=13) as stage:
-        stage.engine.max_in_flight = 2
-        stage.let_another_hold(*theirs, beats=1)
-        stage.scheduler.after(13.0, stage.let_another_hold)
-        taken: list[set[str]] = []
-
-        def look() -> None:
-            claims = stage.objects(layout.CLAIMS).items()
-            taken.append({key for key, data in claims if json.loads(data)["worker"] == "w0"})
-
-        for second in range(13, 60):
-            stage.scheduler.after(second, look)
-        manifest = layout.worker_manifest(0, 13)
-        assert stage.run(manifest=manifest, within_seconds=400.0).is_success
-        assert taken[0]
-        assert set().union(*taken) == taken[0]
-
-
-def test_a_chunk_did_not_end_before_it_started_on_a_machine_whose_clock_was_set_back() -> None:
-    with Stage([[f"say {index}" for index in range(20)]]) as stage:
-        stage.engine.max_in_flight = 1
-
-        def set_back() -> None:
-            assert stage.environment is not None
-            cast("SimClock", stage.environment.clock).step(-3600.0)
-
-        stage.scheduler.after(8.0, set_back)
-        assert stage.run().is_success
-        marker = json.loads(stage.objects()[layout.marker_key("part-00000")])
-        assert marker["start"] <= marker["end"]

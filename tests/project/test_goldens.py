@@ -11,7 +11,7 @@ from goldens.refusals import TABLE, record_refusals
 @pytest.mark.parametrize("name", SCENES)
 def test_a_run_leaves_what_was_recorded(name, tmp_path):
     recorded = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
-    assert record(name, tmp_path / "scene") == recorded
+    assert record(name, tmp_path) == recorded
 
 
 def test_every_recording_has_its_scene():
@@ -19,4 +19,4 @@ def test_every_recording_has_its_scene():
 
 
 def test_what_cannot_work_is_refused_in_a_line_and_leaves_nothing(tmp_path):
-    assert record_refusals(tmp_path / "world") == TABLE.read_text(encoding="utf-8")
+    assert record_refusals(tmp_path) == TABLE.read_text(encoding="utf-8")

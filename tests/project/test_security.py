@@ -48,14 +48,6 @@ def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(
     assert b"SECRETSECRET" not in everything_below(tmp_path)
 
 
-def test_trust_remote_code_is_off_unless_asked_for_and_recorded(tmp_path: Path) -> None:
-    make_job(tmp_path / "job", rows=5, per_chunk=5)
-    for name, options in {"off": (), "on": ("--trust-remote-code",)}.items():
-        run_worker_here(tmp_path / "job", tmp_path / name, *options)
-        config = json.loads((tmp_path / name / "run.json").read_bytes())["config"]
-        assert config["server_options"].get("trust_remote_code", False) is (name == "on")
-
-
 @pytest.mark.parametrize(
     "name", ["../../evil", "/etc/evil", "a/../../../evil", "..", "evil\x00", "chunks/../x"]
 )
@@ -129,12 +121,6 @@ def test_errors_name_an_address_without_its_secrets(guarded: str) -> None:
             fail()
         assert "127.0.0.1" in caught.value.message
         assert "SECRET" not in f"{caught.value} {caught.value.message} {caught.value.hint}"
-    with pytest.raises(BatchinferError) as caught:
-        split.main(
-            [f"{guarded}/x.jsonl?token=SECRET2", "--output", "memory://o", "--num-chunks", "1"],
-            standalone_mode=False,
-        )
-    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_an_error_row_shows_its_own_text_whole() -> None:

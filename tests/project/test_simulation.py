@@ -23,26 +23,14 @@ from simulation.storage import Network, Server, SimStore, Weather
 TESTS = Path(__file__).resolve().parents[1]
 FIRST_SEED = {
     "clean_goes_by_its_own_clock": 260,
-    "clean_takes_every_orphan": 33,
-    "deaths_are_not_noted": 13,
-    "edited_chunk_is_answered": 22,
-    "heart_beats_by_itself": 18,
-    "lease_is_not_asked": 32,
     "leases_lapse_early": 58,
     "limit_is_forgotten": 42,
     "loser_deletes_the_winner": 49,
-    "no_checkpoint_on_time": 32,
-    "no_fence": 32,
     "other_configuration_let_in": 82,
-    "row_condemned_in_company": 36,
-    "rows_of_a_dead_engine_are_lost": 30,
-    "segments_of_all_starts_have_the_same_names": 29,
-    "stop_forgets_rows": 13,
-    "suspects_run_together": 28,
-    "torn_segment": 13,
+    "torn_segment": 13,  # the first seeds that meet it crash
 }
 """Where rare defects are looked for, so that the tests are quick. What a seed meets changes with the code: where the
-search takes seconds again, another first seed is needed."""
+search takes many seconds again, another first seed is needed."""
 INJECTED = {
     "edited_chunk_is_answered": ["chunks"],
     "heart_beats_by_itself": ["hangs"],

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import yaml
 
 from batchinfer.core import errors
 from batchinfer.core.shell import quote
-from making import make_job
+from making import finish_process, make_job, output_lines, start_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB_FILES = ["worker.yaml", "examples/skypilot/pool-job.yaml"]
@@ -33,30 +32,9 @@ def load(name: str) -> dict:
 # ------------------------------------------------------------------------- read by SkyPilot
 
 
-class Reader:
-    """SkyPilot's client in its own environment, answering one request after another."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self.process = process
-
-    def read(self, text: str, **request) -> dict:
-        self.process.stdin.write(json.dumps({"text": text, **request}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "SkyPilot's client ended; see its stderr above"
-        return json.loads(line)
-
-    def read_file(self, name: str, **request) -> dict:
-        answer = self.read((REPOSITORY / name).read_text(), **request)
-        assert "error" not in answer, answer["error"]
-        return answer
-
-    def refusal_of(self, name: str, **envs: str) -> str:
-        return self.read((REPOSITORY / name).read_text(), envs=envs)["error"]
-
-
 @pytest.fixture(scope="session")
-def skypilot(tmp_path_factory):
+def read(tmp_path_factory):
+    """Has a file read by SkyPilot's client, in its own environment, which answers one request after another."""
     # SkyPilot pins packages below what vLLM needs, so it cannot live in the environment of the tests.
     python = REPOSITORY / ".venv-sky/bin/python"
     if not python.exists():
@@ -71,55 +49,62 @@ def skypilot(tmp_path_factory):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        yield Reader(process)
+
+        def ask(name: str, gpus: str = "", **envs: str) -> dict:
+            request = {"text": (REPOSITORY / name).read_text(), "gpus": gpus, "envs": envs}
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield ask
         process.stdin.close()
         process.wait(timeout=30)
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
-def test_skypilot_reads_the_file(skypilot, name):
-    task = skypilot.read_file(name, envs=NEEDED if name in JOB_FILES else {})
+def test_skypilot_reads_the_file(read, name):
+    task = read(name, **(NEEDED if name in JOB_FILES else {}))
     assert task["candidates"]
     assert task["storage_mounts"] == 0, "results go straight to the bucket, never through a mount"
 
 
-def test_worker_may_be_any_accelerator_on_spot_or_on_demand_or_none(skypilot):
-    candidates = skypilot.read_file("worker.yaml", envs=NEEDED)["candidates"]
+def test_worker_may_be_any_accelerator_on_spot_or_on_demand_or_none(read):
+    candidates = read("worker.yaml", **NEEDED)["candidates"]
     names = ["L4", "A10G", "L40S", "A100", "A100-80GB", "H100"]
     found = {(*candidate["accelerators"], candidate["use_spot"]) for candidate in candidates}
     assert found == {(name, spot) for name in names for spot in (True, False)}
-    on_cpus = skypilot.read_file("worker.yaml", envs=NEEDED, gpus="none")["candidates"]
+    on_cpus = read("worker.yaml", gpus="none", **NEEDED)["candidates"]
     assert all(candidate["accelerators"] is None for candidate in on_cpus)
 
 
-def test_dev_machine_gets_a_gpu_on_the_command_line(skypilot):
-    assert skypilot.read_file("dev.yaml")["candidates"][0]["accelerators"] is None
-    with_gpu = skypilot.read_file("dev.yaml", gpus="L4")
+def test_dev_machine_gets_a_gpu_on_the_command_line(read):
+    assert read("dev.yaml")["candidates"][0]["accelerators"] is None
+    with_gpu = read("dev.yaml", gpus="L4")
     assert with_gpu["candidates"][0]["accelerators"] == {"L4": 1}
 
 
 @pytest.mark.parametrize("name", JOB_FILES)
 @pytest.mark.parametrize("missing", sorted(NEEDED))
-def test_launch_without_a_needed_variable_is_refused(skypilot, name, missing):
+def test_launch_without_a_needed_variable_is_refused(read, name, missing):
     envs = {key: value for key, value in NEEDED.items() if key != missing}
-    assert missing in skypilot.refusal_of(name, **envs)
+    assert missing in read(name, **envs)["error"]
 
 
-def test_local_manifest_is_copied_to_the_machine(skypilot, tmp_path):
+def test_local_manifest_is_copied_to_the_machine(read, tmp_path):
     manifest = tmp_path / "0.txt"
     manifest.write_text("chunks/part-00000.jsonl\n")
-    task = skypilot.read_file("worker.yaml", envs={**NEEDED, "DATA_METADATA": str(manifest)})
+    task = read("worker.yaml", DATA_METADATA=str(manifest), **NEEDED)
     assert task["file_mounts"] == {"~/manifest.txt": str(manifest)}
-    missing = skypilot.refusal_of("worker.yaml", **NEEDED, DATA_METADATA="./workers/77.txt")
+    missing = read("worker.yaml", DATA_METADATA="./workers/77.txt", **NEEDED)["error"]
     assert "./workers/77.txt" in missing
     # Without one it is an empty file, and not the whole folder.
-    [source] = skypilot.read_file("worker.yaml", envs=NEEDED)["file_mounts"].values()
+    [source] = read("worker.yaml", **NEEDED)["file_mounts"].values()
     assert Path(source).is_file()
     assert Path(source).stat().st_size == 0
 
 
 @pytest.mark.parametrize("name", JOB_FILES)
-def test_recovery_restarts_what_a_restart_can_cure_and_nothing_else(skypilot, name):
+def test_recovery_restarts_what_a_restart_can_cure_and_nothing_else(read, name):
     """SkyPilot accepts a misspelt key in silence. Every other exit counts against the number, 2 and 3 ("stop") too."""
     recovers = {
         "strategy": "EAGER_NEXT_REGION",
@@ -128,7 +113,7 @@ def test_recovery_restarts_what_a_restart_can_cure_and_nothing_else(skypilot, na
     }
     assert load(name)["resources"]["job_recovery"] == recovers
     # Reading accepts a difference between candidates; the job's controller fails on it later.
-    candidates = skypilot.read_file(name, envs=NEEDED)["candidates"]
+    candidates = read(name, **NEEDED)["candidates"]
     assert len({json.dumps(each["job_recovery"], sort_keys=True) for each in candidates}) == 1
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     statuses = {getattr(kind, "exit_status", None) for kind in kinds}
@@ -189,7 +174,7 @@ def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
 
 
 @pytest.fixture
-def worker(tmp_path, skypilot):
+def worker(tmp_path, read):
     """Runs a file's `run` text with a worker that only writes what it got; returns arguments, environment, stderr."""
     workdir = tmp_path / "sky_workdir"
     for folder in ("scripts", ".venv/bin"):
@@ -199,12 +184,12 @@ def worker(tmp_path, skypilot):
     double, seen = workdir / ".venv" / "bin" / "batchinfer", tmp_path / "seen"
     double.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        f"json.dump([sys.argv[1:], {{**os.environ, 'PID': os.getpid()}}], open({str(seen)!r}, 'w'))\n"
+        f"json.dump([sys.argv[1:], {{**os.environ, 'PID': str(os.getpid())}}], open({str(seen)!r}, 'w'))\n"
     )
     double.chmod(0o755)
 
     def run(name: str, **envs: str) -> tuple[list[str], dict[str, str], str]:
-        task = skypilot.read_file(name, envs={**NEEDED, **envs})
+        task = read(name, **NEEDED | envs)
         done = subprocess.run(
             ["bash", "-c", task["run_script"]],
             env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
@@ -310,53 +295,30 @@ def test_what_cannot_work_is_refused_by_name(worker, envs, said):
 # ------------------------------------------------------------------ the real thing, as a machine
 
 
-def test_machines_by_rank_divide_the_job_between_them(tmp_path, skypilot):
-    """Each has an empty home, and this checkout as workdir, which is set up already: the set-up only notes its options.
+def test_the_set_up_installs_what_the_machine_needs(tmp_path, read, worker):
+    task = read("worker.yaml", gpus="none", BATCHINFER_EXTRA="cpu", **NEEDED)
+    (tmp_path / "sky_workdir/scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-c", task["setup_script"]], env=environment, check=True)
+    assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
 
-    Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py.
-    """
+
+def test_machines_by_rank_divide_the_job_between_them(tmp_path, worker):
+    """Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py."""
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=60, per_chunk=10, workers=3)
-    envs = {
-        "MODEL_NAME": "echo",
-        "OUTPUT_BUCKET": str(run),
-        "DATA_BUCKET": str(job),
-        "BATCHINFER_EXTRA": "cpu",
-        "WORKER_ARGS": "--engine echo --prompt-column prompt",
-    }
-    task = skypilot.read_file("worker.yaml", envs=envs, gpus="none")
-    workdir = tmp_path / "workdir"
-    workdir.mkdir()
-    for path in REPOSITORY.iterdir():
-        if path.name != "scripts":
-            (workdir / path.name).symlink_to(path)
-    shutil.copytree(REPOSITORY / "scripts", workdir / "scripts")
-    (workdir / "scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
+    words = {"WORKER_ARGS": "--engine echo --prompt-column prompt", "SKYPILOT_NUM_JOBS": "3"}
     processes = []
     for rank in range(3):
-        home = tmp_path / f"machine-{rank}"
-        home.mkdir()
-        (home / "sky_workdir").symlink_to(workdir)
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "SKYPILOT_TASK_ID": f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0",
-            "SKYPILOT_JOB_RANK": str(rank),
-            "SKYPILOT_NUM_JOBS": "3",
-            "SKYPILOT_NODE_RANK": "0",
-            "SKYPILOT_NUM_NODES": "1",
-        }
-        if rank == 0:
-            subprocess.run(["bash", "-c", task["setup_script"]], env=environment, check=True)
-            assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
-        with (home / "run.log").open("wb") as log:
-            command = ["bash", "-c", task["run_script"]]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    for rank, process in enumerate(processes):
-        assert process.wait(timeout=240) == 0, (tmp_path / f"machine-{rank}/run.log").read_text()
-    outputs = [json.loads(path.read_text())["output"] for path in sorted(run.glob("outputs/*.succeed"))]  # fmt: skip
-    lines = [line for name in outputs for line in (run / "outputs" / name).read_text().splitlines()]
-    assert [json.loads(line)["_row"] for line in lines] == list(range(60))
-    ids = {path.name.split(".")[0] for path in run.glob("workers/*.json")}
-    assert len(ids) == 3
-    assert all(f"workers_{rank + 1}-0" in " ".join(ids) for rank in range(3)), ids
+        task = f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0"
+        place = {"SKYPILOT_TASK_ID": task, "SKYPILOT_JOB_RANK": str(rank)}
+        places = {"OUTPUT_BUCKET": str(run), "DATA_BUCKET": str(job)}
+        arguments, environment, said = worker("worker.yaml", **places, **words, **place)
+        assert not said
+        processes.append(start_process(arguments, environment=environment))
+    for process in processes:
+        done = finish_process(process)
+        assert done.status == 0, done.stderr
+    assert [line["_row"] for line in output_lines(run)] == list(range(60))
+    ids = sorted(path.name for path in run.glob("workers/*.stats.json"))
+    assert [re.search(r"workers_(\d)-0", name)[1] for name in ids] == ["1", "2", "3"]
