@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from batchinfer.core import units
 from batchinfer.core.errors import (
@@ -32,9 +32,6 @@ from batchinfer.storage.opening import (
     open_store,
     split_url,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +254,8 @@ def opened(url: str) -> Iterator[Any]:
     """Open a file for reading, decompressed if its name ends in .gz or .zst."""
     with reading(url), contextlib.ExitStack() as stack:
         system, path = _filesystem(url)
-        if is_local(url):
-            file: Any = stack.enter_context(Path(path).open("rb"))
-        else:  # fsspec's files lack some methods of Python's own
-            file = io.BufferedReader(stack.enter_context(system.open(path, "rb")), _BUFFER_BYTES)
+        raw = stack.enter_context(system.open(path, "rb"))
+        file: Any = io.BufferedReader(raw, _BUFFER_BYTES)  # raw lacks some methods of Python's own
         packing = packing_of(url)
         if packing == ".gz":
             file = stack.enter_context(gzip.open(file, "rb"))

@@ -95,15 +95,11 @@ class Sources(Record, frozen=True, kw_only=True):
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""
-        arguments = [each for each in self.arguments if not each.startswith("hf://")]
-        there = {
-            (file.url, file.bytes, file.stamp)
-            for argument in arguments
-            for file in files.locate(argument)[0]
-        }
+        found = (files.locate(each)[0] for each in self.arguments if not each.startswith("hf://"))
+        there = {(file.url, file.bytes, file.stamp) for located in found for file in located}
         for file in self.files:
-            state = file.url, file.bytes, file.stamp
-            if state not in there and not file.url.startswith("hf://"):
+            is_pinned = file.url.startswith("hf://")
+            if not is_pinned and (file.url, file.bytes, file.stamp) not in there:
                 raise files.changed(file.url)
 
     def check_apart(self, output: str) -> None:

@@ -144,17 +144,10 @@ def _check_options(config: SplitConfig) -> None:
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
             hint="an unset variable of the shell? The present folder is `.`",
         )
+    of_new_chunks = ("limit", "id_column", "compression")
     refused = {
-        "append": ("overwrite", "limit", "num_workers", "id_column", "compression"),
-        "by_reference": (
-            "append",
-            "limit",
-            "columns",
-            "id_column",
-            "delimiter",
-            "num_chunks",
-            "compression",
-        ),
+        "append": ("overwrite", "num_workers", *of_new_chunks),
+        "by_reference": ("append", "columns", "delimiter", "num_chunks", *of_new_chunks),
     }
     usual = SplitConfig(sources=[], output="")
     for option, names in refused.items():
