@@ -17,6 +17,7 @@ from typing import Any, cast
 from batchinfer.core import units
 from batchinfer.core.errors import (
     AccessDenied,
+    BatchinferError,
     ConfigError,
     InputError,
     ObjectNotFound,
@@ -324,14 +325,13 @@ def reading(url: str) -> Iterator[None]:
     except ObjectNotFound as error:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error
     except Exception as error:
-        translated = _translated(url, error)
-        if translated is error:
-            raise
-        raise translated from error
+        if translated := _translated(url, error):
+            raise translated from error
+        raise
 
 
-def _translated(url: str, error: Exception) -> Exception:
-    """Return our error for one of a filesystem or a parser; any other stays as it is."""
+def _translated(url: str, error: Exception) -> BatchinferError | None:
+    """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
     is_damage = _is_damage(error) and is_local(url)
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
@@ -348,4 +348,4 @@ def _translated(url: str, error: Exception) -> Exception:
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)
-    return error
+    return None

@@ -31,7 +31,7 @@ def count_rows(file: DataFile, _wanted: Wanted) -> DataFile:
     """Read the footer of a parquet file."""
     with opened(file.url) as there:
         metadata, digest = read_footer(there)
-    names = list(metadata.schema.to_arrow_schema().names)
+        names = list(metadata.schema.to_arrow_schema().names)
     return msgspec.structs.replace(file, rows=metadata.num_rows, columns=names, digest=digest)
 
 
