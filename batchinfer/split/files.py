@@ -263,29 +263,19 @@ def opened(url: str) -> Iterator[Any]:
         elif packing == ".zst":
             import pyarrow
 
-            stack.enter_context(_unpacking(url))
             unpacked = pyarrow.input_stream(file, compression="zstd")
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
-        yield file
-
-
-@contextlib.contextmanager
-def _unpacking(url: str) -> Iterator[None]:
-    """Turn pyarrow's error for a damaged .zst, which `reading` would take for one of the network, into ours."""
-    try:
-        yield
-    except OSError as error:
-        if _is_damage(error):
-            raise damaged(url, str(error)) from error
-        raise
+        try:
+            yield file
+        except (
+            OSError
+        ) as error:  # pyarrow's for damage has no errno; those of the system and of servers differ
+            if type(error) is OSError and error.errno is None:
+                raise damaged(url, str(error)) from error
+            raise
 
 
 # --------------------------------------------------------------------------- filesystems and their errors
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether an error is pyarrow's for damage: an OSError without errno. Errors of the system always have one."""
-    return type(error) is OSError and error.errno is None
 
 
 def is_local(url: str) -> bool:
@@ -333,10 +323,9 @@ def reading(url: str) -> Iterator[None]:
 def _translated(url: str, error: Exception) -> BatchinferError | None:
     """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
-    is_damage = _is_damage(error) and is_local(url)
-    if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
-        is_damage = True  # UnicodeDecodeError is of names of columns
-    if is_damage or package == "pyarrow":
+    # UnicodeDecodeError is of names of columns.
+    broken = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError)
+    if isinstance(error, broken) or package == "pyarrow":
         return damaged(url, str(error))
     if isinstance(error, PermissionError):
         return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")

@@ -23,6 +23,7 @@ from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
+from fakes import MemoryStore
 from fixtures_hub import Hub
 from web_server import WebServer, plain
 
@@ -206,8 +207,10 @@ def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:200] = b"\xff" * 196
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
-        rows_of(count_sources([str(path)]))
+    MemoryStore("memory://damaged").create("x.parquet", bytes(data))
+    for source in (str(path), "memory://damaged/x.parquet"):
+        with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
+            rows_of(count_sources([source]))
 
 
 def test_a_missing_column_is_named_with_a_near_one(tmp_path: Path) -> None:
