@@ -220,8 +220,7 @@ def _in_order(items: msgspec.Raw) -> msgspec.Raw:
         ordered = sorted(found, key=lambda item: int(bytes(item["index"])))
     except (KeyError, ValueError, RecursionError):
         return items
-    is_same = all(one is other for one, other in zip(found, ordered, strict=True))
-    return items if is_same else msgspec.Raw(_encode(ordered))
+    return items if found == ordered else msgspec.Raw(_encode(ordered))
 
 
 def settle(body: Body, key: RowKey) -> bytes:

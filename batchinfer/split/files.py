@@ -12,11 +12,12 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from batchinfer.core import units
 from batchinfer.core.errors import (
     AccessDenied,
+    BatchinferError,
     ConfigError,
     InputError,
     ObjectNotFound,
@@ -32,9 +33,6 @@ from batchinfer.storage.opening import (
     open_store,
     split_url,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -257,39 +255,27 @@ def opened(url: str) -> Iterator[Any]:
     """Open a file for reading, decompressed if its name ends in .gz or .zst."""
     with reading(url), contextlib.ExitStack() as stack:
         system, path = _filesystem(url)
-        if is_local(url):
-            file: Any = stack.enter_context(Path(path).open("rb"))
-        else:  # fsspec's files lack some methods of Python's own
-            file = io.BufferedReader(stack.enter_context(system.open(path, "rb")), _BUFFER_BYTES)
+        raw = stack.enter_context(system.open(path, "rb"))
+        file: Any = io.BufferedReader(raw, _BUFFER_BYTES)  # raw lacks some methods of Python's own
         packing = packing_of(url)
         if packing == ".gz":
             file = stack.enter_context(gzip.open(file, "rb"))
         elif packing == ".zst":
             import pyarrow
 
-            stack.enter_context(_unpacking(url))
             unpacked = pyarrow.input_stream(file, compression="zstd")
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
-        yield file
-
-
-@contextlib.contextmanager
-def _unpacking(url: str) -> Iterator[None]:
-    """Turn pyarrow's error for a damaged .zst, which `reading` would take for one of the network, into ours."""
-    try:
-        yield
-    except OSError as error:
-        if _is_damage(error):
-            raise damaged(url, str(error)) from error
-        raise
+        try:
+            yield file
+        except (
+            OSError
+        ) as error:  # pyarrow's for damage has no errno; those of the system and of servers differ
+            if type(error) is OSError and error.errno is None:
+                raise damaged(url, str(error)) from error
+            raise
 
 
 # --------------------------------------------------------------------------- filesystems and their errors
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether an error is pyarrow's for damage: an OSError without errno. Errors of the system always have one."""
-    return type(error) is OSError and error.errno is None
 
 
 def is_local(url: str) -> bool:
@@ -329,19 +315,17 @@ def reading(url: str) -> Iterator[None]:
     except ObjectNotFound as error:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error
     except Exception as error:
-        translated = _translated(url, error)
-        if translated is error:
-            raise
-        raise translated from error
+        if translated := _translated(url, error):
+            raise translated from error
+        raise
 
 
-def _translated(url: str, error: Exception) -> Exception:
-    """Return our error for one of a filesystem or a parser; any other stays as it is."""
+def _translated(url: str, error: Exception) -> BatchinferError | None:
+    """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
-    is_damage = _is_damage(error) and is_local(url)
-    if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile | UnicodeDecodeError):
-        is_damage = True  # UnicodeDecodeError is of names of columns
-    if is_damage or package == "pyarrow":
+    # UnicodeDecodeError is of names of columns.
+    broken = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError)
+    if isinstance(error, broken) or package == "pyarrow":
         return damaged(url, str(error))
     if isinstance(error, PermissionError):
         return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
@@ -353,4 +337,4 @@ def _translated(url: str, error: Exception) -> Exception:
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)
-    return error
+    return None

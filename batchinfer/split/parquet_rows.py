@@ -25,20 +25,13 @@ from batchinfer.split.rows import Block, Wanted
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384
 _UUID = (r"^(.{8})(.{4})(.{4})(.{4})(.{12})$", "$1-$2-$3-$4-$5")
-_LISTS = (
-    pa.ListType,
-    pa.LargeListType,
-    pa.FixedSizeListType,
-    pa.ListViewType,
-    pa.LargeListViewType,
-)
 
 
 def count_rows(file: DataFile, _wanted: Wanted) -> DataFile:
     """Read the footer of a parquet file."""
     with opened(file.url) as there:
         metadata, digest = read_footer(there)
-    names = list(metadata.schema.to_arrow_schema().names)
+        names = list(metadata.schema.to_arrow_schema().names)
     return msgspec.structs.replace(file, rows=metadata.num_rows, columns=names, digest=digest)
 
 
@@ -156,7 +149,7 @@ def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr
     if isinstance(kind, pa.MapType):
         entry = pa.struct([("key", kind.key_type), ("value", kind.item_type)])
         return _form(pa.list_(entry), where)
-    if isinstance(kind, _LISTS):
+    if hasattr(kind, "value_type"):  # lists of every kind
         inner, text = _form(kind.value_type, where)
         return pa.list_(inner), text and (lambda value: value.list.eval(text(pl.element())))
     if isinstance(kind, pa.StructType):
@@ -185,14 +178,6 @@ def _form_of_struct(
             f"{where} holds {kind}, in which a name is there twice",
             hint="leave it out: --columns A,B,…",
         )
-
-    def texts(value: pl.Expr) -> pl.Expr:
-        parts = [
-            (text(part) if text else part).alias(name)
-            for name, (_, text) in forms.items()
-            for part in [value.struct.field(name)]
-        ]
-        return pl.when(value.is_not_null()).then(pl.struct(parts))
-
     plain = pa.struct([(name, inner) for name, (inner, _) in forms.items()])
-    return plain, texts if any(text for _, text in forms.values()) else None
+    texts = [text(pl.field(name)) for name, (_, text) in forms.items() if text]
+    return plain, (lambda value: value.struct.with_fields(texts)) if texts else None

@@ -95,15 +95,11 @@ class Sources(Record, frozen=True, kw_only=True):
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""
-        arguments = [each for each in self.arguments if not each.startswith("hf://")]
-        there = {
-            (file.url, file.bytes, file.stamp)
-            for argument in arguments
-            for file in files.locate(argument)[0]
-        }
+        found = (files.locate(each)[0] for each in self.arguments if not each.startswith("hf://"))
+        there = {(file.url, file.bytes, file.stamp) for located in found for file in located}
         for file in self.files:
-            state = file.url, file.bytes, file.stamp
-            if state not in there and not file.url.startswith("hf://"):
+            is_pinned = file.url.startswith("hf://")
+            if not is_pinned and (file.url, file.bytes, file.stamp) not in there:
                 raise files.changed(file.url)
 
     def check_apart(self, output: str) -> None:
@@ -219,8 +215,7 @@ def count_sources(
         new = []
         for file in found:
             if limit is None or rows < limit:
-                with files.reading(file.url):
-                    new.append(_reader_of(file).count_rows(file, wanted))
+                new.append(_reader_of(file).count_rows(file, wanted))
                 rows += new[-1].rows
         described = [file.described for file in new]
         sources.append(
@@ -232,21 +227,19 @@ def count_sources(
             f"{', '.join(arguments)}: holds no rows, expected at least one", hint="check the path"
         )
     known = list(dict.fromkeys(name for file in counted for name in file.columns))
+    id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
     counts = Sources(
         arguments=list(arguments),
         sources=sources,
         files=counted,
-        wanted=wanted,
+        wanted=msgspec.structs.replace(wanted, id_column=id_column),
         columns=known if columns is None else columns,
         rows=rows if limit is None else min(rows, limit),
     )
     counts.check_columns()
-    if id_column not in ("", "_row"):
+    if id_column:
         counts.require_column("--id-column", id_column)
-    id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
-    return msgspec.structs.replace(
-        counts, wanted=msgspec.structs.replace(wanted, id_column=id_column)
-    )
+    return counts
 
 
 def _usual_id(found: list[DataFile]) -> str:

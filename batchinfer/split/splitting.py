@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import msgspec
@@ -21,10 +21,10 @@ from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import load_job
+from batchinfer.split import writer
+from batchinfer.split.sources import Sources, count_sources, reference_job, references
 from batchinfer.storage import Store
-
-if TYPE_CHECKING:
-    from batchinfer.split.sources import Sources
+from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -144,17 +144,10 @@ def _check_options(config: SplitConfig) -> None:
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
             hint="an unset variable of the shell? The present folder is `.`",
         )
+    of_new_chunks = ("limit", "id_column", "compression")
     refused = {
-        "append": ("overwrite", "limit", "num_workers", "id_column", "compression"),
-        "by_reference": (
-            "append",
-            "limit",
-            "columns",
-            "id_column",
-            "delimiter",
-            "num_chunks",
-            "compression",
-        ),
+        "append": ("overwrite", "num_workers", *of_new_chunks),
+        "by_reference": ("append", "columns", "delimiter", "num_chunks", *of_new_chunks),
     }
     usual = SplitConfig(sources=[], output="")
     for option, names in refused.items():
@@ -165,8 +158,6 @@ def _check_options(config: SplitConfig) -> None:
 
 
 def _count(config: SplitConfig, id_column: str) -> Sources:
-    from batchinfer.split.sources import count_sources
-
     return count_sources(
         config.sources,
         columns=config.columns,
@@ -178,8 +169,6 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
 
 def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
     """Make the job, or append to it, unless it is there already."""
-    from batchinfer.split import writer
-
     if counted is not None and config.append:
         return writer.append(store, counted, num_chunks=config.num_chunks)
     wanted = msgspec.structs.replace(
@@ -216,9 +205,6 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
 
 def _referred(config: SplitConfig) -> Job:
     """Return the job by reference, none of whose files lies where `split` puts its own."""
-    from batchinfer.split.sources import reference_job, references
-    from batchinfer.storage.opening import is_inside, join_url, open_store
-
     job = reference_job(config.by_reference, open_store)
     own = [join_url(config.output, folder) for folder in (layout.CHUNKS, layout.MANIFESTS)]
     for place in [config.by_reference, *references(job)]:
@@ -236,8 +222,6 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
     Files that are copied are compared by their content, not by their names; those by reference by both. If no option
     says the number of chunks, any will do.
     """
-    from batchinfer.split.sources import references
-
     files, there = ([file.content for file in job.files] for job in (wanted, existing))
     is_same = files == there
     if existing.generation:  # what it began with, or all that it has now
@@ -287,8 +271,6 @@ def command(config: SplitConfig) -> dict[str, Any]:
 
     With --append, runs of the job stay as they are, and the workers' next start does the new chunks.
     """
-    from batchinfer.storage.opening import check_writable, open_store
-
     if not config.output:
         raise ConfigError("--output: missing, expected the job's folder or URL")
     check_writable(config.output, option="--output")

@@ -122,16 +122,12 @@ def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
             yield from iter(lambda: there.readlines(_BLOCK_BYTES), [])
         else:
             records = _records(file, wanted, _texts(there, file.url))
-            while some := list(map(_as_line, islice(records, _BLOCK_ROWS))):
-                yield some
+            while some := list(islice(records, _BLOCK_ROWS)):
+                yield [msgspec.json.encode(record) + b"\n" for record in some]
         # Of a file that was counted before, the number of rows tells that it has changed.
         is_plain = not files.packing_of(file.url)
         if is_plain and not file.digest and there.tell() < file.bytes:
             raise files.damaged(file.url, f"{there.tell()} of {file.bytes} bytes came")
-
-
-def _as_line(record: dict[str, str]) -> bytes:
-    return msgspec.json.encode(record) + b"\n"
 
 
 def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[dict[str, str]]:

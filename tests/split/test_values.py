@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from arrow_examples import EVERY_TYPE
 from batchinfer.core.errors import InputError
 from batchinfer.prompts.json_lines import decode_object
 from batchinfer.prompts.types import RowProblem
@@ -29,10 +29,63 @@ def lines_of(*sources: Any, **options: Any) -> list[bytes]:
     return b"".join(block.lines for block in blocks).split(b"\n")[:-1]
 
 
-TEXTS = (
-    *(decimal.Decimal, bytes, uuid.UUID),
-    *(dt.datetime, dt.date, dt.time, dt.timedelta),
-)
+def rows_of(*sources: Any, **options: Any) -> list[dict[str, Any]]:
+    return list(map(json.loads, lines_of(*sources, **options)))
+
+
+D = decimal.Decimal
+TEXTS = (D, bytes, uuid.UUID, dt.datetime, dt.date, dt.time, dt.timedelta)
+UUIDS = pa.array([uuid.UUID(int=1).bytes, uuid.UUID(int=2**127).bytes], pa.uuid())
+ZONES = {"us": "UTC", "ms": "Europe/Paris", "ns": "America/St_Johns", "s": "+05:30"}
+PLAIN = [
+    pa.array([True, None, False]),
+    pa.array([None, None], pa.null()),
+    pa.array([2**63 - 1, -(2**63), None, 2**53 + 1]),
+    pa.array([2**64 - 1, None, 2**63], pa.uint64()),
+    pa.array([0.1, 1.0, -0.0, 5e-324, 1.7976931348623157e308, 1e16, 1e22, 123456789.125]),
+    pa.array([0.1, 3.4028235e38, 1.5, None], pa.float32()),
+    pa.array(np.array([1.5, 65504, -0.0], np.float16)),
+    pa.array([math.nan, 1.0, math.inf, -math.inf]),
+    pa.array([D("12345678901234567890.123456789"), D("0E-9"), None, D("-1E-9")]),
+    pa.array([D("-1.50")], pa.decimal32(5, 2)),
+    pa.array([D(10) ** 60], pa.decimal256(76, 0)),
+    pa.array(["", None, 'a"b\\c/d', "\u2028\u2029\x85", "\x00\x1f\x7f", "\b\t\n\f\r", "é😀<&>"]),
+    *(pa.array(["é", None, "x" * 100_000], kind) for kind in (pa.large_string(), pa.string_view())),
+    pa.array(["b", "a", None, "b", "\u2028"]).dictionary_encode(),
+    pa.array(['{"a": 1}', None]).cast(pa.json_()),
+    pa.array([b"\x00\xff", b"", None, b"abc", b"\xfb\xff\xfe"]),
+    *(
+        pa.array([b"ab", None], each)
+        for each in (pa.binary(2), pa.large_binary(), pa.binary_view())
+    ),
+    UUIDS,
+    pa.array([dt.date(2024, 2, 29), dt.date(1, 1, 1), None, dt.date(9999, 12, 31)]),
+    pa.array([dt.date(1969, 12, 31)], pa.date64()),
+    *(pa.array([0, None, 86399], pa.time32(unit)) for unit in ("s", "ms")),
+    *(pa.array([0, None, 1000], pa.time64(unit)) for unit in ("us", "ns")),
+    *(pa.array([-1000, None, 1_500_001_000], pa.timestamp(unit)) for unit in ZONES),
+    *(pa.array([-1000, None, 1_500_001_000], pa.timestamp(*each)) for each in ZONES.items()),
+    *(pa.array([-1000, None, 1_500_001_000], pa.duration(unit)) for unit in ZONES),
+]
+NESTED = [
+    pa.array([[1, None], [], None, [2, 65535]], pa.list_(pa.uint16())),
+    pa.array([[["a"], []], None, [None]]),
+    pa.array([[1], None, [-(2**31), 3]], pa.large_list(pa.int32())),
+    pa.array([[0.1, 2], None, [3, 4]], pa.list_(pa.float32(), 2)),
+    pa.array([[b"\xff", None], None]),
+    pa.array([[math.nan, 1.0], [math.inf]]),
+    pa.array(
+        [{"x": -128, "d": dt.date(1, 2, 3)}, None], pa.struct({"x": pa.int8(), "d": pa.date32()})
+    ),
+    pa.array([{"bytes": b"\xff", "*": b"\xff"}, None, {"bytes": None, "*": None}]),
+    pa.array([[{"a/b": [{"c": b"\xff", "text": "a\u2028"}, None]}, None], []]),
+    pa.array([{'quote " and \\': 1, "line\nbreak": "x"}]),
+    pa.array([[("k", 1), ("k", None)], None, []], pa.map_(pa.string(), pa.int64())),
+    pa.array([[(dt.date(2024, 2, 29), b"\xff")]], pa.map_(pa.date32(), pa.binary())),
+    pa.array([[("k", [D("1.50")])]], pa.map_(pa.string(), pa.list_(pa.decimal128(5, 2)))),
+    pa.ListArray.from_arrays([0, 2], UUIDS),
+    pa.ListArray.from_arrays([0, 2, 2, 3], pa.array(["a", "b", "c"]).dictionary_encode()),
+]
 
 
 def value_of(text: Any, like: Any) -> Any:
@@ -46,18 +99,18 @@ def value_of(text: Any, like: Any) -> Any:
             return value_of(text["key"], like[0]), value_of(text["value"], like[1])
         case list():
             return [value_of(*pair) for pair in zip(text, like, strict=True)]
-    kind = next((each for each in TEXTS if isinstance(like, each)), None)
-    return text if kind is None else msgspec.convert(text, kind)
+    kind = next((each for each in TEXTS if isinstance(like, each)), type(like))
+    return msgspec.convert(text, kind)
 
 
 @pytest.mark.parametrize(
-    "array", [pytest.param(each, id=f"{i}: {each.type}") for i, each in enumerate(EVERY_TYPE)]
+    "array", [pytest.param(each, id=f"{i}: {each.type}") for i, each in enumerate(PLAIN + NESTED)]
 )
 def test_every_type_keeps_its_values(tmp_path: Path, array: pa.Array) -> None:
     path = tmp_path / "column.parquet"
     pq.write_table(pa.table({"c": array}), path, row_group_size=2)
     expected = pq.read_table(path).column("c").to_pylist()
-    rows = [json.loads(line) for line in lines_of(path)]
+    rows = rows_of(path)
     assert [row["_row"] for row in rows] == list(range(len(expected)))
     found = [value_of(row["c"], like) for row, like in zip(rows, expected, strict=True)]
     assert repr(found) == repr(expected) if "nan" in repr(expected) else found == expected
@@ -71,18 +124,21 @@ def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> Non
     assert sum(block.num_broken for block in count_sources([str(tmp_path)]).blocks()) == 1
 
 
-def test_a_struct_with_two_fields_of_one_name_loses_none(tmp_path: Path) -> None:
-    ones, threes = pa.array([1]), pa.array([3])
-    pairs = pa.StructArray.from_arrays([ones, threes], names=["a", "a"])
-    pq.write_table(pa.table({"pair": pairs}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match=r"column 'pair' holds struct.* there twice") as caught:
-        lines_of(tmp_path)
-    assert "--columns" in caught.value.hint
-
-
-def test_a_date_that_cannot_be_written_is_refused_with_its_rows(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"c": pa.array([0, 2**31 - 1], pa.date32())}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match="rows 0 to 1 hold dates or times out of range") as caught:
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        (
+            pa.StructArray.from_arrays([[1], [3]], names=["a", "a"]),
+            r"column 'c' holds struct.* there twice",
+        ),
+        (pa.array([0, 2**31 - 1], pa.date32()), "rows 0 to 1 hold dates or times out of range"),
+    ],
+)
+def test_values_that_no_row_can_hold_are_refused(
+    tmp_path: Path, column: pa.Array, what: str
+) -> None:
+    pq.write_table(pa.table({"c": column}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match=what) as caught:
         lines_of(tmp_path)
     assert "--columns" in caught.value.hint
 
@@ -120,28 +176,25 @@ ODD = [
     ("[1]", None),
     ('"text"', None),
     ('{"a":1} x', None),
+    ('{"a":"\udcff"}', None),
+    ("\udcff", None),
 ]
 
 
 def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b"\n".join(line.encode() for line, _ in ODD) + b'\n{"a":"\xff"}\n\xff')
-    lines = lines_of(path)
-    assert len(lines) == len(ODD) + 2
-    for row, (line, (text, expected)) in enumerate(zip(lines, ODD, strict=False)):
+    texts = [text.encode(errors="surrogateescape") for text, _ in ODD]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(texts))
+    found = zip(lines_of(tmp_path), texts, [expected for _, expected in ODD], strict=True)
+    for row, (line, text, expected) in enumerate(found):
         if expected is None:
-            assert line == text.encode()
+            assert line == text
+            with pytest.raises(RowProblem):
+                decode_object(line)
             continue
-        body = text.strip("\r")[:-1].encode()
+        body = text.strip(b"\r")[:-1]
         assert line.startswith(body)
         assert line.removeprefix(body).lstrip(b",") == b'"_row":%d,"_id":"%d"}' % (row, row)
         assert decode_object(line) == expected | {"_row": row, "_id": str(row)}
-    for line in (
-        *lines[-2:],
-        *(line for line, (_, value) in zip(lines, ODD, strict=False) if value is None),
-    ):
-        with pytest.raises(RowProblem):
-            decode_object(line)
 
 
 def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> None:
@@ -157,24 +210,26 @@ def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
-    rows = [{"id": "a\u2028", "n": 7}, {"id": "😀", "n": 8}]
+    rows, more = [{"id": "a\u2028", "n": 7}, {"id": "😀", "n": 8}], ["2"]
     if kind == "jsonl":
         lines = [json.dumps(row) for row in rows] + ['{"id": null}', '{"id": {"x": 1.50}}']
         (tmp_path / "x.jsonl").write_text("\n".join(lines))
-        more = ["2", '{"x": 1.50}']
+        more.append('{"x": 1.50}')
     elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist([*rows, {"n": 9}]), tmp_path / "x.parquet")
-        more = ["2"]
     else:
-        (tmp_path / "x.csv").write_text("id,n\na\u2028,7\n😀,8\n")
-        more = []
-    assert [json.loads(line)["_id"] for line in lines_of(tmp_path)] == ["a\u2028", "😀", *more]
-    named = [json.loads(line)["_id"] for line in lines_of(tmp_path, id_column="n")]
-    assert named[:2] == ["7", "8"]
-    assert json.loads(lines_of(tmp_path, id_column="_row")[1])["_id"] == "1"
-    kept = [json.loads(line) for line in lines_of(tmp_path, columns=["n"])]
-    assert set(kept[0]) == {"n", "_row", "_id"}
-    assert kept[1]["_id"] == "😀"
+        (tmp_path / "x.csv").write_text("id,n\na\u2028,7\n😀,8\n,9\n")
+        more = [""]
+    ids = ["a\u2028", "😀", *more]
+    for options, expected in (
+        ({}, ids),
+        ({"id_column": "n"}, ["7", "8"]),
+        ({"id_column": "_row"}, ["0", "1"]),
+        ({"columns": ["n"]}, ids),
+    ):
+        found = rows_of(tmp_path, **options)
+        assert [row["_id"] for row in found][: len(expected)] == expected
+    assert set(found[0]) == {"n", "_row", "_id"}
 
 
 def test_times_name_rows_by_the_texts_that_they_have_in_rows(tmp_path: Path) -> None:
@@ -183,31 +238,28 @@ def test_times_name_rows_by_the_texts_that_they_have_in_rows(tmp_path: Path) -> 
     table = pa.table({str(number): [each, None] for number, each in enumerate(columns)})
     pq.write_table(table, tmp_path / "x.parquet")
     for name in table.column_names:
-        first, last = map(json.loads, lines_of(tmp_path, id_column=name))
+        first, last = rows_of(tmp_path, id_column=name)
         assert (first["_id"], last["_id"]) == (first[name], "1")
 
 
 def test_the_custom_id_names_a_batch_request(tmp_path: Path) -> None:
     request = {"custom_id": "r1", "method": "POST", "url": "/v1/completions", "body": {}, "id": 5}
     (tmp_path / "x.jsonl").write_text(json.dumps(request))
-    assert json.loads(lines_of(tmp_path)[0])["_id"] == "r1"
+    assert rows_of(tmp_path)[0]["_id"] == "r1"
 
 
 def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path: Path) -> None:
-    text = '\ufeffa,"b ""c"""\n007,"x,\ny"\n\n,"\u2028"\n'
-    (tmp_path / "x.csv").write_text(text)
-    expected = [{"a": "007", 'b "c"': "x,\ny"}, {"a": "", 'b "c"': "\u2028"}]
-    own = [{"_row": row, "_id": str(row)} for row in range(2)]
-    assert [json.loads(line) for line in lines_of(tmp_path)] == [
-        a | b for a, b in zip(expected, own, strict=True)
+    (tmp_path / "x.csv").write_text('\ufeffa,"b ""c"""\n007,"x,\ny"\n\n,"\u2028"\n')
+    assert rows_of(tmp_path) == [
+        {"a": "007", 'b "c"': "x,\ny", "_row": 0, "_id": "0"},
+        {"a": "", 'b "c"': "\u2028", "_row": 1, "_id": "1"},
     ]
-    (tmp_path / "x.csv").rename(tmp_path / "y.tsv")
-    (tmp_path / "y.tsv").write_text("a\tb\n1,2\t3\n")
-    assert json.loads(lines_of(tmp_path)[0])["a"] == "1,2"
-    (tmp_path / "y.tsv").write_text("a|b\n1,2|3\n")
-    assert json.loads(lines_of(tmp_path, delimiter="|")[0])["b"] == "3"
+    for text, options in (("a\tb\n1,2\t3\n", {}), ("a|b\n1,2|3\n", {"delimiter": "|"})):
+        (tmp_path / "y.tsv").write_text(text)
+        [row] = rows_of(tmp_path / "y.tsv", **options)
+        assert (row["a"], row["b"]) == ("1,2", "3")
 
 
 def test_each_line_of_a_text_is_a_row_but_for_blank_ones(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("\ufeffé\u2028\r\n\n last".encode())
-    assert [json.loads(line)["prompt"] for line in lines_of(tmp_path)] == ["é\u2028", " last"]
+    assert [row["prompt"] for row in rows_of(tmp_path)] == ["é\u2028", " last"]
