@@ -6,6 +6,7 @@ What an earlier command left that was killed, or had other options, is replaced 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import itertools
 import logging
@@ -97,22 +98,34 @@ def even_bounds(rows: int, num_chunks: int) -> list[int]:
 
 
 class _Rows:
-    """Yields the lines of the rows of sources, once, and notes what is odd about them."""
+    """Cuts the rows of sources into chunks, and notes what is odd about them."""
 
     def __init__(self, sources: Sources) -> None:
-        self.num_broken = self._num_ids = 0
+        self._blocks = sources.blocks()
+        self._lines, self._num_left = io.BytesIO(), 0
         self._ids: list[pl.Series] = []
-        self.lines = self._read(sources)
+        self._num_ids = 0
+        self.num_broken = 0
 
-    def _read(self, sources: Sources) -> Iterator[bytes]:
-        for block in sources.blocks():
-            self.num_broken += block.num_broken
-            if len(block.ids) and self._num_ids < _MOST_IDS:
-                import polars as pl
+    def take(self, count: int) -> Iterator[bytes]:
+        """Yield the lines of the next rows, some at a time."""
+        while count:
+            if not self._num_left:
+                self._next_block()
+            taken = min(count, self._num_left)
+            is_all = taken == self._num_left
+            yield self._lines.read() if is_all else b"".join(itertools.islice(self._lines, taken))
+            self._num_left, count = self._num_left - taken, count - taken
 
-                self._ids.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
-                self._num_ids += len(self._ids[-1])
-            yield from io.BytesIO(block.lines)
+    def _next_block(self) -> None:
+        block = next(self._blocks)
+        self._lines, self._num_left = io.BytesIO(block.lines), block.num_rows
+        self.num_broken += block.num_broken
+        if len(block.ids) and self._num_ids < _MOST_IDS:
+            import polars as pl
+
+            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
+            self._num_ids += len(self._ids[-1])
 
     def num_repeated(self) -> int:
         """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""
@@ -149,8 +162,7 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
         for index, (first, stop) in enumerate(itertools.pairwise(bounds), before):
             name = layout.chunk_name(index, before + len(bounds) - 1)
             path = scratch.new_path(name)
-            lines = itertools.islice(rows.lines, stop - first)
-            sha256 = _write_file(path, lines, job.compression)
+            sha256 = _write_file(path, rows.take(stop - first), job.compression)
             chunk = Chunk(
                 name=name,
                 first_row=sources.first_row + first,
@@ -188,19 +200,21 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
     )
 
 
-def _write_file(path: Path, lines: Iterable[bytes], compression: str) -> str:
+def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> str:
     """Write a chunk's file, and return its sha256."""
-    with path.open("w+b") as file:
-        file.writelines(_packed(lines) if compression == "zstd" else lines)
-        file.seek(0)
-        return codec.sha256_file(file)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in _packed(pieces) if compression == "zstd" else pieces:
+            digest.update(piece)
+            file.write(piece)
+    return digest.hexdigest()
 
 
-def _packed(lines: Iterable[bytes]) -> Iterator[bytes]:
+def _packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
     import zstandard
 
     packer = zstandard.ZstdCompressor(_ZSTD_LEVEL).compressobj()
-    yield from map(packer.compress, lines)
+    yield from map(packer.compress, pieces)
     yield packer.flush()
 
 
