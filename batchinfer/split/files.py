@@ -267,9 +267,8 @@ def opened(url: str) -> Iterator[Any]:
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         try:
             yield file
-        except (
-            OSError
-        ) as error:  # pyarrow's for damage has no errno; those of the system and of servers differ
+        except OSError as error:
+            # pyarrow's error for damage has no errno; those of the system have one, those of clients other classes.
             if type(error) is OSError and error.errno is None:
                 raise damaged(url, str(error)) from error
             raise
