@@ -62,6 +62,7 @@ class ParquetSource:
         num_rows = sum(footer.num_rows for footer in footers)
         self.at_once = max(1, _BLOCK_BYTES * num_rows // max(1, size))
         """Number of rows whose columns have limited bytes, by the mean."""
+        self._rewind()
 
     def batches(self) -> Iterator[Any]:
         """Yield all rows in order, as Arrow tables."""
@@ -80,22 +81,21 @@ class ParquetSource:
                 ):
                     yield pa.table(batch)
 
-
-class RowTaker:
-    """Takes rows of a source by their numbers, which rise from call to call."""
-
-    def __init__(self, source: ParquetSource) -> None:
-        self._tables, self._held, self._first = source.batches(), source.schema.empty_table(), 0
-
     def take(self, rows: Any) -> Any:
         """Return the rows of some numbers (an array that rises) as an Arrow table.
+
+        The numbers rise from call to call, too; with lower ones than before, a new pass over the files begins.
 
         Raises:
             InputError: the source ends before.
         """
         import pyarrow as pa
 
-        while len(rows) and self._first + len(self._held) <= rows[-1]:
+        if not len(rows):
+            return self.schema.empty_table()
+        if rows[0] < self._first:
+            self._rewind()
+        while self._first + len(self._held) <= rows[-1]:
             table = next(self._tables, None)
             if table is None:
                 raise InputError("the source has not all rows any more", hint="collect again")
@@ -103,6 +103,9 @@ class RowTaker:
             self._held = pa.concat_tables([self._held.slice(passed), table])
             self._first += passed
         return self._held.take(pa.array(rows - self._first))
+
+    def _rewind(self) -> None:
+        self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
 
 def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from batchinfer.collect import answers, source
-from batchinfer.collect.source import ParquetSource, RowTaker
+from batchinfer.collect.source import ParquetSource
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
@@ -127,13 +127,10 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
-    take = RowTaker.take
+    take = ParquetSource.take
+    counting = lambda taker, rows: sizes.append(len(rows)) or take(taker, rows)  # noqa: E731
 
-    def counting(taker: RowTaker, rows: Any) -> Any:
-        sizes.append(len(rows))
-        return take(taker, rows)
-
-    monkeypatch.setattr(RowTaker, "take", counting)
+    monkeypatch.setattr(ParquetSource, "take", counting)
     monkeypatch.setattr(source, "_BLOCK_BYTES", 8_000)
     large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
     table = pa.table({"large": large, "large.not": range(ROWS)})
