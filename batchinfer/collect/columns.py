@@ -92,7 +92,7 @@ class JsonColumns:
     def columns(self, struct: str) -> dict[str, str]:
         """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
         return {
-            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
+            name: transform(self._member(name), kind)
             if kind == "JSON"
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()

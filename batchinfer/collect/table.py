@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
-from batchinfer.collect.answers import Answers, Selection, connect, rows_of
+from batchinfer.collect.answers import Answers, Selection, connect, quoted
 from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.columns import (
     MAX_NAMES,
@@ -162,13 +162,10 @@ class Collection:
         They have the columns of `schema`; where the form is no table, they have the only column `line`.
         """
         import pyarrow as pa
-        from pyarrow import compute
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
         for table in self._windows():
-            taken = table
-            if drawn is not None:
-                taken = table.filter(compute.is_in(table[self._apart("_row")], drawn))
+            taken = table if drawn is None else self._taken(table, drawn)
             if self._valid:
                 self.num_broken += num_broken(taken[self._apart(self._valid)])
             yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
@@ -226,19 +223,15 @@ class Collection:
             ConfigError: the condition is none.
         """
         import duckdb
-        import pyarrow as pa
 
         if not self._config.where:
             return table
         try:
-            number = "n" * (1 + max(map(len, table.column_names)))  # no column has this name
-            numbered = f"(SELECT *, row_number() OVER () - 1 AS {number} FROM rows) AS rows"
-            # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
-            query = f"SELECT {number} FROM {numbered} WHERE CAST(({self._config.where}) AS BOOLEAN)"
-            sql = self._sql.cursor()
+            name, sql = quoted(self._apart("_row")), self._sql.cursor()
             sql.register("rows", table)
-            found = rows_of(sql, f"{query} ORDER BY 1")
-            return table.take(pa.array([index for [index] in found], pa.int64()))
+            # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
+            query = f"SELECT {name} FROM rows WHERE CAST(({self._config.where}) AS BOOLEAN)"
+            return self._taken(table, sql.sql(query).to_arrow_table()[0])
         except duckdb.Error as error:
             more = "" if self._config.with_source else ", and the source's with --with-source"
             raise ConfigError(
@@ -246,6 +239,12 @@ class Collection:
                 hint="SQL over the columns "
                 f"{', '.join(table.column_names)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
+
+    def _taken(self, table: Any, rows: Any) -> Any:
+        """Return those of some rows whose numbers are in an Arrow array."""
+        from pyarrow import compute
+
+        return table.filter(compute.is_in(table[self._apart("_row")], rows))
 
     def _encoded(self, table: Any) -> Any:
         """Return the lines of a form that is no table."""
