@@ -187,7 +187,7 @@ class Answers:
         import pyarrow as pa
 
         # `pa.array` would import pandas.
-        def texts_of(lines: list[bytes]) -> Any:
+        def texts_of(lines: list[Any]) -> Any:
             ends = np.cumsum([0, *map(len, lines)])
             buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
             return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)

@@ -62,7 +62,7 @@ class ParquetSource:
         num_rows = sum(footer.num_rows for footer in footers)
         self.at_once = max(1, _BLOCK_BYTES * num_rows // max(1, size))
         """Number of rows whose columns have limited bytes, by the mean."""
-        self._rewind()
+        self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
     def batches(self) -> Iterator[Any]:
         """Yield all rows in order, as Arrow tables."""
@@ -94,7 +94,7 @@ class ParquetSource:
         if not len(rows):
             return self.schema.empty_table()
         if rows[0] < self._first:
-            self._rewind()
+            self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
         while self._first + len(self._held) <= rows[-1]:
             table = next(self._tables, None)
             if table is None:
@@ -103,9 +103,6 @@ class ParquetSource:
             self._held = pa.concat_tables([self._held.slice(passed), table])
             self._first += passed
         return self._held.take(pa.array(rows - self._first))
-
-    def _rewind(self) -> None:
-        self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
 
 def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:

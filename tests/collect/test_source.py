@@ -126,7 +126,6 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     sizes = []
     take = ParquetSource.take
     counting = lambda taker, rows: sizes.append(len(rows)) or take(taker, rows)  # noqa: E731
-
     monkeypatch.setattr(ParquetSource, "take", counting)
     monkeypatch.setattr(source, "_BLOCK_BYTES", 8_000)
     large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
