@@ -64,10 +64,18 @@ def _raced(where: str) -> InputError:
     return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
 
 
+class _Figures(Record, frozen=True, kw_only=True):
+    """Fields of `Collected.result` whose types are checked."""
+
+    rows: int
+    bytes: int
+
+
 def _read_record(data: bytes, key: str | None = None) -> Collected | None:
     """Return the record of a collection; None if it is damaged or has another key than this."""
-    with contextlib.suppress(InputError):
+    with contextlib.suppress(InputError, msgspec.ValidationError):
         record = codec.decode(data, Collected, name=RECORD_KEY)
+        codec.convert(record.result, _Figures)
         return record if key in (None, record.key) else None
     return None
 
@@ -114,9 +122,7 @@ class StoreDestination:
         is_taken = RECORD_KEY in there
         self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
         record = _read_record(self._old_record, key)
-        if record and record.result.get("bytes") == sum(
-            there.get(name, 0) for name in record.sha256
-        ):
+        if record and record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
             return record
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         self._old = set(filter(OWN_NAME.match, there))
