@@ -9,14 +9,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
 from batchinfer.core.json_text import is_deep
-from batchinfer.core.records import Job, Marker, Run
-from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Audit, Finding, find_target
+from batchinfer.core.records import Marker
+from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Audit, Finding, RunTarget, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -30,10 +30,8 @@ ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
 _FETCHERS = 4
-_BLOCK_BYTES, _WINDOW_BYTES = 8 << 20, 16 << 20
+_BLOCK_BYTES = 8 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
-_TRANSACTION_BYTES = 128 << 20
-"""Bytes of lines of one transaction: its end copies what it has made, and until then memory holds it."""
 _ROW_BYTES = 800
 """Bytes that a row counts for besides its lines."""
 _SEVERAL = (
@@ -53,9 +51,7 @@ class Selection(NamedTuple):
 
     store: Store
     open_store: OpenStore
-    run: Run
-    job: Job
-    job_url: str
+    target: RunTarget
     sound: list[tuple[ChunkRef, Marker]]
     gaps: list[Finding]
     """One for each chunk that is missing, corrupt or foreign. Their subjects are the chunks' names."""
@@ -92,8 +88,7 @@ def select(
         for found in audit.findings
         if found.kind != LEFTOVER and found.subject in target.expected
     }
-    where = target.run, target.job, target.job_url
-    return Selection(store, open_store, *where, sound, list(gaps.values()))
+    return Selection(store, open_store, target, sound, list(gaps.values()))
 
 
 # --------------------------------------------------------------------------- their columns
@@ -124,15 +119,15 @@ class Answers:
         with_sources: bool = False,
         with_lines: bool = False,
     ) -> None:
-        import numpy as np
-
-        self._sql, self._name = sql, name
+        self._sql, self._name, self._with_lines = sql, name, with_lines
         self.found: list[tuple[ChunkRef, Marker]] = []
         """What was read: the chunks, with their markers."""
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
-        self._ends, self._room, self._uncommitted = [0], 0, 0
-        self._held, self._held_bytes = list[_Block](), 0
+        self.ends: list[int] = []
+        """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
+        self._row = 0
+        self._held, self._held_bytes = list[tuple[int, bytes, bytes]](), 0
         open_store = functools.cache(selection.open_store)
 
         def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
@@ -141,7 +136,7 @@ class Answers:
             output, source, problem = scratch.new_path(ref.name), None, ""
             try:
                 selection.store.download(layout.output_key(marker.output), output)
-                with scratch_errors(output.parent), output.open("rb") as file:
+                with output.open("rb") as file:
                     if codec.sha256_file(file) != marker.output_sha256:
                         problem = f"the sha256 of {marker.output} is not its marker's"
             except ObjectNotFound:
@@ -150,14 +145,10 @@ class Answers:
                 source = fetch(open_store(ref.root), ref, scratch).path
             return output, source, problem
 
-        columns = f"FROM columns_of('some_lines', {with_lines})"
-        self._insert = f"INSERT INTO {name} {columns}"
-        with sql_errors("an output"):
+        with sql_errors("an output"), scratch_errors(scratch.folder):
             sql.execute(text_of("answers.sql"))
-            self._register([_Block(0, b"", np.array([], int), (), 0)])
-            sql.execute(f"CREATE TABLE {name} AS {columns} LIMIT 0")
+            self._take_held(f"CREATE TABLE {name} AS")
             brought = in_parallel(bring, selection.sound, _FETCHERS)
-            sql.begin()
             for (ref, marker), each in zip(selection.sound, brought, strict=True):
                 output, source, problem = each
                 if problem:
@@ -165,82 +156,53 @@ class Answers:
                     found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
                     self.damaged.append(found)
                 else:
-                    with scratch_errors(scratch.folder):
-                        self._read(ref, marker, output, source)
+                    self._read(ref, marker, output, source)
                     self.found.append((ref, marker))
                 for path in filter(None, (output, source)):
                     remove_quietly(path)
-            self._insert_held()
-            sql.commit()
+            self._take_held(f"INSERT INTO {name}")
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
     def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
-        """Add the rows of a chunk to the table."""
-        row, count = ref.first_row, marker.rows_done
+        """Hold the rows of a chunk. They are added to the table when there are many."""
+        self._row = ref.first_row
         with ExitStack() as stack:
             lines = stack.enter_context(output.open("rb"))
-            sources = stack.enter_context(source.open("rb")) if source else None
-            for block in _blocks(lines, sources, row):
-                if self._held_bytes + block.num_bytes > _BLOCK_BYTES:
-                    self._insert_held()
-                self._held.append(block)
-                self._held_bytes += block.num_bytes
-                row = block.row + len(block.ends)
-                if block.num_bytes > self._room:
-                    self._ends.append(row)
-                    self._room = _WINDOW_BYTES
-                self._ends[-1] = row
-                self._room -= block.num_bytes
-        if row != ref.first_row + count:
-            what = f"its output has {row - ref.first_row} lines, expected {count}"
+            sources = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
+            beside = itertools.chain(sources, itertools.repeat(b""))
+            for line, text in zip(lines, beside, strict=False):
+                size = len(line) + len(text) + _ROW_BYTES
+                if self._held_bytes + size > _BLOCK_BYTES:
+                    self._take_held(f"INSERT INTO {self._name}")
+                self._held.append((self._row, line, text))
+                self._held_bytes += size
+                self._row += line.endswith(b"\n")  # a line without its end is no row
+        if self._row != ref.first_row + marker.rows_done:
+            what = f"its output has {self._row - ref.first_row} lines, expected {marker.rows_done}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
 
-    def _insert_held(self) -> None:
-        """Add the rows that are held to the table: those of many small chunks at once, for each time takes a while."""
-        if self._held:
-            self._register(self._held)
-            self._sql.execute(self._insert)
-            self._uncommitted += self._held_bytes
-            self._held, self._held_bytes = [], 0
-        if self._uncommitted > _TRANSACTION_BYTES:
-            self._sql.commit()
-            self._sql.begin()
-            self._uncommitted = 0
-
-    def _register(self, blocks: Sequence[_Block]) -> None:
-        """Make output lines, and perhaps lines of their chunks, the table `some_lines`."""
+    def _take_held(self, statement: str) -> None:
+        """Let a statement take the rows that are held: those of many small chunks at once, for each takes a while."""
         import numpy as np
         import pyarrow as pa
 
         # `pa.array` would import pandas.
-        def texts_of(data: bytes, ends: Any) -> Any:
-            offsets = np.concatenate(([0], ends)).astype(np.int64)
-            buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-            return pa.Array.from_buffers(pa.large_string(), len(ends), buffers)
+        def texts_of(lines: list[Any]) -> Any:
+            ends = np.cumsum([0, *map(len, lines)])
+            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
+            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
 
-        # A source may hold bytes that are no UTF-8. A line that is nested too deep has no columns.
-        texts = [
-            b"null" if is_deep(each) else each.decode(errors="replace").removesuffix("\n").encode()
-            for block in blocks
-            for each in block.sources
-        ]
-        starts = itertools.accumulate((len(block.lines) for block in blocks), initial=0)
-        ends = np.concatenate([x.ends + start for x, start in zip(blocks, starts, strict=False)])
-        rows = [np.arange(block.row, block.row + len(block.ends)) for block in blocks]
-        wanted = pa.py_buffer(np.concatenate(rows))
-        beside = pa.nulls(len(ends), pa.large_string())
-        if texts:
-            beside = texts_of(b"".join(texts), np.cumsum([*map(len, texts)]))
+        rows, lines, sources = ([each[index] for each in self._held] for index in range(3))
+        wanted = pa.py_buffer(np.array(rows, np.int64))
         columns = {
-            "wanted": pa.Array.from_buffers(pa.int64(), len(ends), [None, wanted]),
-            "line": texts_of(b"".join(block.lines for block in blocks), ends),
-            "source": beside,
+            "wanted": pa.Array.from_buffers(pa.int64(), len(rows), [None, wanted]),
+            "line": texts_of(lines),
+            "source": texts_of(sources),
         }
         self._sql.register("some_lines", pa.table(columns))
-
-    def windows(self) -> Iterator[tuple[int, int]]:
-        """Yield numbers of rows, of which those from one to the other (exclusive) have limited bytes, in order."""
-        return itertools.pairwise(self._ends)
+        self._sql.execute(f"{statement} FROM columns_of('some_lines', {self._with_lines})")
+        self.ends.append(self._row)
+        self._held, self._held_bytes = [], 0
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
@@ -268,41 +230,9 @@ class Answers:
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-class _Block(NamedTuple):
-    """Some output lines of a chunk."""
-
-    row: int
-    """Number of the first one's row."""
-    lines: bytes
-    ends: Any
-    """Where each of them ends."""
-    sources: Sequence[bytes]
-    """Lines of the chunk beside them, if these are wanted."""
-    num_bytes: int
-    """Bytes for which they count."""
-
-
-def _blocks(lines: BinaryIO, sources: BinaryIO | None, row: int) -> Iterator[_Block]:
-    """Yield some lines of a file, of which the first is that of a row, with those of the chunk beside them.
-
-    Each line of the outputs has an end of line. Lines of one row at most exceed `_BLOCK_BYTES`.
-    """
-    import numpy as np
-
-    below, data = itertools.chain(sources or (), itertools.repeat(b"")), b""
-    while data := data or lines.read(_BLOCK_BYTES) + lines.readline():
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
-        if not ends.size:
-            return  # a line without its end is no row
-        ends = ends[: max(1, _BLOCK_BYTES // _ROW_BYTES)]
-        beside, size = list[bytes](), 0
-        while sources and len(beside) < len(ends) and size < _BLOCK_BYTES:
-            beside.append(next(below))
-            size += len(beside[-1])
-        ends = ends[: len(beside)] if sources else ends
-        end = int(ends[-1])
-        yield _Block(row, data[:end], ends, beside, end + size + len(ends) * _ROW_BYTES)
-        data, row = data[end:], row + len(ends)
+def _source_of(line: bytes) -> bytes:
+    """Return a line of a chunk for DuckDB. It may hold bytes that are no UTF-8, or be nested too deep for columns."""
+    return b"null" if is_deep(line) else line.decode(errors="replace").removesuffix("\n").encode()
 
 
 def text_of(name: str) -> str:

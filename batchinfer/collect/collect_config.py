@@ -54,9 +54,7 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     @property
     def kind(self) -> str:
         """The form to write, a key of FORMATS."""
-        suffix = suffix_of(self.dest)
-        by_name = next((name for name, ending in TABLES.items() if ending == suffix), "parquet")
-        return self.format or by_name
+        return self.format or suffix_of(self.dest).removeprefix(".") or "parquet"
 
 
 def suffix_of(dest: str) -> str:

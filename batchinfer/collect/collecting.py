@@ -19,9 +19,9 @@ from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
-from batchinfer.core.records import Job, Marker, Run
+from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
-from batchinfer.ledger.audit import MISSING, Finding
+from batchinfer.ledger.audit import MISSING, Finding, RunTarget
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
@@ -63,10 +63,11 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     check_options(config)
     selection = select(config.run, open_store, clock, job_url=config.job)
     _refuse_gaps(config, selection.gaps, len(selection.gaps) + len(selection.sound))
-    for place in filter(None, (config.run, selection.job_url)):
+    target = selection.target
+    for place in (config.run, target.job_url):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
-    for url in (file.url for file in selection.job.files):
+    for url in (file.url for file in target.job.files):
         if is_inside(url, config.dest):
             raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
     dest = _open_dest(config, open_store)
@@ -97,7 +98,7 @@ def _key(
     """Return the hash of what decides the files' bytes: the outputs that are read, the options and the version."""
     made_of = {name: getattr(config, name) for name in _DECIDING} | {
         "version": __version__,
-        "run": selection.run.fingerprint,
+        "run": selection.target.run.fingerprint,
         "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in outputs],
     }
     return codec.fingerprint(made_of)
@@ -150,7 +151,7 @@ def _write(
     for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
         files[dest.put(file, index)] = file
     result = {
-        "fingerprint": selection.run.fingerprint,
+        "fingerprint": selection.target.run.fingerprint,
         "format": config.kind,
         "rows": rows.answers.num_rows,
         "rows_error": rows.answers.one("count(error_code)")[0],
@@ -171,29 +172,28 @@ def _write(
     )
     facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
     facts |= {"condition": config.where or None, "sample": config.sample}
-    dest.finish(record, lambda: make_card(selection.run, selection.job, config, facts))
+    dest.finish(record, lambda: make_card(selection.target, config, facts))
     return record
 
 
 # --------------------------------------------------------------------------- the card of a data set
 
 
-def make_card(run: Run, job: Job, config: CollectConfig, facts: dict[str, Any]) -> str:
+def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -> str:
     """Return the card as Markdown, with a line for the licence, which the user fills in.
 
     It is the README.md of the data set's repository on the Hub, and says how the data was made. Of local sources it has
     the last parts of their URLs only. The same arguments give the same card.
 
     Args:
-        run: The run.
-        job: The job.
+        target: The run and its job.
         config: Where the data set is, and its form.
         facts: What is known of the rows, by names; None is left out.
     """
     import jinja2
     from huggingface_hub import DatasetCardData
 
-    sources = [source.url for source in job.sources]
+    run, sources = target.run, [source.url for source in target.job.sources]
     hub = [each.removeprefix("hf://datasets/") for each in sources if each.startswith("hf://")]
     model = str(run.config.get("model") or "")
     data = {"split": "train", "path": f"data/part-*{FORMATS[config.kind]}"}
@@ -209,14 +209,14 @@ def make_card(run: Run, job: Job, config: CollectConfig, facts: dict[str, Any]) 
     rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
     options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
     template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
-    card: str = template.render(
+    card = template.render(
         title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
         front_matter=front_matter.to_yaml(),
         rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
         # An indented block, because the text itself could close a fenced one.
         options="\n".join(f"    {line}" for line in options.splitlines()),
     )
-    return card
+    return str(card)
 
 
 def _plain(value: object) -> str:

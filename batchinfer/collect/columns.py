@@ -70,16 +70,13 @@ class JsonColumns:
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
-        known = known or {}
-        numbers = {
+        wider = {
             name: (self._member(name), kind)
-            for name, kind in known.items()
-            if (kind, self.kinds.get(name)) == ("DOUBLE", "BIGINT")
+            for name, kind in (known or {}).items()
+            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else "")
         }
-        wider = _fitting(sql, relation, numbers)
-        for name, kind in known.items():
-            if self.kinds.get(name, "NULL") == "NULL" or wider.get(name) == kind:
-                self.kinds[name] = kind
+        fitting = _fitting(sql, relation, wider)
+        self.kinds |= {name: kind for name, kind in fitting.items() if kind != "JSON"}
 
     @property
     def json_texts(self) -> list[str]:
@@ -95,7 +92,7 @@ class JsonColumns:
     def columns(self, struct: str) -> dict[str, str]:
         """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
         return {
-            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
+            name: transform(self._member(name), kind)
             if kind == "JSON"
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()

@@ -46,8 +46,8 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
     """
     runs = config.run_a, config.run_b
     found = [select(url, open_store, clock, job_url=config.job) for url in runs]
-    sha256s = [selection.run.config.get("job_sha256") for selection in found]
-    if not sha256s[0] or sha256s[0] != sha256s[1]:
+    targets = [selection.target for selection in found]
+    if targets[0].job_sha256 != targets[1].job_sha256:
         raise InputError(
             f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
             hint="start the second worker with the first one's job and another --output",
@@ -66,9 +66,9 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
             return list(sql.sql(query).to_arrow_table().to_pylist())
 
         sides = {side.pop("run"): side for side in rows("FROM sides")}
-        a, b = (selection.run.config for selection in found)
+        a, b = (target.run.config for target in targets)
         return {
-            "job": found[0].job_url,
+            "job": targets[0].job_url,
             "figures": rows("FROM figures")[0],
             **sides,
             "errors": rows("FROM errors"),

@@ -73,12 +73,11 @@ class _Figures(Record, frozen=True, kw_only=True):
 
 def _read_record(data: bytes, key: str | None = None) -> Collected | None:
     """Return the record of a collection; None if it is damaged or has another key than this."""
-    try:
+    with contextlib.suppress(InputError, msgspec.ValidationError):
         record = codec.decode(data, Collected, name=RECORD_KEY)
         codec.convert(record.result, _Figures)
-    except (InputError, msgspec.ValidationError):
-        return None
-    return record if key in (None, record.key) else None
+        return record if key in (None, record.key) else None
+    return None
 
 
 def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:

@@ -62,6 +62,7 @@ class ParquetSource:
         num_rows = sum(footer.num_rows for footer in footers)
         self.at_once = max(1, _BLOCK_BYTES * num_rows // max(1, size))
         """Number of rows whose columns have limited bytes, by the mean."""
+        self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
     def batches(self) -> Iterator[Any]:
         """Yield all rows in order, as Arrow tables."""
@@ -80,22 +81,21 @@ class ParquetSource:
                 ):
                     yield pa.table(batch)
 
-
-class RowTaker:
-    """Takes rows of a source by their numbers, which rise from call to call."""
-
-    def __init__(self, source: ParquetSource) -> None:
-        self._tables, self._held, self._first = source.batches(), source.schema.empty_table(), 0
-
     def take(self, rows: Any) -> Any:
         """Return the rows of some numbers (an array that rises) as an Arrow table.
+
+        The numbers rise from call to call, too; with lower ones than before, a new pass over the files begins.
 
         Raises:
             InputError: the source ends before.
         """
         import pyarrow as pa
 
-        while len(rows) and self._first + len(self._held) <= rows[-1]:
+        if not len(rows):
+            return self.schema.empty_table()
+        if rows[0] < self._first:
+            self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
+        while self._first + len(self._held) <= rows[-1]:
             table = next(self._tables, None)
             if table is None:
                 raise InputError("the source has not all rows any more", hint="collect again")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
-from batchinfer.collect.answers import Answers, Selection, connect, rows_of
+from batchinfer.collect.answers import Answers, Selection, connect, quoted
 from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.columns import (
     MAX_NAMES,
@@ -22,7 +23,7 @@ from batchinfer.collect.columns import (
     transform,
     types_of,
 )
-from batchinfer.collect.source import RowTaker, chosen, open_parquet
+from batchinfer.collect.source import chosen, open_parquet
 from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.tasks import GENERATE, is_pooling
@@ -50,7 +51,9 @@ class Collection:
         self._config = config
         self._is_table = config.kind in TABLES
         self._sql = connect(scratch.folder)
-        self._parquet = open_parquet(selection.job, config.columns) if config.with_source else None
+        self._parquet = (
+            open_parquet(selection.target.job, config.columns) if config.with_source else None
+        )
         needs_chunks = (config.with_source and not self._parquet) or config.kind in NEEDS_SOURCE
         self.answers = Answers(
             self._sql,
@@ -67,10 +70,12 @@ class Collection:
         """Name of the column that says whether answers keep the run's schema; empty if there is none."""
         self.num_broken = 0
         """Number of finished answers that break it, among the rows that were taken so far."""
-        prompt = selection.run.config.get("prompt") or {}
+        prompt = selection.target.run.config.get("prompt") or {}
         task = prompt.get("task") or GENERATE
         wanted = () if is_pooling(task) else ("text", "finish_reason")
-        own = self.answers.columns(wanted) | ({} if self._is_table else {"line": "line"})
+        own = self.answers.columns(wanted)
+        if not self._is_table:
+            own |= {"line": "line"} | ({"source": "source"} if needs_chunks else {})
         for name in own.keys() & {"embedding", "embeddings"}:
             vectors = VectorColumn(self.answers, task, name)
             own = {vectors.name if each == name else each: value for each, value in own.items()}
@@ -82,11 +87,9 @@ class Collection:
         self._source: dict[str, str] = {}
         if config.with_source and self._parquet is None:
             self._source = self._columns_of_chunks()
-        elif needs_chunks:
-            self._source = {"source": "source"}
         self._source_names = self._parquet.schema.names if self._parquet else list(self._source)
         # A wrong condition is refused before anything is written.
-        self.schema = self._fitting(self._window(0, 0, self._taker())).schema
+        self.schema = self._fitting(self._window(0, 0)).schema
         """Names and types of the columns."""
 
     # -- columns
@@ -159,13 +162,10 @@ class Collection:
         They have the columns of `schema`; where the form is no table, they have the only column `line`.
         """
         import pyarrow as pa
-        from pyarrow import compute
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
         for table in self._windows():
-            taken = table
-            if drawn is not None:
-                taken = table.filter(compute.is_in(table[self._apart("_row")], drawn))
+            taken = table if drawn is None else self._taken(table, drawn)
             if self._valid:
                 self.num_broken += num_broken(taken[self._apart(self._valid)])
             yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
@@ -188,19 +188,16 @@ class Collection:
         Raises:
             InputError: the source has not all rows any more.
         """
-        taker, next_log = self._taker(), time.monotonic() + _LOG_SECONDS
-        for start, stop in self.answers.windows():
+        next_log = time.monotonic() + _LOG_SECONDS
+        for start, stop in itertools.pairwise(self.answers.ends):
             step = self._parquet.at_once if self._parquet else max(1, stop - start)
             for first in range(start, stop, step):
-                yield self._fitting(self._window(first, min(first + step, stop), taker))
+                yield self._fitting(self._window(first, min(first + step, stop)))
             if time.monotonic() > next_log:
                 logger.info("row %d is read", stop)
                 next_log += _LOG_SECONDS
 
-    def _taker(self) -> RowTaker | None:
-        return RowTaker(self._parquet) if self._parquet else None
-
-    def _window(self, start: int, stop: int, taker: RowTaker | None) -> Any:
+    def _window(self, start: int, stop: int) -> Any:
         """Return the rows from one number to another (exclusive), with their columns as they are in the table."""
         columns = [*self._own.values(), *self._source.values()]
         named = ", ".join(f"{value} AS c{index}" for index, value in enumerate(columns))
@@ -211,10 +208,10 @@ class Collection:
         for name, make in self._made.items():
             table = table.set_column(table.column_names.index(name), name, make(table))
         table = table.rename_columns(list(map(self._apart, self._own)))
-        if taker is None:
-            source = read.select(range(own, len(columns))).rename_columns(self._source_names)
+        if self._parquet:
+            source = self._parquet.take(table[0].to_numpy())
         else:
-            source = taker.take(table[0].to_numpy())
+            source = read.select(range(own, len(columns))).rename_columns(self._source_names)
         for field, column in zip(source.schema, source.columns, strict=True):
             table = table.append_column(field, column)
         return table
@@ -226,19 +223,15 @@ class Collection:
             ConfigError: the condition is none.
         """
         import duckdb
-        import pyarrow as pa
 
         if not self._config.where:
             return table
         try:
-            number = "n" * (1 + max(map(len, table.column_names)))  # no column has this name
-            numbered = f"(SELECT *, row_number() OVER () - 1 AS {number} FROM rows) AS rows"
-            # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
-            query = f"SELECT {number} FROM {numbered} WHERE CAST(({self._config.where}) AS BOOLEAN)"
-            sql = self._sql.cursor()
+            name, sql = quoted(self._apart("_row")), self._sql.cursor()
             sql.register("rows", table)
-            found = rows_of(sql, f"{query} ORDER BY 1")
-            return table.take(pa.array([index for [index] in found], pa.int64()))
+            # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
+            query = f"SELECT {name} FROM rows WHERE CAST(({self._config.where}) AS BOOLEAN)"
+            return self._taken(table, sql.sql(query).to_arrow_table()[0])
         except duckdb.Error as error:
             more = "" if self._config.with_source else ", and the source's with --with-source"
             raise ConfigError(
@@ -247,10 +240,16 @@ class Collection:
                 f"{', '.join(table.column_names)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
 
+    def _taken(self, table: Any, rows: Any) -> Any:
+        """Return those of some rows whose numbers are in an Arrow array."""
+        from pyarrow import compute
+
+        return table.filter(compute.is_in(table[self._apart("_row")], rows))
+
     def _encoded(self, table: Any) -> Any:
         """Return the lines of a form that is no table."""
         import pyarrow as pa
 
         lines = table["line"].to_pylist()
-        sources = table["source"].to_pylist() if self._source else [""] * len(lines)
+        sources = table["source"].to_pylist() if "source" in self._own else [""] * len(lines)
         return pa.array(map(ENCODERS[self._config.kind], lines, sources), pa.binary())

@@ -57,15 +57,10 @@ def lines_of(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def cells_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # --------------------------------------------------------------------------- columns
 
 
-def test_rows_come_in_input_order_with_the_same_values_in_every_form(
+def test_rows_come_in_input_order_with_the_values_of_their_answers(
     run: Path, tmp_path: Path
 ) -> None:
     found = table_of(run, tmp_path)
@@ -77,11 +72,6 @@ def test_rows_come_in_input_order_with_the_same_values_in_every_form(
     wrong = {"status": 400, "text": None, "error_code": "prompt_too_long"}
     assert rows[7] | wrong | {"error_message": "too long"} == rows[7]
     assert found.schema.field("_row").type == pa.int64()
-    collect(run, tmp_path / "a.jsonl")
-    assert lines_of(tmp_path / "a.jsonl") == rows
-    collect(run, tmp_path / "a.csv")
-    texts = {name: "" if value is None else str(value) for name, value in rows[3].items()}
-    assert cells_of(tmp_path / "a.csv")[3] == texts
 
 
 @pytest.mark.s3
@@ -158,14 +148,17 @@ def test_a_run_of_which_every_row_failed_has_the_columns(job: Path) -> None:
 def test_json_lines_hold_json_and_csv_its_text_and_empty_texts_are_not_missing(
     job: Path, tmp_path: Path
 ) -> None:
-    table(job, [chat('a,"b"\n', tool_calls=[{"type": "function"}]), chat(""), TOO_LONG])
+    rows = table(job, [chat('a,"b"\n', tool_calls=[CALL]), chat(""), TOO_LONG]).to_pylist()
     collect(job / "runs/a", tmp_path / "a.jsonl")
-    first = lines_of(tmp_path / "a.jsonl")[0]
-    assert first["tool_calls"][0]["type"] == "function"
+    for row in rows:
+        row["tool_calls"] = json.loads(row["tool_calls"] or "null")
+    assert lines_of(tmp_path / "a.jsonl") == rows
+    assert rows[0]["tool_calls"][0]["function"] == CALL["function"]
     collect(job / "runs/a", tmp_path / "a.csv")
-    found = cells_of(tmp_path / "a.csv")[0]
-    assert (found["text"], json.loads(found["tool_calls"])) == ('a,"b"\n', first["tool_calls"])
-    empty, missing = (tmp_path / "a.csv").read_text().split("\n")[3:5]
+    text = (tmp_path / "a.csv").read_text()
+    first = next(csv.DictReader(io.StringIO(text)))
+    assert (first["text"], json.loads(first["tool_calls"])) == ('a,"b"\n', rows[0]["tool_calls"])
+    empty, missing = text.split("\n")[3:5]
     assert (empty.split(",")[3], missing.split(",")[3]) == ('""', "")
 
 
@@ -294,7 +287,6 @@ def test_a_schema_that_cannot_be_used_judges_no_answer(job: Path, member: Any) -
 
 MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901234567890123}')
 DEEP = '{"a":' + "[" * 3000 + "]" * 3000 + "}"
-NAMES = json.dumps({f"{n}": n for n in range(200)})
 
 
 def test_json_answers_without_a_schema_have_the_types_that_they_share(
@@ -317,11 +309,8 @@ def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
     texts = ["[1,\n 2]\r\n", '"x"', "[NaN]", "[1,]", "[" * 5000 + "]" * 5000]
     finish_run(job, job / "runs/a", lambda row: chat(texts[row % 5]))
     collect(job / "runs/a", tmp_path / "a.jsonl", answer_json=True)
-    assert [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]] == [
-        [1, 2],
-        "x",
-        *texts[2:],
-    ]
+    found = [row["answer"] for row in lines_of(tmp_path / "a.jsonl")[:5]]
+    assert found == [[1, 2], "x", *texts[2:]]
 
 
 def test_answers_with_arbitrary_names_are_collected_in_little_memory(
@@ -333,10 +322,8 @@ def test_answers_with_arbitrary_names_are_collected_in_little_memory(
     assert list(map(json.loads, found["answer"].to_pylist())) == objects
 
 
-@pytest.mark.parametrize("text", [DEEP, NAMES], ids=["nested deep", "arbitrary names"])
-def test_answers_that_no_columns_fit_are_one_column_of_text(job: Path, text: str) -> None:
-    rows = table(job, [chat(text)], answer_json=True).to_pylist()
-    assert rows[0]["answer"].replace(" ", "") == text.replace(" ", "")
+def test_answers_that_no_columns_fit_are_one_column_of_text(job: Path) -> None:
+    assert table(job, [chat(DEEP)], answer_json=True)["answer"][0].as_py() == DEEP
 
 
 def test_the_shape_of_many_answers_is_found_in_little_memory(
@@ -368,62 +355,41 @@ def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_of_many_blocks_and_windows_are_all_there(
+def test_rows_of_many_blocks_are_all_there(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = table_of(run, tmp_path, with_source=True)
     assert whole["_row"].to_pylist() == list(range(ROWS))
     monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
-    for block, window in ((1, 1), (1500, 1500), (3000, 5000), (5000, 3000)):
-        monkeypatch.setattr(answers, "_BLOCK_BYTES", block)
-        monkeypatch.setattr(answers, "_WINDOW_BYTES", window)
+    for size in (1, 1500, 3000, 5000):
+        monkeypatch.setattr(answers, "_BLOCK_BYTES", size)
         assert table_of(run, tmp_path, with_source=True) == whole
-        files = tmp_path / f"lines-{block}"
+        files = tmp_path / f"lines-{size}"
         collect(run, files, format="lines", shard_rows=5)
         counts = [path.read_bytes().count(b"\n") for path in files.glob("part-*")]
         assert counts == [5] * (ROWS // 5), "whatever is read at a time"
 
 
-def test_the_lines_of_small_chunks_become_rows_together(
+def test_blocks_have_the_lines_of_small_chunks_together_and_limited_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_job(tmp_path / "job", rows=40, per_chunk=1)
-    run, calls = tmp_path / "job/runs/a", list[int]()
+    run, counts = tmp_path / "job/runs/a", list[int]()
     finish_run(tmp_path / "job", run, leave_out=(0, 7, 8, 39))
-    register = answers.Answers._register
+    take = answers.Answers._take_held
     monkeypatch.setattr(
         answers.Answers,
-        "_register",
-        lambda self, blocks: (calls.append(len(blocks)), register(self, blocks)),
+        "_take_held",
+        lambda self, statement: (counts.append(len(self._held)), take(self, statement)),
     )
     rows = [row for row in range(40) if row not in (0, 7, 8, 39)]
     found = table_of(run, tmp_path, partial=True, with_source=True)
     assert found["text"].to_pylist() == [f"answer {row}" for row in rows]
     assert [text.split()[2] for text in found["prompt"].to_pylist()] == list(map(str, rows))
-    assert calls == [1, 36]
+    assert counts == [0, 36]
     monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 1300)
     assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
-    assert max(calls[2:]) < 6
-
-
-def test_blocks_are_cut_by_the_bytes_of_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_BLOCK_BYTES", 2000)
-    small, large = b"small\n", b"l" * 5000 + b"\n"
-    lines = io.BytesIO(small * 30 + large * 3 + small * 5)
-    sources = io.BytesIO(small * 33 + large * 5)
-    blocks = list(answers._blocks(lines, sources, 7))
-    assert b"".join(block.lines for block in blocks) == lines.getvalue()
-    assert b"".join(line for block in blocks for line in block.sources) == sources.getvalue()
-    row = 7
-    for block in blocks:
-        assert [0, *block.ends][-2] <= 2000
-        assert len(block.ends) <= 2
-        assert sum(map(len, block.sources[:-1])) < 2000
-        size = len(block.lines) + sum(map(len, block.sources))
-        assert block.num_bytes == size + 800 * len(block.ends)
-        assert len(block.ends) == len(block.sources) == block.lines.count(b"\n")
-        assert block.row == row
-        row += len(block.ends)
+    assert max(counts[2:]) < 6
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
@@ -458,17 +424,16 @@ def test_lines_are_those_of_the_outputs_byte_for_byte(run: Path, tmp_path: Path)
 
 
 def test_batch_results_are_those_that_openai_clients_read(job: Path, tmp_path: Path) -> None:
-    table(job, [chat("yes"), TOO_LONG, Failure(code=Code.ENGINE_CRASH, message="died", status=500)])
+    died = Failure(code=Code.ENGINE_CRASH, message="died", status=500)
+    table(job, [chat("yes"), TOO_LONG, died])
     collect(job / "runs/a", tmp_path / "a.jsonl", format="openai-batch")
     found = lines_of(tmp_path / "a.jsonl")
     assert len({line["id"] for line in found}) == len(found) == ROWS
-    assert [line["custom_id"] for line in found[:3]] == ["id-0", "id-1", "id-2"]
-    answers = [line["response"] for line in found[:3]]
-    assert answers[0]["body"]["choices"][0]["message"]["content"] == "yes"
-    assert (answers[0]["status_code"], answers[1]["status_code"], answers[2]) == (200, 400, None)
-    assert answers[1]["body"]["error"]["code"] == "prompt_too_long"
-    assert found[0]["error"] is None
-    assert found[2]["error"] == {"code": "engine_crash", "message": "died"}
+    fine, refused, failed = found[:3]
+    assert (fine["custom_id"], fine["error"], failed["response"]) == ("id-0", None, None)
+    assert fine["response"]["body"]["choices"][0]["message"]["content"] == "yes"
+    assert refused["response"]["body"]["error"]["code"] == "prompt_too_long"
+    assert failed["error"] == {"code": "engine_crash", "message": "died"}
     for line in found:
         jsonschema.validate(line, SCHEMAS["openai-batch"])
 
@@ -517,27 +482,21 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
-def test_damage_is_noticed_before_a_row_is_written(
+def test_damage_is_noticed_before_a_row_is_written_and_a_sound_output_makes_another_collection(
     how: str, run: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     path = run / output_key(open_store(str(run)), "part-00001")
-    data = path.read_bytes().replace(b"answer 13", b"answer 31")
-    damage = path.unlink if how == "gone" else lambda: path.write_bytes(data)
+    sound = path.read_bytes()
+    changed = sound.replace(b"answer 13", b"answer 31")
+    damage = path.unlink if how == "gone" else lambda: path.write_bytes(changed)
     meanwhile(monkeypatch, collecting, "_open_dest", damage)
     with pytest.raises(RunUnsound, match="part-00001"):
         collect(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert collect(run, tmp_path / "out", partial=True)["missing"] == ["part-00001"]
-
-
-def test_an_output_that_is_sound_again_makes_another_collection(run: Path, tmp_path: Path) -> None:
-    output = run / output_key(open_store(str(run)), "part-00001")
-    sound = output.read_bytes()
-    output.write_bytes(sound.replace(b"answer 13", b"answer 31"))
-    assert collect(run, tmp_path / "out", partial=True)["missing_chunks"] == 1
+    path.write_bytes(sound)
     with pytest.raises(InputError, match="holds other data"):
         collect(run, tmp_path / "out")
-    output.write_bytes(sound)
     result = collect(run, tmp_path / "out", overwrite=True)
     assert (result["status"], result["missing_chunks"], result["rows"]) == ("SUCCESS", 0, ROWS)
     assert collect(run, tmp_path / "out", partial=True)["status"] == "UNCHANGED"
@@ -606,7 +565,8 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     is_whole: list[bool] = []
     look = lambda: is_whole.append((tmp_path / "out/_COLLECTED").exists())  # noqa: E731
     meanwhile(monkeypatch, LocalStore, "put_file", look)
-    collect(run, tmp_path / "out", where="status = 200", overwrite=True, shard_rows=100)
+    another: dict[str, Any] = {"where": "status = 200", "overwrite": True}
+    collect(run, tmp_path / "out", **another)
     assert is_whole == [False]
     assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
     before = contents(tmp_path / "out")
@@ -616,9 +576,7 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     assert contents(tmp_path / "out") == before
     record = tmp_path / "out/_COLLECTED"
     record.write_bytes(record.read_bytes().replace(b'"bytes"', b'"size"'))
-    assert (
-        collect(run, tmp_path / "out", where="status = 200", overwrite=True)["status"] == "SUCCESS"
-    )
+    assert collect(run, tmp_path / "out", **another)["status"] == "SUCCESS"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/data.parquet").write_bytes(b"mine")
     with pytest.raises(InputError, match="something else"):
