@@ -25,7 +25,7 @@ from making import change_marker, make_job, overwrite, put_raw, run_worker_here
 CHUNK, UNDONE = "part-00001", "part-00002"
 HOUR = 3600.0
 
-ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
+ORPHAN, YOUNGER = (layout.output_key(layout.output_file(CHUNK, one)) for one in ("aaaa", "bbbb"))
 SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
 CLAIM = layout.claim_key(CHUNK)
 MARKER = layout.marker_key(CHUNK)
@@ -102,6 +102,13 @@ def add_generation(store: Store) -> None:
     change_marker(store, CHUNK, 1, output=ORPHAN.removeprefix(layout.OUTPUTS), generation=1)
 
 
+def leave_around_a_repair(store: Store) -> None:
+    """Error rows may be done again by a worker that has read their marker before it makes its own output."""
+    change_marker(store, CHUNK, rows_ok=9, rows_error=1)
+    for key, seconds in ((ORPHAN, -HOUR), (YOUNGER, HOUR)):
+        MemoryStore(store.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
+
+
 def damage(store: Store) -> None:
     for key in (layout.worker_key("w9"), layout.claim_key(UNDONE)):
         put_raw(store, key, b"{")
@@ -133,6 +140,9 @@ CASES = {
     "checkpoints of a repair when no worker runs": Case(
         begin_repair, {"older_than_seconds": 0.0}, {SEGMENT}
     ),
+    "an output that the next generation may name": Case(
+        leave_around_a_repair, {"after_seconds": 999 * HOUR}, {ORPHAN}
+    ),
     "an output that a later generation names": Case(add_generation),
     "an output whose marker cannot be read": Case(lambda store: overwrite(store, MARKER, b"")),
     "strangers and the stop request": Case(
@@ -150,8 +160,7 @@ def test_what_goes_and_what_stays(run: Store, name: str) -> None:
     planned = clean(run, **case.options, yes=False)
     assert {info.key: info.etag for info in run.list("")} == before, "a dry run changes nothing"
     done = clean(run, **case.options)
-    assert before.keys() - keys(run) == case.gone
-    assert not keys(run) - before.keys()
+    assert keys(run) == before.keys() - case.gone
     assert (done["removed"], sum(done["removed"].values())) == (planned["removed"], len(case.gone))
     if "redo" not in case.options:
         assert clean(run, **case.options)["removed"] == {}
@@ -167,17 +176,6 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     clean(run, redo=[CHUNK])
     assert SEGMENT in doomed
     assert doomed[-1] == MARKER
-
-
-def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
-    """Error rows may be done again by a worker that has read their marker before it makes its own output."""
-    before, after = (layout.output_key(layout.output_file(CHUNK, nonce)) for nonce in ("aa", "bb"))
-    change_marker(run, CHUNK, rows_ok=9, rows_error=1)
-    for key, seconds in ((before, -HOUR), (after, HOUR)):
-        MemoryStore(run.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
-    clean(run, after_seconds=999 * HOUR)
-    assert after in keys(run)
-    assert before not in keys(run)
 
 
 def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:

@@ -36,9 +36,8 @@ INJECTIONS = (
 
 def report(run: str, output: str, **values: Any) -> None:
     config = ReportConfig(look=RunConfig(run=run), output=output, **values)
-    run_report(
-        config, open_store=open_store if "://" not in run else in_memory, clock=FakeClock(NOW)
-    )
+    opened = in_memory if "://" in run else open_store
+    run_report(config, open_store=opened, clock=FakeClock(NOW))
 
 
 def make(run: str, **values: Any) -> str:
@@ -101,14 +100,9 @@ def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url: str) -> None:
 @pytest.mark.parametrize("heartbeat", [NOW, -1e300, 1e300])
 def test_damaged_times_and_minutes_break_nothing(memory_url: str, heartbeat: float) -> None:
     run = write_in_memory(memory_url, SMALL)
-    odd = Minute(
-        minute=10**12, rows=1, prompt_tokens=1, completion_tokens=1, errors=0, length=10**15
-    )
-    minutes = [odd, msgspec.structs.replace(odd, minute=1)]
-    record = make_workers(SMALL)[0]
-    put_worker(
-        in_memory(run), msgspec.structs.replace(record, heartbeat=heartbeat, minutes=minutes)
-    )
+    minutes = [msgspec.convert([at, 1, 1, 1, 0, 10**15], Minute) for at in (10**12, 1)]
+    damaged = {"heartbeat": heartbeat, "minutes": minutes}
+    put_worker(in_memory(run), msgspec.structs.replace(make_workers(SMALL)[0], **damaged))
     assert len(make(run)) < 200_000
 
 
@@ -133,14 +127,9 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: s
     run = write_in_memory(memory_url, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
     wide = ",".join(f'"c{number}": {number}' for number in range(30))
     deep = "[" * 100_000 + "]" * 100_000
-    rows = [
-        '{"big": 1e400, "half": "\\ud800"}',
-        f'{{"deep": {deep}}}',
-        "[1e400",
-        f"{{{wide}}}",
-        "{}",
-    ]
-    overwrite(in_memory(memory_url), "chunks/part-00000.jsonl", "\n".join([*rows, ""]).encode())
+    big, nested = '{"big": 1e400, "half": "\\ud800"}', f'{{"deep": {deep}}}'
+    rows = f"{big}\n{nested}\n[1e400\n{{{wide}}}\n{{}}\n"
+    overwrite(in_memory(memory_url), "chunks/part-00000.jsonl", rows.encode())
     text = make(run)
     for word in ("1e400", "&#34;\\ud800&#34;", "[" * 1900, "10 more columns", "more characters)"):
         assert word in text
@@ -168,18 +157,15 @@ def test_workers_with_full_records_make_a_small_page(memory_url: str) -> None:
 # --------------------------------------------------------------------------- in a browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
-    if path is None:
-        pytest.fail("needs a Chromium on PATH (Debian, Ubuntu: apt-get install chromium)")
+    assert path, "needs a Chromium on PATH (Debian, Ubuntu: apt-get install chromium)"
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=path, args=flags)
-        yield browser
-        browser.close()
+        yield playwright.chromium.launch(executable_path=path, args=flags)
 
 
 @pytest.mark.full
