@@ -29,7 +29,7 @@ from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import Prepared, PromptConfig, RawRow, RowProblem
+from batchinfer.prompts.types import PromptConfig, RawRow, RowProblem
 from batchinfer.storage.opening import (
     check_preconditions,
     leaving_no_folders,

@@ -227,12 +227,11 @@ def _problems_of(
     """
     digest = hashlib.sha256()
     codes: Counter[str] = Counter()
-    wanted = ref.rows if ref.row_limit is None else ref.row_limit
-    num_lines = 0
+    num_lines, wanted = 0, ref.rows_to_do
     with output.open("rb") as lines, chunk.open("rb") as rows:
         for line in lines:
             digest.update(line)
-            if num_lines < (wanted or 0):
+            if num_lines < wanted:
                 code, problems = _check_line(
                     line, rows.readline(), ref.first_row + num_lines, prompt
                 )

@@ -268,7 +268,6 @@ SOUND = Machine(
         ({"cuda": ""}, [("warning", "this vLLM is for the CPU")]),
         ({"driver": "", "gpus": []}, [("error", "no NVIDIA driver answers")]),
         ({"driver": "575.1"}, [("error", "driver 575.1 is too old for CUDA 13.0")]),
-        ({"driver": "575.1", "cuda": "12.9"}, []),
         ({"has_compiler": False}, [("error", "no C compiler, which Triton needs")]),
         ({"shared_memory": 1 << 26}, [("warning", "64 MiB of shared memory for several GPUs")]),
         ({"open_files": 1024}, [("warning", "at most 1024 open files")]),

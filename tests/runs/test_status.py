@@ -91,7 +91,9 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
     read.assert_not_called()  # an unfinished run is looked at often
 
 
-def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:
+def test_what_cannot_be_read_is_noted_and_left_out_and_what_vanishes_meanwhile_too(
+    memory_url: str,
+) -> None:
     run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     store.create("outputs/part-00019.succeed", b"{")
@@ -101,16 +103,6 @@ def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:
     key = "workers/sky-2026-002.stats.json"
     odd = store.get(key).data.replace(b'"prompt_tokens":', b'"prompt_tokens":1' + b"0" * 400)
     overwrite(store, key, odd)
-    seen = look(run)
-    assert (len(seen.workers), seen.chunks.done) == (3, 12)
-    notes = "\n".join(seen.notes)
-    assert "broken.json" in notes
-    assert "1 markers are of no chunk of the job (part-00020)" in notes
-    assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
-
-
-def test_records_that_vanish_while_they_are_read_are_left_out(memory_url: str) -> None:
-    run = write_in_memory(memory_url, SMALL)
 
     class Moving(MemoryStore):
         def get(self, key: str):
@@ -120,6 +112,11 @@ def test_records_that_vanish_while_they_are_read_are_left_out(memory_url: str) -
 
     seen = look(run, open_store=lambda url: Moving(url, clock=lambda: NOW))
     assert [view.id for view in seen.workers] == ["sky-2026-001", "sky-2026-002"]
+    assert seen.chunks.done == 12
+    notes = "\n".join(seen.notes)
+    assert "broken.json" in notes
+    assert "1 markers are of no chunk of the job (part-00020)" in notes
+    assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
 
 
 def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -> None:
@@ -170,17 +167,13 @@ def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
 def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> None:
     run = write_in_memory(memory_url, SMALL)
 
-    class Publishing(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            for name in (f"part-{index:05d}" for index in range(12, 20)):
-                in_memory(run).create(layout.output_key(layout.output_file(name, "0")), b"{}")
-                in_memory(run).create(layout.marker_key(name), b" " * 500)
+    def publish(_: float) -> None:
+        for name in (f"part-{index:05d}" for index in range(12, 20)):
+            in_memory(run).create(layout.output_key(layout.output_file(name, "0")), b"{}")
+            in_memory(run).create(layout.marker_key(name), b" " * 500)
 
-    class Impatient(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            raise KeyboardInterrupt
-
-    for clock, state in ((Impatient(NOW), "running"), (Publishing(NOW), "done")):
+    for asleep, state in ((KeyboardInterrupt, "running"), (publish, "done")):
+        clock = mock.Mock(sleep=mock.Mock(side_effect=asleep))
         console = Console(file=io.StringIO(), width=120)
         assert watch(lambda: look(run), console, clock, 5.0).state == state
 
