@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter as Tally
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -53,16 +54,6 @@ _FOLDERS = ("model", "loras", "media_root", "server_args")
 
 _LOOK_SECONDS = 3.0
 """Seconds after which an endpoint that does not answer counts as not there."""
-
-
-class Problem(Record, frozen=True, kw_only=True):
-    """One problem that `check` has found. One of the level "error" makes it fail."""
-
-    level: str
-    area: str
-    """What the problem is about: machine, config, model, data, access, prompts, memory or estimate."""
-    message: str
-    hint: str = ""
 
 
 class CheckConfig(Record, frozen=True, kw_only=True):
@@ -111,7 +102,7 @@ class Examination:
 
     def __init__(self, config: CheckConfig) -> None:
         self.config, self.options = config, config.options
-        self.problems: list[Problem] = []
+        self.problems: list[dict[str, str]] = []
         self.result: dict[str, Any] = {}
         self.engine: EngineConfig | None = None
         self.prompt: PromptConfig | None = None
@@ -141,20 +132,24 @@ class Examination:
                 step()
             except BatchinferError as error:
                 self._problem(ERROR, area, error.message, error.hint)
-        errors = sum(one.level == ERROR for one in self.problems)
+        errors = sum(one["level"] == ERROR for one in self.problems)
         return {
             "status": "PROBLEMS" if errors else "OK",
             "errors": errors,
             "warnings": len(self.problems) - errors,
-            "problems": msgspec.to_builtins(sorted(self.problems, key=lambda one: one.level)),
+            "problems": sorted(self.problems, key=itemgetter("level")),
             "rows": self.data.rows if self.data else None,
             "chunks": self.data.chunks if self.data else None,
             **self.result,
         }
 
     def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
-        problem = Problem(level=level, area=area, message=message, hint=hint)
-        if all((each.message, each.hint) != (message, hint) for each in self.problems):
+        """Note a problem, once. One of the level "error" makes the check fail.
+
+        `area` says what it is about: machine, config, model, data, access, prompts, memory or estimate.
+        """
+        problem = {"level": level, "area": area, "message": message, "hint": hint}
+        if all((each["message"], each["hint"]) != (message, hint) for each in self.problems):
             self.problems.append(problem)
 
     def _look_here(self) -> None:

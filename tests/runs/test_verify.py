@@ -261,33 +261,28 @@ def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
 # --------------------------------------------------------------------------- what cannot be verified
 
 
-def test_a_run_is_not_judged_by_another_job_or_an_edited_configuration(
-    run: Store, job: str
+CHUNK_KEY = f"chunks/{CHUNK}.jsonl"
+EDITED = {
+    # where a file is, what takes the place of what in it, what `verify` finds, and what it says to do
+    layout.RUN_KEY: ("job/runs/a", b'"seed": 0', b'"seed": 7', "corrupt", "put run.json back"),
+    layout.JOB_KEY: ("job", b"{", b"{ ", "foreign", "--job JOB"),
+    CHUNK_KEY: ("job", b"hello", b"hallo", "corrupt", "restore the chunk"),
+}
+
+
+@pytest.mark.parametrize("key", EDITED)
+def test_what_was_edited_is_found_and_nothing_is_judged_by_it(
+    run: Store, tmp_path: Path, key: str
 ) -> None:
-    run.delete([MARKER])
-    contents = run.get(layout.RUN_KEY).data
-    edited = json.loads(contents)
-    edited["config"]["seed"] = 7
-    overwrite(run, layout.RUN_KEY, json.dumps(edited).encode())
+    place, old, new, kind, hint = EDITED[key]
+    store = open_store(str(tmp_path / place))
+    overwrite(store, key, store.get(key).data.replace(old, new, 1))
+    if key != CHUNK_KEY:
+        run.delete([MARKER])
     verdict = verify(run, deep=True)
-    assert kinds(verdict) == {("corrupt", layout.RUN_KEY)}
-    assert not any("batchinfer" in line for line in verdict.lines())
-    overwrite(run, layout.RUN_KEY, contents)
-    store = open_store(job)
-    overwrite(store, layout.JOB_KEY, store.get(layout.JOB_KEY).data + b"\n")
-    verdict = verify(run)
-    assert kinds(verdict) == {("foreign", layout.RUN_KEY)}
-    assert "--job" in verdict.error().hint
-
-
-def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
-    store = open_store(job)
-    data = store.get("chunks/part-00001.jsonl").data
-    overwrite(store, "chunks/part-00001.jsonl", data.replace(b"hello", b"hallo"))
-    verdict = verify(run, deep=True)
-    assert kinds(verdict) == {("corrupt", CHUNK)}
-    (finding,) = verdict.findings
-    assert (finding.fix, "the chunk itself" in finding.problem) == ("chunk", True)
+    assert kinds(verdict) == {(kind, CHUNK if key == CHUNK_KEY else layout.RUN_KEY)}
+    assert hint in verdict.error().hint
+    assert "".join(verdict.lines()).count("batchinfer") == (key == layout.JOB_KEY)
 
 
 def test_what_cannot_be_verified_is_refused(run: Store) -> None:
