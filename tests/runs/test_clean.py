@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore
+from fakes import FakeClock, MemoryStore
 from making import change_marker, make_job, overwrite, put_raw, run_worker_here
 
 CHUNK, UNDONE = "part-00001", "part-00002"
@@ -38,28 +37,14 @@ NEEDED = {
 }
 
 
-class LaterClock(SystemClock):
-    """The system's clock, moved ahead by some seconds."""
-
-    def __init__(self, ahead_seconds: float) -> None:
-        self.ahead_seconds = ahead_seconds
-
-    def now(self) -> float:
-        return super().now() + self.ahead_seconds
-
-
 @pytest.fixture
-def job(memory_url: str) -> str:
-    make_job(memory_url, rows=30, per_chunk=10, workers=3)
-    return memory_url
-
-
-@pytest.fixture
-def run(job: str) -> Store:
+def run(memory_url: str) -> Store:
     """A run with two of three chunks done, whose workers have ended."""
+    make_job(memory_url, rows=30, per_chunk=10, workers=3)
+    store = open_store(f"{memory_url}/runs/a")
     for index in (0, 1):
-        run_worker_here(job, f"{job}/runs/a", "--worker-id", f"w{index}", only=index)
-    return open_store(f"{job}/runs/a")
+        run_worker_here(memory_url, store.url, "--worker-id", f"w{index}", only=index)
+    return store
 
 
 def keys(store: Store) -> set[str]:
@@ -68,7 +53,7 @@ def keys(store: Store) -> set[str]:
 
 def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> dict[str, Any]:
     """Clean after some time has passed on the store's clock and on our own, which counts only in a dry run."""
-    clock = LaterClock(after_seconds)
+    clock = FakeClock(time.time() + after_seconds)
     if store.url.startswith("memory://"):
         store = MemoryStore(store.url, clock=clock.now)
     return run_clean(
@@ -106,7 +91,7 @@ def leave_around_a_repair(store: Store) -> None:
     """Error rows may be done again by a worker that has read their marker before it makes its own output."""
     change_marker(store, CHUNK, rows_ok=9, rows_error=1)
     for key, seconds in ((ORPHAN, -HOUR), (YOUNGER, HOUR)):
-        MemoryStore(store.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
+        MemoryStore(store.url, clock=FakeClock(time.time() + seconds).now).create(key, b"{}\n")
 
 
 def damage(store: Store) -> None:
