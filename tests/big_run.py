@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from making import put_job
 
 NOW = 1_790_000_000.0
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
-CLOUDS = (("aws", "us-east-1"), ("gcp", "us-central1"), ("lambda", "us-west-1"))
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
@@ -43,51 +41,47 @@ class Shape(NamedTuple):
 
 def make_workers(shape: Shape) -> list[Worker]:
     """Records of workers that share the chunks; each has two open ones."""
-    todo = shape.chunks[shape.num_done :]
-    return [_worker(shape, i, todo[2 * i : 2 * i + 2]) for i in range(shape.num_workers)]
-
-
-def _worker(shape: Shape, index: int, open_chunks: list[str]) -> Worker:
-    dice = random.Random(index)
-    begin = NOW - shape.hours * 3600
+    begin, todo = NOW - shape.hours * 3600, shape.chunks[shape.num_done :]
     minutes = [
         Minute(
             minute=minute,
-            rows=dice.randint(30, 50),
-            prompt_tokens=dice.randint(9000, 12000),
-            completion_tokens=dice.randint(14000, 22000),
-            errors=int(dice.random() < 0.02),
+            rows=40,
+            prompt_tokens=10_000,
+            completion_tokens=18_000,
+            errors=int(minute % 50 == 0),
         )
         for minute in range(int(begin // 60) + 2, int(NOW // 60))
     ]
-    rows, errors = (sum(getattr(each, name) for each in minutes) for name in ("rows", "errors"))
-    cloud, region = CLOUDS[index % 3]
-    return worker_record(
-        id=f"sky-2026-{index:03d}",
-        nonce="n",
-        started=begin,
-        num_starts=1,
-        last_start=begin,
-        heartbeat=NOW - 10,
-        host={"cloud": cloud, "region": region, "accelerator": "L4:1", "spot": index % 2 == 0},
-        engine={"name": "vllm", "device": "NVIDIA L4", "load_seconds": 90.0, "model": MODEL},
-        open_chunks=dict.fromkeys(open_chunks, 5),
-        chunks_done=shape.num_done // shape.num_workers,
-        rows_ok=rows - errors,
-        rows_error=errors,
-        prompt_tokens=sum(each.prompt_tokens for each in minutes),
-        completion_tokens=sum(each.completion_tokens for each in minutes),
-        busy_seconds=NOW - begin - 120,
-        up_seconds=NOW - begin,
-        errors={"prompt_too_long": errors},
-        examples={"prompt_too_long": ErrorExample(chunk="part-00001", line=3, message=HOSTILE)},
-        finish_reasons={"stop": rows - errors},
-        minutes=minutes,
-    )
+    rows, errors = 40 * len(minutes), sum(each.errors for each in minutes)
+    return [
+        worker_record(
+            id=f"sky-2026-{index:03d}",
+            nonce="n",
+            started=begin,
+            num_starts=1,
+            last_start=begin,
+            heartbeat=NOW - 10,
+            host={"cloud": "gcp", "region": "us-central1", "accelerator": "L4:1", "spot": True},
+            engine={"name": "vllm", "device": "NVIDIA L4", "load_seconds": 90.0, "model": MODEL},
+            open_chunks=dict.fromkeys(todo[2 * index : 2 * index + 2], 5),
+            chunks_done=shape.num_done // shape.num_workers,
+            rows_ok=rows - errors,
+            rows_error=errors,
+            prompt_tokens=10_000 * len(minutes),
+            completion_tokens=18_000 * len(minutes),
+            busy_seconds=NOW - begin - 120,
+            up_seconds=NOW - begin,
+            errors={"prompt_too_long": errors},
+            examples={"prompt_too_long": ErrorExample(chunk="part-00001", line=3, message=HOSTILE)},
+            finish_reasons={"stop": rows - errors},
+            minutes=minutes,
+        )
+        for index in range(shape.num_workers)
+    ]
 
 
 def _write(job: str, run: str, shape: Shape, open_store: Callable[[str], Store]) -> str:
-    lines = [f'{{"prompt": "question {row} {HOSTILE[:8]}"}}\n' for row in range(shape.rows_per_chunk)]  # fmt: skip
+    lines = (f'{{"prompt": "question {row} </script"}}\n' for row in range(shape.rows_per_chunk))
     chunks = ["".join(lines).encode()] * shape.num_chunks
     put_job(open_store(job).create, chunks, workers=shape.num_workers, columns=["prompt"])
     finish_run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.records import Failure, Reply
-from batchinfer.formats.lines import EncodedRow, encode_row
+from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.jobs import job_chunks, load_job
 from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.ledger.runs import join_run
@@ -72,10 +72,14 @@ def finish_run(
         for index, ref in enumerate(job_chunks(job, str(job_url)).values()):
             if index in leave_out:
                 continue
-            rows = [
-                encoded(ref.name, ref.first_row + line, line, answer)
-                for line in range(ref.rows or 0)
-            ]
+            rows = []
+            for line in range(ref.rows_to_do):
+                key, row = (ref.name, line), ref.first_row + line
+                given = answer(row)
+                if not isinstance(given, Failure):
+                    body = given if isinstance(given, bytes) else json.dumps(given).encode()
+                    given = Reply(key=key, status=200, body=body)
+                rows.append(encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given))
             built = build_output(Path(folder) / ref.name, [row.line for row in rows])
             marker = marker_record(
                 chunk=ref.key,
@@ -88,13 +92,3 @@ def finish_run(
                 completion_tokens=sum(row.usage.completion_tokens for row in rows),
             )
             publisher.publish(built, marker, chunk=ref.name, leftovers=())
-
-
-def encoded(chunk: str, row: int, line: int, answer: Callable[[int], Answer]) -> EncodedRow:
-    """The output line of one row."""
-    given = answer(row)
-    key = (chunk, line)
-    if not isinstance(given, Failure):
-        body = given if isinstance(given, bytes) else json.dumps(given).encode()
-        given = Reply(key=key, status=200, body=body)
-    return encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given)

@@ -25,8 +25,8 @@ def examine(config: CheckConfig) -> dict[str, Any]:
         ConfigError: It finds errors.
     """
     result = Examination(config).run()
-    tell(result, show=config.show)
     result["requests"] = result.get("requests", [])[: config.show]
+    tell(result)
     if result["errors"]:
         error = ConfigError(
             f"would not work: {units.many(result['errors'], 'error')}, listed above",
@@ -37,9 +37,9 @@ def examine(config: CheckConfig) -> dict[str, Any]:
     return result
 
 
-def tell(result: dict[str, Any], *, show: int = 3) -> None:
-    """Print a result to stderr as text, with so many of the requests."""
-    for request in result.get("requests", ())[:show]:
+def tell(result: dict[str, Any]) -> None:
+    """Print a result to stderr as text."""
+    for request in result["requests"]:
         say(f"request: {request}")
     if machine := result.get("machine"):
         gpus = [f"{gpu['name']} {units.size(gpu['total_bytes'])}" for gpu in machine["gpus"]]

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter as Tally
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -29,7 +30,7 @@ from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import Prepared, PromptConfig, RawRow, RowProblem
+from batchinfer.prompts.types import PromptConfig, RawRow, RowProblem
 from batchinfer.storage.opening import (
     check_preconditions,
     leaving_no_folders,
@@ -53,16 +54,6 @@ _FOLDERS = ("model", "loras", "media_root", "server_args")
 
 _LOOK_SECONDS = 3.0
 """Seconds after which an endpoint that does not answer counts as not there."""
-
-
-class Problem(Record, frozen=True, kw_only=True):
-    """One problem that `check` has found. One of the level "error" makes it fail."""
-
-    level: str
-    area: str
-    """What the problem is about: machine, config, model, data, access, prompts, memory or estimate."""
-    message: str
-    hint: str = ""
 
 
 class CheckConfig(Record, frozen=True, kw_only=True):
@@ -99,7 +90,7 @@ class CheckConfig(Record, frozen=True, kw_only=True):
 class Data(NamedTuple):
     """Size of the data, and sample rows: for each place, the chunk's name, its first row and the rows."""
 
-    rows: int | None
+    rows: int
     chunks: int | None
     sample: list[tuple[str, int, list[RawRow]]]
     job: Job | None = None
@@ -111,7 +102,7 @@ class Examination:
 
     def __init__(self, config: CheckConfig) -> None:
         self.config, self.options = config, config.options
-        self.problems: list[Problem] = []
+        self.problems: list[dict[str, str]] = []
         self.result: dict[str, Any] = {}
         self.engine: EngineConfig | None = None
         self.prompt: PromptConfig | None = None
@@ -141,20 +132,24 @@ class Examination:
                 step()
             except BatchinferError as error:
                 self._problem(ERROR, area, error.message, error.hint)
-        errors = sum(one.level == ERROR for one in self.problems)
+        errors = sum(one["level"] == ERROR for one in self.problems)
         return {
             "status": "PROBLEMS" if errors else "OK",
             "errors": errors,
             "warnings": len(self.problems) - errors,
-            "problems": msgspec.to_builtins(sorted(self.problems, key=lambda one: one.level)),
+            "problems": sorted(self.problems, key=itemgetter("level")),
             "rows": self.data.rows if self.data else None,
             "chunks": self.data.chunks if self.data else None,
             **self.result,
         }
 
     def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
-        problem = Problem(level=level, area=area, message=message, hint=hint)
-        if all((each.message, each.hint) != (message, hint) for each in self.problems):
+        """Note a problem, once. One of the level "error" makes the check fail.
+
+        `area` says what it is about: machine, config, model, data, access, prompts, memory or estimate.
+        """
+        problem = {"level": level, "area": area, "message": message, "hint": hint}
+        if all((each["message"], each["hint"]) != (message, hint) for each in self.problems):
             self.problems.append(problem)
 
     def _look_here(self) -> None:
@@ -174,24 +169,19 @@ class Examination:
     def _find_model(self) -> None:
         if self.engine is None:
             return
-        if not has_model(self.engine):
-            self.result["not_checked"] = ["that prompts fit the model's length"]
-            if is_remote(self.engine):
-                self._look_at_endpoint(self.engine)
-            else:
-                self.result["not_checked"].append("that the model is there")
+        if has_model(self.engine):
+            self.model = describe_model(self.engine)
+            self.result["model"] = msgspec.to_builtins(self.model)
             return
-        self.model = describe_model(self.engine)
-        self.result["model"] = msgspec.to_builtins(self.model)
-
-    def _look_at_endpoint(self, config: EngineConfig) -> None:
-        """Ask the endpoint whether it takes the key and the model."""
-        engine = create_engine(msgspec.structs.replace(config, stall_seconds=_LOOK_SECONDS))
-        with contextlib.closing(engine):
-            engine.open(threading.Event())
+        self.result["not_checked"] = ["that prompts fit the model's length"]
+        if is_remote(self.engine):  # it is asked whether it takes the key and the model
+            quick = msgspec.structs.replace(self.engine, stall_seconds=_LOOK_SECONDS)
+            with contextlib.closing(create_engine(quick)) as engine:
+                engine.open(threading.Event())
+        else:
+            self.result["not_checked"].append("that the model is there")
 
     def _find_data(self) -> None:
-        each = max(1, -(-self.config.sample_rows // _PLACES))
         if self.config.sources:
             self.data = _read_sources(self.config)
             return
@@ -204,7 +194,7 @@ class Examination:
             limit=self.options["limit"],
             open_store=open_store,
         )
-        self.data = _read_chunks(found.chunks, each, found.job)
+        self.data = _read_chunks(found.chunks, self.config.sample_rows, found.job)
         wanted, there = self.options.get("workers") or 0, found.job.num_workers
         if wanted > there:
             raise ConfigError(
@@ -254,8 +244,7 @@ class Examination:
                 data.counted.require(option, names)
             for option, names in self.prompt.optional_columns.items():
                 data.counted.require(option, names, in_each=False)
-        places = (builder.build(name, first, raw) for name, first, raw in data.sample)
-        rows = [row for place in places for row in place]
+        rows = [row for place in data.sample for row in builder.build(*place)]
         calls = [row.call for row in rows if row.call and row.call.content_type.endswith("json")]
         if self.config.counts_tokens and calls:
             refused = self._measure(calls)
@@ -263,25 +252,23 @@ class Examination:
                 msgspec.structs.replace(row, failure=row.failure or refused.get(row.key))
                 for row in rows
             ]
-        codes = Tally(row.failure.code for row in rows if row.failure)
+        failed = [(row.row, row.failure) for row in rows if row.failure]
+        codes = Tally(failure.code for _, failure in failed)
         num_media = sum(bool(row.media) for row in rows)
         self.result["sample"] = {"rows": len(rows), "errors": dict(codes), "with_media": num_media}
         self.result["requests"] = [call.body.decode() for call in calls]
-        for code in codes:
-            self._judge(code, rows)
+        for code, number in codes.items():
+            row, failure = next(each for each in failed if each[1].code == code)
+            text = (
+                f"{number} of {len(rows)} sample rows would be {code}; row {row}: {failure.message}"
+            )
+            self._problem(ERROR if number == len(rows) else WARNING, "prompts", text)
 
     @property
     def _longest(self) -> int | None:
         """Most tokens of prompt and answer together; None if they are not known."""
         typed = self.engine.typed_number("max_model_len") if self.engine else None
         return typed or (self.model.max_model_len if self.model else None) or None
-
-    def _judge(self, code: str, rows: list[Prepared]) -> None:
-        """Add a problem for the sample rows that would fail with a code: an error if all rows would."""
-        failed = [row for row in rows if row.failure and row.failure.code == code]
-        message = failed[0].failure.message if failed[0].failure else ""
-        text = f"{len(failed)} of {len(rows)} sample rows would be {code}; row {failed[0].row}: {message}"
-        self._problem(ERROR if len(failed) == len(rows) else WARNING, "prompts", text)
 
     def _measure(self, calls: list[Call]) -> dict[RowKey, Failure]:
         """Measure the lengths of prompts, and warn of those that leave no room for their answers.
@@ -362,24 +349,17 @@ def _spread(length: int) -> list[int]:
     return [index * (length - 1) // (_PLACES - 1) for index in range(_PLACES)]
 
 
-def _read_chunks(chunks: list[ChunkRef], each: int, job: Job | None) -> Data:
+def _read_chunks(chunks: list[ChunkRef], sample_rows: int, job: Job) -> Data:
     """Take sample rows from the beginnings of some chunks, which are fetched whole."""
-    with contextlib.closing(Scratch(None)) as scratch:
-        sample = [
-            (ref.name, ref.first_row, _first_rows(ref, each, scratch))
-            for ref in (chunks[index] for index in _spread(len(chunks)))
-        ]
-    sizes = [ref.rows if ref.row_limit is None else ref.row_limit for ref in chunks]
-    known = [size for size in sizes if size is not None]
-    return Data(sum(known) if len(known) == len(sizes) else None, len(chunks), sample, job=job)
-
-
-def _first_rows(chunk: ChunkRef, count: int, scratch: Scratch) -> list[RawRow]:
-    """Read up to `count` rows from the beginning of a chunk, which is fetched whole."""
-    local = fetch(open_store(chunk.root), chunk, scratch)
-    with local.path.open("rb") as file:
-        most = count if chunk.row_limit is None else min(count, chunk.row_limit)
-        return [RawRow(index, line) for index, line in enumerate(islice(codec.lines(file), most))]
+    sample = []
+    with contextlib.closing(Scratch()) as scratch:
+        for ref in (chunks[index] for index in _spread(len(chunks))):
+            local = fetch(open_store(ref.root), ref, scratch)
+            with local.path.open("rb") as file:
+                lines = islice(codec.lines(file), min(-(-sample_rows // _PLACES), ref.rows_to_do))
+                rows = [RawRow(index, line) for index, line in enumerate(lines)]
+            sample.append((ref.name, ref.first_row, rows))
+    return Data(sum(ref.rows_to_do for ref in chunks), len(chunks), sample, job=job)
 
 
 def _read_sources(config: CheckConfig) -> Data:

@@ -214,7 +214,7 @@ def _is_only_in(run_url: str, key: str, target: RunTarget) -> bool:
 
 
 def _problems_of(
-    output: Path, chunk: Path, ref: ChunkRef, marker: Marker, prompt: PromptConfig | None
+    output: Path, chunk: Path, ref: ChunkRef, marker: Marker, prompt: PromptConfig
 ) -> Iterator[str]:
     """Yield what is wrong with an output.
 
@@ -227,15 +227,13 @@ def _problems_of(
     """
     digest = hashlib.sha256()
     codes: Counter[str] = Counter()
-    wanted = ref.rows if ref.row_limit is None else ref.row_limit
-    num_lines = 0
+    num_lines, wanted = 0, ref.rows_to_do
     with output.open("rb") as lines, chunk.open("rb") as rows:
         for line in lines:
             digest.update(line)
-            if num_lines < (wanted or 0):
-                code, problems = _check_line(
-                    line, rows.readline(), ref.first_row + num_lines, prompt
-                )
+            if num_lines < wanted:
+                row = ref.first_row + num_lines
+                code, problems = _check_line(line, rows.readline(), row, prompt)
                 yield from (f"line {num_lines}: {problem}" for problem in problems)
                 codes.update(() if code is None else (code,))
             num_lines += 1
@@ -252,7 +250,7 @@ def _problems_of(
 
 
 def _check_line(
-    line: bytes, row: bytes, number: int, prompt: PromptConfig | None
+    line: bytes, row: bytes, number: int, prompt: PromptConfig
 ) -> tuple[str | None, list[str]]:
     """Compare an output line with its row. Return its error code, "" for an answer, and the problems found.
 
@@ -276,14 +274,14 @@ def _check_line(
     return answer.code, found
 
 
-def _id_of(row: bytes, number: int, prompt: PromptConfig | None) -> str | None:
+def _id_of(row: bytes, number: int, prompt: PromptConfig) -> str | None:
     """Return the id that the worker gives to a row; None if the row cannot be read."""
     try:
         columns = json_lines.decode_object(row)
     except RowError:
         return None
-    own = columns.get((prompt and prompt.column("id")) or json_lines.ID_FIELD)
-    if prompt and prompt.request_format == "openai-batch":
+    own = columns.get(prompt.column("id") or json_lines.ID_FIELD)
+    if prompt.request_format == "openai-batch":
         own = columns.get("custom_id") or own
     return str(number) if own is None else json_lines.as_id(own)
 
@@ -291,12 +289,12 @@ def _id_of(row: bytes, number: int, prompt: PromptConfig | None) -> str | None:
 # --------------------------------------------------------------------------- the command that goes on with a run
 
 
-def prompt_of(run: Run) -> PromptConfig | None:
-    """Return the run's options about prompts; None if somebody has edited run.json so that they cannot be read."""
+def prompt_of(run: Run) -> PromptConfig:
+    """Return the run's options about prompts; the defaults if somebody has made them unreadable in run.json."""
     try:
         return codec.convert(run.config.get("prompt") or {}, PromptConfig)
     except msgspec.ValidationError:
-        return None
+        return PromptConfig()
 
 
 def worker_command(run: Run, url: str, job_url: str) -> str:
@@ -310,7 +308,11 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     run code, such as --trust-remote-code, are left out. A comment after the command names them; the user decides.
     """
     try:
-        parts = _words_of(run)
+        prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
+        values = msgspec.structs.asdict(prompt) | {"sampling": prompt.body}
+        values |= read_recorded(WorkerConfig, run.recorded.get("options") or {})
+        typed = codec.convert(run.recorded.get("server_args") or [], list[str])
+        parts = [*words_of(WorkerConfig, values), *((word, quote(word)) for word in typed)]
     except msgspec.ValidationError:  # somebody has edited run.json
         parts = [("…", "…")]
     words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
@@ -326,19 +328,6 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
         shown = ", ".join(left_out)
         words.append(f"# {shown} left out: add it only if you trust the code that it runs")
     return " ".join(words)
-
-
-def _words_of(run: Run) -> list[tuple[str, str]]:
-    """Return the words of bash for the options that run.json holds, each with the flag or word that it comes from.
-
-    Raises:
-        msgspec.ValidationError: a value is not of its option's type.
-    """
-    prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
-    values = msgspec.structs.asdict(prompt) | {"sampling": prompt.body}
-    values |= read_recorded(WorkerConfig, run.recorded.get("options") or {})
-    typed = codec.convert(run.recorded.get("server_args") or [], list[str])
-    return [*words_of(WorkerConfig, values), *((word, quote(word)) for word in typed)]
 
 
 # --------------------------------------------------------------------------- the command line

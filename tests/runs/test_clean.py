@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore
+from fakes import FakeClock, MemoryStore
 from making import change_marker, make_job, overwrite, put_raw, run_worker_here
 
 CHUNK, UNDONE = "part-00001", "part-00002"
 HOUR = 3600.0
 
-ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
+ORPHAN, YOUNGER = (layout.output_key(layout.output_file(CHUNK, one)) for one in ("aaaa", "bbbb"))
 SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
 CLAIM = layout.claim_key(CHUNK)
 MARKER = layout.marker_key(CHUNK)
@@ -38,28 +37,14 @@ NEEDED = {
 }
 
 
-class LaterClock(SystemClock):
-    """The system's clock, moved ahead by some seconds."""
-
-    def __init__(self, ahead_seconds: float) -> None:
-        self.ahead_seconds = ahead_seconds
-
-    def now(self) -> float:
-        return super().now() + self.ahead_seconds
-
-
 @pytest.fixture
-def job(memory_url: str) -> str:
-    make_job(memory_url, rows=30, per_chunk=10, workers=3)
-    return memory_url
-
-
-@pytest.fixture
-def run(job: str) -> Store:
+def run(memory_url: str) -> Store:
     """A run with two of three chunks done, whose workers have ended."""
+    make_job(memory_url, rows=30, per_chunk=10, workers=3)
+    store = open_store(f"{memory_url}/runs/a")
     for index in (0, 1):
-        run_worker_here(job, f"{job}/runs/a", "--worker-id", f"w{index}", only=index)
-    return open_store(f"{job}/runs/a")
+        run_worker_here(memory_url, store.url, "--worker-id", f"w{index}", only=index)
+    return store
 
 
 def keys(store: Store) -> set[str]:
@@ -68,7 +53,7 @@ def keys(store: Store) -> set[str]:
 
 def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> dict[str, Any]:
     """Clean after some time has passed on the store's clock and on our own, which counts only in a dry run."""
-    clock = LaterClock(after_seconds)
+    clock = FakeClock(time.time() + after_seconds)
     if store.url.startswith("memory://"):
         store = MemoryStore(store.url, clock=clock.now)
     return run_clean(
@@ -102,6 +87,13 @@ def add_generation(store: Store) -> None:
     change_marker(store, CHUNK, 1, output=ORPHAN.removeprefix(layout.OUTPUTS), generation=1)
 
 
+def leave_around_a_repair(store: Store) -> None:
+    """Error rows may be done again by a worker that has read their marker before it makes its own output."""
+    change_marker(store, CHUNK, rows_ok=9, rows_error=1)
+    for key, seconds in ((ORPHAN, -HOUR), (YOUNGER, HOUR)):
+        MemoryStore(store.url, clock=FakeClock(time.time() + seconds).now).create(key, b"{}\n")
+
+
 def damage(store: Store) -> None:
     for key in (layout.worker_key("w9"), layout.claim_key(UNDONE)):
         put_raw(store, key, b"{")
@@ -133,6 +125,9 @@ CASES = {
     "checkpoints of a repair when no worker runs": Case(
         begin_repair, {"older_than_seconds": 0.0}, {SEGMENT}
     ),
+    "an output that the next generation may name": Case(
+        leave_around_a_repair, {"after_seconds": 999 * HOUR}, {ORPHAN}
+    ),
     "an output that a later generation names": Case(add_generation),
     "an output whose marker cannot be read": Case(lambda store: overwrite(store, MARKER, b"")),
     "strangers and the stop request": Case(
@@ -150,8 +145,7 @@ def test_what_goes_and_what_stays(run: Store, name: str) -> None:
     planned = clean(run, **case.options, yes=False)
     assert {info.key: info.etag for info in run.list("")} == before, "a dry run changes nothing"
     done = clean(run, **case.options)
-    assert before.keys() - keys(run) == case.gone
-    assert not keys(run) - before.keys()
+    assert keys(run) == before.keys() - case.gone
     assert (done["removed"], sum(done["removed"].values())) == (planned["removed"], len(case.gone))
     if "redo" not in case.options:
         assert clean(run, **case.options)["removed"] == {}
@@ -167,17 +161,6 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     clean(run, redo=[CHUNK])
     assert SEGMENT in doomed
     assert doomed[-1] == MARKER
-
-
-def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
-    """Error rows may be done again by a worker that has read their marker before it makes its own output."""
-    before, after = (layout.output_key(layout.output_file(CHUNK, nonce)) for nonce in ("aa", "bb"))
-    change_marker(run, CHUNK, rows_ok=9, rows_error=1)
-    for key, seconds in ((before, -HOUR), (after, HOUR)):
-        MemoryStore(run.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
-    clean(run, after_seconds=999 * HOUR)
-    assert after in keys(run)
-    assert before not in keys(run)
 
 
 def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:

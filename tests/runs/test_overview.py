@@ -65,16 +65,13 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
 
 
 GONE = running(id="gone", heartbeat=NOW - 500)
+AHEAD = running(id="b", open_chunks={CHUNK: 45})
 PROGRESS: dict[str, tuple[list[Worker], dict[str, Any], tuple[int, ...]]] = {
     # workers, arguments of look, and (chunks done, in progress), (rows done, in progress)
     "rows that a live worker reports": ([running()], {}, (1, 1, 100, 40)),
     "more in checkpoints": ([running()], {"checkpointed": {CHUNK: 60}}, (1, 1, 100, 60)),
     "fewer there": ([running()], {"checkpointed": {CHUNK: 30, NEXT: 7}}, (1, 1, 100, 47)),
-    "a chunk that two workers have open": (
-        [running(id="a"), running(id="b", open_chunks={CHUNK: 45})],
-        {},
-        (1, 1, 100, 45),
-    ),
+    "a chunk that two workers have open": ([running(id="a"), AHEAD], {}, (1, 1, 100, 45)),
     "a worker that is gone": ([GONE], {"checkpointed": {NEXT: 30}}, (1, 0, 100, 30)),
     "an open chunk that is done": ([running()], {"done": 2}, (2, 0, 200, 0)),
     "rows in two segments": ([running()], {"checkpointed": {CHUNK: 130}}, (1, 1, 100, 100)),
@@ -169,12 +166,9 @@ def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> No
 
 def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure() -> None:
     hours = 5 * 3600.0
-    times = {
-        "started": NOW - 700 - hours,
-        "last_start": NOW - 700 - hours,
-        "heartbeat": NOW - hours,
-    }
-    wrong = running(**times, minutes=minutes(rows=30, until=NOW - hours))
+    start, now = NOW - 700 - hours, NOW - hours
+    late = minutes(rows=30, until=now)
+    wrong = running(started=start, last_start=start, heartbeat=now, minutes=late)
     seen = look(SeenWorker(wrong, NOW))
     assert (seen.workers[0].state, seen.workers[0].clock_offset_seconds) == ("running", hours)
     assert seen.started == NOW - 700

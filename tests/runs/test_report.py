@@ -19,9 +19,10 @@ from batchinfer.runs.status import RunConfig
 from batchinfer.storage.opening import open_store
 from big_run import HOSTILE, NOW, Shape, in_memory, make_workers, write_in_memory, write_local
 from fakes import FakeClock, put_worker
-from making import change_marker, output_key, overwrite, read_marker
+from making import change_marker, output_key, overwrite
 
 SMALL = Shape(text=HOSTILE)
+MANY = Shape(num_chunks=2000, rows_per_chunk=1, done_share=0.99, hours=23.0)
 SECTIONS = {"drawings", "totals", "errors", "workers", "samples", "settings"}
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INJECTIONS = (
@@ -36,9 +37,8 @@ INJECTIONS = (
 
 def report(run: str, output: str, **values: Any) -> None:
     config = ReportConfig(look=RunConfig(run=run), output=output, **values)
-    run_report(
-        config, open_store=open_store if "://" not in run else in_memory, clock=FakeClock(NOW)
-    )
+    opened = in_memory if "://" in run else open_store
+    run_report(config, open_store=opened, clock=FakeClock(NOW))
 
 
 def make(run: str, **values: Any) -> str:
@@ -99,16 +99,13 @@ def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url: str) -> None:
 
 
 @pytest.mark.parametrize("heartbeat", [NOW, -1e300, 1e300])
-def test_damaged_times_and_minutes_break_nothing(memory_url: str, heartbeat: float) -> None:
-    run = write_in_memory(memory_url, SMALL)
-    odd = Minute(
-        minute=10**12, rows=1, prompt_tokens=1, completion_tokens=1, errors=0, length=10**15
-    )
-    minutes = [odd, msgspec.structs.replace(odd, minute=1)]
-    record = make_workers(SMALL)[0]
-    put_worker(
-        in_memory(run), msgspec.structs.replace(record, heartbeat=heartbeat, minutes=minutes)
-    )
+def test_full_records_make_a_small_page_and_damaged_times_and_minutes_break_nothing(
+    memory_url: str, heartbeat: float
+) -> None:
+    run = write_in_memory(memory_url, MANY)
+    minutes = [msgspec.convert([at, 1, 1, 1, 0, 10**15], Minute) for at in (10**12, 1)]
+    damaged = {"heartbeat": heartbeat, "minutes": minutes}
+    put_worker(in_memory(run), msgspec.structs.replace(make_workers(SMALL)[0], **damaged))
     assert len(make(run)) < 200_000
 
 
@@ -126,6 +123,9 @@ def test_samples_show_rows_and_a_failed_one(memory_url: str) -> None:
     assert "question 0" not in make(run, num_samples=0)
     store.delete([output])
     assert ids(make(run)) >= SECTIONS - {"samples"}
+    store.create("secret", b'{"_row":0,"_id":"0","status":200,"body":{"text":"secret words"}}\n')
+    change_marker(store, "part-00000", output="../secret")
+    assert "secret words" not in make(run), "a marker cannot point outside the outputs"
 
 
 def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: str) -> None:
@@ -133,14 +133,9 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: s
     run = write_in_memory(memory_url, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
     wide = ",".join(f'"c{number}": {number}' for number in range(30))
     deep = "[" * 100_000 + "]" * 100_000
-    rows = [
-        '{"big": 1e400, "half": "\\ud800"}',
-        f'{{"deep": {deep}}}',
-        "[1e400",
-        f"{{{wide}}}",
-        "{}",
-    ]
-    overwrite(in_memory(memory_url), "chunks/part-00000.jsonl", "\n".join([*rows, ""]).encode())
+    big, nested = '{"big": 1e400, "half": "\\ud800"}', f'{{"deep": {deep}}}'
+    rows = f"{big}\n{nested}\n[1e400\n{{{wide}}}\n{{}}\n"
+    overwrite(in_memory(memory_url), "chunks/part-00000.jsonl", rows.encode())
     text = make(run)
     for word in ("1e400", "&#34;\\ud800&#34;", "[" * 1900, "10 more columns", "more characters)"):
         assert word in text
@@ -148,38 +143,18 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: s
     assert len(text) < 200_000
 
 
-def test_a_marker_cannot_point_outside_the_outputs(memory_url: str) -> None:
-    run = write_in_memory(memory_url, SMALL)
-    store = in_memory(run)
-    store.create("secret", b'{"_row":0,"_id":"0","status":200,"body":{"text":"secret words"}}\n')
-    key = layout.marker_key("part-00000")
-    data, output = store.get(key).data, read_marker(store, "part-00000").output
-    overwrite(store, key, data.replace(output.encode(), b"../secret", 1))
-    assert "secret words" not in make(run)
-
-
-def test_workers_with_full_records_make_a_small_page(memory_url: str) -> None:
-    shape = Shape(num_chunks=2000, rows_per_chunk=1, done_share=0.99, hours=23.0)
-    page = make(write_in_memory(memory_url, shape))
-    assert page.startswith("<!doctype html>")
-    assert len(page.encode()) < 500_000
-
-
 # --------------------------------------------------------------------------- in a browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
-    if path is None:
-        pytest.fail("needs a Chromium on PATH (Debian, Ubuntu: apt-get install chromium)")
+    assert path, "needs a Chromium on PATH (Debian, Ubuntu: apt-get install chromium)"
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=path, args=flags)
-        yield browser
-        browser.close()
+        yield playwright.chromium.launch(executable_path=path, args=flags)
 
 
 @pytest.mark.full

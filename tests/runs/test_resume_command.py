@@ -59,46 +59,43 @@ def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+FORGED = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit": 3}
+
+
 @pytest.mark.parametrize(
-    ("prompt", "recorded"),
+    ("prompt", "recorded", "words"),
     [
-        ({"body": "x"}, {}),
-        ({}, {"server_args": 5}),
-        ({}, {"server_args": ["--seed-x", 5]}),
-        ({}, {"options": [5]}),
-        ({}, {"options": {"limit": "many"}}),
-        ({}, {"options": {"model": {"a": 5}}}),
-        ({}, {"options": {"loras": 5}}),
+        ({"body": "x"}, {}, "…"),
+        ({}, {"server_args": 5}, "…"),
+        ({}, {"server_args": ["--seed-x", 5]}, "…"),
+        ({}, {"options": [5]}, "…"),
+        ({}, {"options": {"limit": "many"}}, "…"),
+        ({}, {"options": {"model": {"a": 5}}}, "…"),
+        ({}, {"options": {"loras": 5}}, "…"),
+        ({}, {"options": FORGED}, "--limit 3"),
     ],
 )
-def test_values_of_other_types_leave_a_gap_for_whoever_edited_them(
-    prompt: Any, recorded: Any
+def test_values_of_other_types_leave_a_gap_and_only_recorded_options_are_taken(
+    prompt: Any, recorded: Any, words: str
 ) -> None:
     command = worker_command(run_of({"prompt": prompt}, recorded), "/run", "/job")
-    assert command == "batchinfer worker --job /job --output /run …"
+    assert command == f"batchinfer worker --job /job --output /run {words}"
 
 
-def test_only_recorded_options_are_taken() -> None:
-    options = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit": 3}
-    command = worker_command(run_of({}, {"options": options}), "/run", "/job")
-    assert command == "batchinfer worker --job /job --output /run --limit 3"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--trust-remote-code"],
-        ["--trust_remote_code=true"],
-        ["--tool-parser-plugin", "evil.py"],
-        ["--middleware", "evil.Evil"],
-        ["--plugin\nevil #"],
-    ],
+UNSAFE = (
+    *("--trust-remote-code", "--trust_remote_code=true", "--plugin\nevil #"),
+    *("--tool-parser-plugin", "evil.py", "--middleware", "evil.Evil"),
 )
-def test_no_code_is_run_because_run_json_says_so(tmp_path: Path, words: list[str]) -> None:
-    recorded = {"server_args": ["--seed-x", "1", *words, "--max-model-len", "8"]}
+
+
+def test_no_code_is_run_because_run_json_says_so(tmp_path: Path) -> None:
+    recorded = {"server_args": ["--seed-x", "1", *UNSAFE, "--max-model-len", "8"]}
     config = {"model": "m", "server_command": "evil {model} {port}"}
-    command = worker_command(run_of(config, recorded), "/run", "/job")
-    assert "left out" in command
+    command, comment = worker_command(run_of(config, recorded), "/run", "/job").split(" # ", 1)
+    assert comment.startswith(
+        "--trust-remote-code, --trust-remote-code, --plugin\\nevil #, "
+        "--tool-parser-plugin, --middleware left out"
+    )
     given = words_of(command, tmp_path)
     assert given[-4:] == ["--seed-x", "1", "--max-model-len", "8"]
     assert not [word for word in given if "evil" in word or "trust" in word]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from batchinfer.cli import main
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
@@ -25,7 +23,7 @@ from batchinfer.storage.opening import open_store
 from big_run import NOW, Shape, in_memory, make_workers, write_in_memory, write_local
 from counting_store import CountingStore
 from fakes import FakeClock, MemoryStore, put_worker
-from making import make_job, overwrite, run_worker_here
+from making import Call, make_job, overwrite, run_worker_here
 
 SMALL = Shape()
 
@@ -59,12 +57,8 @@ def test_a_run_is_found_with_its_own_job_and_with_no_other(memory_url: str) -> N
     record = msgspec.structs.replace(record, recorded={"job": memory_url})
     in_memory(elsewhere).create(layout.RUN_KEY, codec.encode_pretty(record))
     assert look(elsewhere).chunks.total == 20
-    data = in_memory(memory_url).get(layout.JOB_KEY).data
-    overwrite(
-        in_memory(memory_url),
-        layout.JOB_KEY,
-        data.replace(b'"num_workers": 3', b'"num_workers": 4'),
-    )
+    other = in_memory(memory_url).get(layout.JOB_KEY).data.replace(b'workers": 3', b'workers": 4')
+    overwrite(in_memory(memory_url), layout.JOB_KEY, other)
     for job in ("", memory_url):
         with pytest.raises(InputError, match="is another job than the one that"):
             look(run, job=job)
@@ -73,14 +67,9 @@ def test_a_run_is_found_with_its_own_job_and_with_no_other(memory_url: str) -> N
 def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> None:
     shape = Shape(num_chunks=1200, rows_per_chunk=1, num_workers=5, done_share=1.0)
     run = write_in_memory(memory_url, shape)
-    stores: list[CountingStore] = []
-
-    def open_store(url: str) -> Store:
-        stores.append(CountingStore(in_memory(url)))
-        return stores[-1]
-
-    look(run, open_store=open_store)
-    requests = sum((store.requests for store in stores), start=stores[0].requests.__class__())
+    of_run, of_job = CountingStore(in_memory(run)), CountingStore(in_memory(memory_url))
+    look(run, open_store={run: of_run, memory_url: of_job}.__getitem__)
+    requests = of_run.requests + of_job.requests
     assert requests["get"] == 2 * 5 + 2  # leases and statistics, run.json, job.json
     # 2400 objects in outputs/, one page each of checkpoints/, workers/, launches/, and of stop.json
     assert requests["list"] == 3 + 1 + 1 + 1 + 1
@@ -102,7 +91,9 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
     read.assert_not_called()  # an unfinished run is looked at often
 
 
-def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:
+def test_what_cannot_be_read_is_noted_and_left_out_and_what_vanishes_meanwhile_too(
+    memory_url: str,
+) -> None:
     run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     store.create("outputs/part-00019.succeed", b"{")
@@ -112,16 +103,6 @@ def test_what_cannot_be_read_is_noted_and_left_out(memory_url: str) -> None:
     key = "workers/sky-2026-002.stats.json"
     odd = store.get(key).data.replace(b'"prompt_tokens":', b'"prompt_tokens":1' + b"0" * 400)
     overwrite(store, key, odd)
-    seen = look(run)
-    assert (len(seen.workers), seen.chunks.done) == (3, 12)
-    notes = "\n".join(seen.notes)
-    assert "broken.json" in notes
-    assert "1 markers are of no chunk of the job (part-00020)" in notes
-    assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
-
-
-def test_records_that_vanish_while_they_are_read_are_left_out(memory_url: str) -> None:
-    run = write_in_memory(memory_url, SMALL)
 
     class Moving(MemoryStore):
         def get(self, key: str):
@@ -131,6 +112,11 @@ def test_records_that_vanish_while_they_are_read_are_left_out(memory_url: str) -
 
     seen = look(run, open_store=lambda url: Moving(url, clock=lambda: NOW))
     assert [view.id for view in seen.workers] == ["sky-2026-001", "sky-2026-002"]
+    assert seen.chunks.done == 12
+    notes = "\n".join(seen.notes)
+    assert "broken.json" in notes
+    assert "1 markers are of no chunk of the job (part-00020)" in notes
+    assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
 
 
 def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -> None:
@@ -162,13 +148,12 @@ def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url: str) 
     )
 
 
-@pytest.mark.parametrize(
-    ("state", "why"),
-    [("stopped", "no worker is at work"), ("loading", "the engine is loading")],
-    ids=["stopped", "loading"],
-)
+WHY_NOT = {"stopped": "no worker is at work", "loading": "the engine is loading"}
+
+
+@pytest.mark.parametrize("state", WHY_NOT)
 def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
-    memory_url: str, state: str, why: str
+    memory_url: str, state: str
 ) -> None:
     """It said that no row was finished lately, right after hundreds were."""
     run = write_in_memory(memory_url, SMALL)
@@ -176,23 +161,19 @@ def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
         change_worker(run, record.id, state=state, heartbeat=NOW, last_start=NOW, minutes=[])
     text = shown(look(run))
     assert "lately" not in text
-    assert text.count(why) == 2
+    assert text.count(WHY_NOT[state]) == 2
 
 
 def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> None:
     run = write_in_memory(memory_url, SMALL)
 
-    class Publishing(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            for name in (f"part-{index:05d}" for index in range(12, 20)):
-                in_memory(run).create(layout.output_key(layout.output_file(name, "0")), b"{}")
-                in_memory(run).create(layout.marker_key(name), b" " * 500)
+    def publish(_: float) -> None:
+        for name in (f"part-{index:05d}" for index in range(12, 20)):
+            in_memory(run).create(layout.output_key(layout.output_file(name, "0")), b"{}")
+            in_memory(run).create(layout.marker_key(name), b" " * 500)
 
-    class Impatient(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            raise KeyboardInterrupt
-
-    for clock, state in ((Impatient(NOW), "running"), (Publishing(NOW), "done")):
+    for asleep, state in ((KeyboardInterrupt, "running"), (publish, "done")):
+        clock = mock.Mock(sleep=mock.Mock(side_effect=asleep))
         console = Console(file=io.StringIO(), width=120)
         assert watch(lambda: look(run), console, clock, 5.0).state == state
 
@@ -201,15 +182,12 @@ def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> N
 
 
 def test_the_last_line_of_stdout_is_one_object_and_json_is_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, call: Call
 ) -> None:
     run = write_local(tmp_path, SMALL)
-    assert main.main(["status", run, "--price-per-hour", "2"]) == 0
-    out, err = capsys.readouterr()
-    (line,) = out.splitlines()
-    assert json.loads(line)["chunks"]["done"] == 12
-    assert "sky-2026-000" in err
-    assert main.main(["status", run, "--json", "--price-per-hour", "2"]) == 0
-    out, err = capsys.readouterr()
-    seen = codec.decode(out.encode(), Overview, name="stdout")
-    assert (seen.cost.source, len(seen.workers), err) == ("--price-per-hour", 3, "")
+    done = call("status", run, "--price-per-hour", "2")
+    assert (done.status, done.out.count("\n"), done.result["chunks"]["done"]) == (0, 1, 12)
+    assert "sky-2026-000" in done.err
+    done = call("status", run, "--json", "--price-per-hour", "2")
+    seen = codec.decode(done.out.encode(), Overview, name="stdout")
+    assert (seen.cost.source, len(seen.workers), done.err) == ("--price-per-hour", 3, "")

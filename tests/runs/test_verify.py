@@ -23,10 +23,10 @@ from batchinfer.runs.clean import command as clean
 from batchinfer.runs.stop import command as stop
 from batchinfer.runs.verify import NUM_COMPARISONS, Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
-from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import command as worker
+from counting_store import CountingStore
 from making import (
     change_marker,
     make_job,
@@ -58,9 +58,11 @@ def run(job: str) -> Store:
     return open_store(f"{job}/runs/a")
 
 
-def verify(run: str | Store, **options: Any) -> Verdict:
-    url = run if isinstance(run, str) else run.url
-    return run_verify(VerifyConfig(run=url, **options), open_store=open_store, clock=SystemClock())
+def verify(
+    run: str | Store, opened: Callable[[str], Store] = open_store, **options: Any
+) -> Verdict:
+    config = VerifyConfig(run=run if isinstance(run, str) else run.url, **options)
+    return run_verify(config, open_store=opened, clock=SystemClock())
 
 
 def kinds(verdict: Verdict) -> set[tuple[str, str]]:
@@ -259,50 +261,36 @@ def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
 # --------------------------------------------------------------------------- what cannot be verified
 
 
-def test_a_run_is_not_judged_by_another_job_or_an_edited_configuration(
-    run: Store, job: str
-) -> None:
-    run.delete([MARKER])
-    contents = run.get(layout.RUN_KEY).data
-    edited = json.loads(contents)
-    edited["config"]["seed"] = 7
-    overwrite(run, layout.RUN_KEY, json.dumps(edited).encode())
-    verdict = verify(run, deep=True)
-    assert kinds(verdict) == {("corrupt", layout.RUN_KEY)}
-    assert not any("batchinfer" in line for line in verdict.lines())
-    overwrite(run, layout.RUN_KEY, contents)
-    store = open_store(job)
-    overwrite(store, layout.JOB_KEY, store.get(layout.JOB_KEY).data + b"\n")
-    verdict = verify(run)
-    assert kinds(verdict) == {("foreign", layout.RUN_KEY)}
-    assert "--job" in verdict.error().hint
-
-
-def test_a_changed_chunk_is_found_as_such(run: Store, job: str) -> None:
-    store = open_store(job)
-    data = store.get("chunks/part-00001.jsonl").data
-    overwrite(store, "chunks/part-00001.jsonl", data.replace(b"hello", b"hallo"))
-    verdict = verify(run, deep=True)
-    assert kinds(verdict) == {("corrupt", CHUNK)}
-    (finding,) = verdict.findings
-    assert (finding.fix, "the chunk itself" in finding.problem) == ("chunk", True)
-
-
-REFUSED: dict[str, tuple[Callable[[Store], object], str]] = {
-    "only begun": (
-        lambda run: run.delete([info.key for info in run.list("") if "workers" not in info.key]),
-        "nothing is done yet",
-    ),
-    "no run.json": (lambda run: run.delete([layout.RUN_KEY]), r"no run\.json"),
-    "half a run.json": (put(layout.RUN_KEY, b"{"), "not a readable run"),
+CHUNK_KEY = f"chunks/{CHUNK}.jsonl"
+EDITED = {
+    # where a file is, what takes the place of what in it, what `verify` finds, and what it says to do
+    layout.RUN_KEY: ("job/runs/a", b'"seed": 0', b'"seed": 7', "corrupt", "put run.json back"),
+    layout.JOB_KEY: ("job", b"{", b"{ ", "foreign", "--job JOB"),
+    CHUNK_KEY: ("job", b"hello", b"hallo", "corrupt", "restore the chunk"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_verified_is_refused(run: Store, case: str) -> None:
-    act, message = REFUSED[case]
-    act(run)
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("key", EDITED)
+def test_what_was_edited_is_found_and_nothing_is_judged_by_it(
+    run: Store, tmp_path: Path, key: str
+) -> None:
+    place, old, new, kind, hint = EDITED[key]
+    store = open_store(str(tmp_path / place))
+    overwrite(store, key, store.get(key).data.replace(old, new, 1))
+    if key != CHUNK_KEY:
+        run.delete([MARKER])
+    verdict = verify(run, deep=True)
+    assert kinds(verdict) == {(kind, CHUNK if key == CHUNK_KEY else layout.RUN_KEY)}
+    assert hint in verdict.error().hint
+    assert "".join(verdict.lines()).count("batchinfer") == (key == layout.JOB_KEY)
+
+
+def test_what_cannot_be_verified_is_refused(run: Store) -> None:
+    run.delete([layout.RUN_KEY])
+    with pytest.raises(InputError, match=r"no run\.json"):
+        verify(run)
+    run.delete([info.key for info in run.list("") if "workers" not in info.key])
+    with pytest.raises(InputError, match="nothing is done yet"):
         verify(run)
 
 
@@ -323,33 +311,13 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
 
 
-def test_many_chunks_are_verified_by_one_listing(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads each marker once and lists the run once; of many findings a few are shown."""
-    url = f"{job}/many"
-    make_job(url, rows=40, per_chunk=1)
-    run_worker_here(url, f"{url}/runs/a")
-    store, listings, original = open_store(f"{url}/runs/a"), [], LocalStore.list
-
-    def counting(self: LocalStore, prefix: str = "") -> Any:
-        listings.append(prefix)
-        return original(self, prefix)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalStore, "list", counting)
-        assert verify(store).result["chunks_sound"] == 40
-    assert listings == [""]
-    store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
-    lines = [line for line in verify(store).lines() if line.startswith("missing")]
-    assert (len(lines), "20 more" in lines[-1]) == (11, True)
-
-
-def test_many_chunks_are_read_in_one_scratch_folder_that_does_not_fill(
-    job: str, monkeypatch: pytest.MonkeyPatch
+def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does_not_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To make a folder looks through the place of all scratch folders."""
-    url = f"{job}/many"
-    make_job(url, rows=40, per_chunk=1)
-    run_worker_here(url, f"{url}/runs/a")
+    """To make a folder looks through the place of all scratch folders. Of many findings a few are shown."""
+    make_job(tmp_path, rows=40, per_chunk=1)
+    run_worker_here(tmp_path, tmp_path / "runs/a")
+    store = CountingStore(open_store(f"{tmp_path}/runs/a"))
     folders, num_files = set[Path](), list[int]()
 
     class Watched(Scratch):
@@ -359,9 +327,15 @@ def test_many_chunks_are_read_in_one_scratch_folder_that_does_not_fill(
             return super().new_path(name)
 
     monkeypatch.setattr("batchinfer.runs.verify.Scratch", Watched)
-    assert verify(f"{url}/runs/a", deep=True).result["chunks_sound"] == 40
+    opened = {store.url: store, str(tmp_path): open_store(str(tmp_path))}.__getitem__
+    assert verify(store, opened, deep=True).result["chunks_sound"] == 40
+    assert store.requests["list"] == 1
+    assert store.requests["get"] < 2 * 40, "each marker is read once"
     assert len(folders) == 1
     assert max(num_files) <= 1 + 2 * NUM_COMPARISONS
+    store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
+    lines = [line for line in verify(store).lines() if line.startswith("missing")]
+    assert (len(lines), "20 more" in lines[-1]) == (11, True)
 
 
 # --------------------------------------------------------------------------- the command that goes on with a run
