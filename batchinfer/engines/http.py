@@ -31,7 +31,6 @@ from batchinfer.engines.targets import Answer, Target, length_of, pause_seconds,
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 LOAD_LOOK_SECONDS = 0.2
@@ -263,7 +262,6 @@ class HttpEngine:
         """See Engine.stream."""
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events = target.events(call)
-
         try:
             with contextlib.suppress(StopAsyncIteration):
                 while True:
@@ -324,7 +322,9 @@ class HttpEngine:
             found = await target.post(call)
             reply, verdict = judge(call, found.status, found.body, target.masked)
             if verdict == "denied" and isinstance(target, Endpoint):
-                raise target.denied(found)
+                if target.denies_all(found.status):
+                    raise target.denied(reply)
+                verdict = "failed"
             if verdict == "final" and self._outage.has_lost(call, reply):
                 verdict = "failed"
             if verdict in ("final", "denied"):
