@@ -37,9 +37,11 @@ class TestContract(EngineContract):
         assert info.version
 
 
-def test_each_prompt_of_a_completion_has_a_choice():
+def test_each_prompt_of_a_completion_has_a_choice_and_each_token_a_vector():
     found = body_of(answer(call(0, "/v1/completions", prompt=[[5, 6], "b"]), config()))
     assert [each["text"] for each in found["choices"]] == ["5 6", "b"]
+    pooled = body_of(answer(call(0, "/pooling", input="a b"), config()))
+    assert len(pooled["data"][0]["data"]) == 2
 
 
 def test_the_last_message_of_a_user_is_the_prompt_with_a_word_for_each_image():

@@ -221,6 +221,7 @@ class CoarseEngine(SimEngine):
             replies: list[Reply] = []
             if scheduler.now >= due - 1e-6:
                 replies.append(Reply(key=at_work.pop().key, status=200, body=_ANSWER))
+                due = scheduler.now + seconds
                 self._ward.yielded(process, replies)
             yield replies
 

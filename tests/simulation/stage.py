@@ -68,6 +68,7 @@ class Stage:
         self.finished: list[RowKey] = []
         self.deaths: list[list[RowKey]] = []
         self.environment: Environment | None = None
+        self.process: Process | None = None
         index = itertools.count()
         chunks = [
             b"".join(
@@ -102,7 +103,7 @@ class Stage:
         """Run one worker process to its end. Raises TimeoutError after so much virtual time."""
         scheduler = self.scheduler
         self.network.hook, self.network.num_requests = hook, 0
-        process = Process(scheduler, f"{worker_id}#{scheduler.num_events}")
+        self.process = process = Process(scheduler, f"{worker_id}#{scheduler.num_events}")
         self.environment = environment = make_environment(
             process, self.network, engine=lambda: SimEngine(process, self.engine, self)
         )
@@ -174,7 +175,8 @@ class Stage:
 
     def kill(self) -> None:
         """Kill the worker that runs."""
-        self.scheduler.processes[-1].kill()
+        assert self.process is not None
+        self.process.kill()
 
     # -- machine.Ward
 

@@ -62,7 +62,9 @@ def test_a_web_server_is_asked_through_the_proxy_and_may_take_its_time(
     web_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A download of more than five minutes never came to its end."""
-    monkeypatch.setenv("HTTP_PROXY", web_url.partition("/datasets")[0])
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", web_url.partition("/datasets")[0])
     path = web_url.partition("//")[2].partition("/")[2]
     store = ReadOnlyStore(f"http://nowhere.invalid/{path}", retries=QUICK)
     with pytest.raises(AccessDenied):  # this server is no proxy, but it was asked
