@@ -292,7 +292,7 @@ def test_what_cannot_work_is_refused_by_name(worker, envs, said):
     assert said in stderr
 
 
-# ------------------------------------------------------------------ the real thing, as a machine
+# ------------------------------------------------------------------ what a machine runs
 
 
 def test_the_set_up_installs_what_the_machine_needs(tmp_path, read, worker):

@@ -91,7 +91,7 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
     read.assert_not_called()  # an unfinished run is looked at often
 
 
-def test_what_cannot_be_read_is_noted_and_left_out_and_what_vanishes_meanwhile_too(
+def test_what_cannot_be_read_or_vanishes_meanwhile_is_left_out(
     memory_url: str,
 ) -> None:
     run = write_in_memory(memory_url, SMALL)

@@ -263,7 +263,7 @@ def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
 
 CHUNK_KEY = f"chunks/{CHUNK}.jsonl"
 EDITED = {
-    # where a file is, what takes the place of what in it, what `verify` finds, and what it says to do
+    # folder, old bytes, new bytes, the kind of what `verify` finds, its hint
     layout.RUN_KEY: ("job/runs/a", b'"seed": 0', b'"seed": 7', "corrupt", "put run.json back"),
     layout.JOB_KEY: ("job", b"{", b"{ ", "foreign", "--job JOB"),
     CHUNK_KEY: ("job", b"hello", b"hallo", "corrupt", "restore the chunk"),

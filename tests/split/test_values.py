@@ -82,7 +82,11 @@ NESTED = [
     pa.array([{'quote " and \\': 1, "line\nbreak": "x"}]),
     pa.array([[("k", 1), ("k", None)], None, []], pa.map_(pa.string(), pa.int64())),
     pa.array([[(dt.date(2024, 2, 29), b"\xff")]], pa.map_(pa.date32(), pa.binary())),
-    pa.array([[("k", [D("1.50")])]], pa.map_(pa.string(), pa.list_(pa.decimal128(5, 2)))),
+    pa.array(
+        [[[("k", [D("1.50")])]]], pa.list_(pa.map_(pa.string(), pa.list_(pa.decimal128(5, 2))))
+    ),
+    pa.array([{"at": 1000}, None], pa.struct({"at": pa.timestamp("ns", "UTC")})),
+    pa.array([7, None, 7]).dictionary_encode(),
     pa.ListArray.from_arrays([0, 2], UUIDS),
     pa.ListArray.from_arrays([0, 2, 2, 3], pa.array(["a", "b", "c"]).dictionary_encode()),
 ]
