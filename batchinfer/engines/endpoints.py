@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.replies import DENIED, FORBIDDEN, asks_for, is_lost, problem_of
+from batchinfer.engines.replies import DENIED, asks_for, is_lost, problem_of
 from batchinfer.engines.targets import Answer, Target
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -86,11 +86,7 @@ class Endpoint(Target):
         self.is_ready = True
         return ""
 
-    def denies_all(self, status: int) -> bool:
-        """Whether a refusal is one of the key or the account. A 403 is about a row if other rows are answered."""
-        return status != FORBIDDEN or not self.num_answered
-
-    def denied(self, found: Answer | Reply) -> AccessDenied:
+    def denied(self, found: Answer) -> AccessDenied:
         """Return the error for an endpoint that refuses the key or the account."""
         said = problem_of(found.body).message[:200]
         hint = f"look at {KEY_VARIABLE}, and at the account behind it; finished rows are kept"
@@ -175,7 +171,6 @@ class Outage:
 
         Raises:
             EngineDied: the endpoints are down.
-            AccessDenied: the key is refused by now.
         """
         left = [(each, key) for each in targets for key in each.in_flight] if self.since else []
         if not left or not isinstance(targets[0], Endpoint):
@@ -190,8 +185,6 @@ class Outage:
         if is_late:
             assert self._last is not None
             target, reply = self._last
-            if reply.status == FORBIDDEN and isinstance(target, Endpoint):
-                raise target.denied(reply)
             said = problem_of(reply.body).message[:200]
             status = "" if said.startswith("no answer") else f"{reply.status}: "
             message = (

@@ -31,6 +31,7 @@ from batchinfer.engines.targets import Answer, Target, length_of, pause_seconds,
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 LOAD_LOOK_SECONDS = 0.2
@@ -262,6 +263,7 @@ class HttpEngine:
         """See Engine.stream."""
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events = target.events(call)
+
         try:
             with contextlib.suppress(StopAsyncIteration):
                 while True:
@@ -322,9 +324,7 @@ class HttpEngine:
             found = await target.post(call)
             reply, verdict = judge(call, found.status, found.body, target.masked)
             if verdict == "denied" and isinstance(target, Endpoint):
-                if target.denies_all(found.status):
-                    raise target.denied(reply)
-                verdict = "failed"
+                raise target.denied(found)
             if verdict == "final" and self._outage.has_lost(call, reply):
                 verdict = "failed"
             if verdict in ("final", "denied"):

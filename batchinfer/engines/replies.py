@@ -19,8 +19,7 @@ _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of replies that may be another at the next attempt."""
 _OVERLOADED = frozenset({429, 503, 529})
 """Statuses of a server that has too much to do. They say nothing about the row."""
-FORBIDDEN = 403
-DENIED = frozenset({401, 402, FORBIDDEN})
+DENIED = frozenset({401, 402, 403})
 """Statuses with which an endpoint refuses everyone who has this key."""
 _INVALID_TYPE = "invalid_answer"
 """Our `type` of the error in a reply that replaces a server's answer which is none."""

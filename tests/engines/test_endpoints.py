@@ -252,25 +252,6 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoi
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_a_row_that_is_forbidden_while_others_are_answered_fails_alone(endpoint, engine):
-    endpoint.rule = lambda text, _: refusal(403) if text.startswith("row 3 ") else None
-    endpoint.delay_seconds = 0.02
-    found = drive(engine, ListSource(calls(400)))
-    codes = {key[1]: code_of(each) for key, each in found.items() if code_of(each)}
-    assert codes == {3: "invalid_request"}
-
-
-def test_a_key_that_is_withdrawn_meanwhile_fails_no_row(endpoint, reach):
-    endpoint.rule = lambda text, _: refusal(403) if int(text.split()[1]) > 30 else None
-    engine, _ = reach(endpoint, stall_seconds=0.5)
-    found: list = []
-    batches = engine.generate(ListSource(calls(90)), Event())
-    with pytest.raises(AccessDenied, match="403"):
-        found.extend(reply for batch in batches for reply in batch)
-    assert {code_of(each) for each in found} == {""}
-    assert len(found) == 31
-
-
 @pytest.mark.parametrize("key", ["EMPTY", "null", "echo-model"])
 def test_a_key_without_a_secret_changes_no_answer(endpoint, monkeypatch, key, reach):
     monkeypatch.setenv("OPENAI_API_KEY", key)
