@@ -10,8 +10,10 @@ from typing import Any
 _USER = r"[^/?#\s]*@|(?!arn:)[^/?#\s:@]*:(?!\d+(?:[/?#\s]|$))[^?#\s@]*@"
 """User and password at the start of a URL. The second form is for a password with a slash, which a secret key of
 AWS may have. A port and an ARN are no passwords."""
+_QUERY = r"\?(?:[^\s\"]|\"(?![,}\])>:\s]|$))+"
+"""Query of a URL. A quote belongs to it unless it ends a text of JSON."""
 _URL = re.compile(
-    rf"([a-z][a-z0-9+.-]{{0,31}}:/{{1,2}}(?!/))({_USER})?([^?\s]*)(\?[^\s\"]+)?", re.IGNORECASE
+    rf"([a-z][a-z0-9+.-]{{0,31}}:/{{1,2}}(?!/))({_USER})?([^?\s]*)({_QUERY})?", re.IGNORECASE
 )
 _WITH_QUERY = ("http", "https")
 """Schemes whose URLs can have a query. In URLs of other schemes, a question mark is part of a glob or a key."""

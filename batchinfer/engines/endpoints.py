@@ -191,7 +191,7 @@ class Outage:
                 f"{target.name}: answered nothing for {self._seconds:g} s; last: {status}{said}"
             )
             hint = "no row is lost; start the same command again when it answers"
-            if " within " in said:
+            if said.startswith("no answer within"):
                 hint += ", or with longer --request-timeout-seconds"
             raise EngineDied(message, hint=hint)
         return []

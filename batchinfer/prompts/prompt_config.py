@@ -108,8 +108,10 @@ def read_constraint(value: Any) -> Fields:
     kind = "choice" if isinstance(value, list) else "json"
     if isinstance(value, dict):
         given = {name: item for name, item in value.items() if item is not None}
+        if value and not given:
+            return {}
         if value.get("type") in ("text", "json_object", "json_schema", "structural_tag"):
-            return {"response_format": value} if value["type"] != "text" else {}
+            return {"response_format": given} if value["type"] != "text" else {}
         if len(given) == 1 and next(iter(given)) in _KINDS:  # columns of objects fill up with nulls
             [(kind, value)] = given.items()
     if kind == "json_object":

@@ -39,7 +39,7 @@ _IS_A_STORE = (
 )
 _PASSING = (
     "CredentialRetrievalError MetadataRetrievalError EndpointConnectionError ConnectTimeoutError "
-    "ReadTimeoutError ConnectionClosedError Throttling"
+    "ReadTimeoutError ConnectionClosedError"
 )
 """What botocore says while it has no credentials for the moment."""
 _RULES = [
@@ -65,7 +65,12 @@ _RULES = [
         "the store answered {said}",
     ),
     # What gives the credentials, such as a metadata server or STS, may be away for a moment.
-    Rule(f"{_PASSING} refreshed", TransientError, "no credentials ({said})", "{credentials}"),
+    Rule(
+        f"{_PASSING} Throttling refreshed",
+        TransientError,
+        "no credentials ({said})",
+        "{credentials}",
+    ),
     Rule(
         "ExpiredToken ExpiredTokenException InvalidToken InvalidAccessKeyId SignatureDoesNotMatch "
         "TokenRefreshRequired AuthenticationFailed InvalidAuthenticationInfo UnauthenticatedError",
@@ -115,7 +120,7 @@ _REQUEST = re.compile(
     r"^.*?Error performing \w+ \S+ in \S+ - (Server returned non-2xx status code: )?|^.*?credential provider: |: $"
 )
 _WORDS = re.compile(
-    rf"BareRedirect|{_PASSING.replace(' ', '|')}|refreshed(?= credentials are still)"
+    rf"BareRedirect|{_PASSING.replace(' ', '|')}|(?<=\()Throttling|refreshed(?= credentials are still)"
     r"|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
     r"|DELETE(?= \S+\?uploadId=)"
 )

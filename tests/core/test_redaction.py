@@ -18,6 +18,7 @@ from batchinfer.core.redaction import has_user, redact
         ("https:/host/x?token=SECRET", "https:/host/x?token=…"),
         ("(https://host/x?SECRET)", "(https://host/x?…)"),
         ('"https://host/x?"}],"max_tokens":5}', '"https://host/x?"}],"max_tokens":5}'),
+        ('https://host/x?q="a"&sig=SECRET', "https://host/x?q=…&sig=…"),
         ('{"a":"https://host/x?k=SECRET","b":5}', '{"a":"https://host/x?k=…","b":5}'),
         ("http://proxy:SECRET@h https://h?a=SECRET&b=SECRET.", "http://…@h https://h?a=…&b=…."),
     ],

@@ -260,10 +260,11 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         ("", {"structured_outputs": {"regex": "a"}}),
         (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
         ({"json": None, "regex": "b"}, {"structured_outputs": {"regex": "b"}}),
+        ({"json": None, "regex": None}, {"structured_outputs": {"regex": "a"}}),
         ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
         (SCHEMA, {"response_format": {"type": "json_schema", "json_schema": NAMED}}),
-        ({"type": "json_object"}, {"response_format": {"type": "json_object"}}),
+        ({"type": "json_object", "regex": None}, {"response_format": {"type": "json_object"}}),
         ({"type": "text"}, {"structured_outputs": {"regex": "a"}}),
     ],
 )
