@@ -171,12 +171,14 @@ class Answers:
             sources = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
             beside = itertools.chain(sources, itertools.repeat(b""))
             for line, text in zip(lines, beside, strict=False):
+                if not line.endswith(b"\n"):
+                    break  # it is no row
                 size = len(line) + len(text) + _ROW_BYTES
                 if self._held_bytes + size > _BLOCK_BYTES:
                     self._take_held(f"INSERT INTO {self._name}")
                 self._held.append((self._row, line, text))
                 self._held_bytes += size
-                self._row += line.endswith(b"\n")  # a line without its end is no row
+                self._row += 1
         if self._row != ref.first_row + marker.rows_done:
             what = f"its output has {self._row - ref.first_row} lines, expected {marker.rows_done}"
             raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)

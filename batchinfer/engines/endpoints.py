@@ -137,8 +137,8 @@ class Outage:
         self._has_answered = False
         self._served: set[str] = set()
         """Paths of which rows that ask for the run's own model were answered, and not refused."""
-        self._last: tuple[Target, Reply] | None = None
-        """The last attempt that failed."""
+        self._last: tuple[Target, int, Reply] | None = None
+        """The last attempt that failed; see `note_failure`."""
         self.since = 0.0
         """Time of the first failed attempt since an endpoint last answered; 0 if there was none."""
         self.last_replies: dict[RowKey, Reply] = {}
@@ -155,10 +155,17 @@ class Outage:
         """Whether a refusal is no row's fault: an endpoint has lost its model, or a proxy its endpoint."""
         return call.path in self._served and is_lost(reply) and asks_for(call, self._model)
 
-    def note_failure(self, target: Target, reply: Reply, num_failed: int) -> None:
-        """Take note of an attempt that failed. `num_failed` counts those at this row that may be the row's fault."""
+    def note_failure(self, target: Target, status: int, reply: Reply, num_failed: int) -> None:
+        """Take note of an attempt that failed.
+
+        Args:
+            target: The endpoint.
+            status: Its status; 0 if no whole answer came.
+            reply: The reply that is made of it.
+            num_failed: Number of attempts at this row that have failed and may be the row's fault.
+        """
         self.since = self.since or time.monotonic()
-        self._last = target, reply
+        self._last = target, status, reply
         if num_failed >= MOST_ATTEMPTS:
             self.last_replies[reply.key] = reply
 
@@ -184,14 +191,11 @@ class Outage:
             return found
         if is_late:
             assert self._last is not None
-            target, reply = self._last
-            said = problem_of(reply.body).message[:200]
-            status = "" if said.startswith("no answer") else f"{reply.status}: "
-            message = (
-                f"{target.name}: answered nothing for {self._seconds:g} s; last: {status}{said}"
-            )
+            target, status, reply = self._last
+            said = f"{status or ''}: {problem_of(reply.body).message[:200]}".removeprefix(": ")
+            message = f"{target.name}: answered nothing for {self._seconds:g} s; last: {said}"
             hint = "no row is lost; start the same command again when it answers"
-            if said.startswith("no answer within"):
-                hint += ", or with longer --request-timeout-seconds"
+            if not status:
+                hint += ", or with longer --request-timeout-seconds if it needs more"
             raise EngineDied(message, hint=hint)
         return []

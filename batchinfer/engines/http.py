@@ -335,7 +335,7 @@ class HttpEngine:
             is_busy = verdict == "busy" or found.wait_seconds is not None
             num_failed += not is_busy
             counted = 0 if is_busy or not found.status else num_failed
-            self._outage.note_failure(target, reply, counted)
+            self._outage.note_failure(target, found.status, reply, counted)
             if is_busy:
                 target.pause(found.wait_seconds)
                 continue

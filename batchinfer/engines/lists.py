@@ -48,15 +48,17 @@ def merge(calls: Sequence[Call]) -> Call:
 def split(calls: Sequence[Call], reply: Reply) -> list[Reply]:
     """Return the reply for each call from the reply to the merged request; none if it lacks the answer to one.
 
-    The items say by their index whose they are. The server counts the tokens of all texts together. Each reply gets a
-    share of them by the length of its call's body; the shares are the whole count together. The bodies have no usage.
+    The items say by their index whose they are; some servers leave it out where it is the item's place. The server
+    counts the tokens of all texts together. Each reply gets a share of them by the length of its call's body; the
+    shares are the whole count together. The bodies have no usage.
     """
     if len(calls) == 1:
         return [reply]
     try:
         rest = _decode(reply.body)
         items = _decode_items(rest.pop("data"))
-        by_place = {int(bytes(item["index"])): item for item in items}  # in any order
+        named = ((item.get("index", b"%d" % place), item) for place, item in enumerate(items))
+        by_place = {int(bytes(index)): item for index, item in named}
         usage = msgspec.json.decode(rest.pop("usage", b"{}"))
         count = codec.convert(usage.get("prompt_tokens") or 0, Tokens)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
