@@ -32,8 +32,6 @@ _MEMORY = "768MB"
 _FETCHERS = 4
 _BLOCK_BYTES = 8 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
-_ROW_BYTES = 800
-"""Bytes that a row counts for besides its lines."""
 _SEVERAL = (
     *("text", "reasoning", "tool_calls", "finish_reason", "logprobs"),
     *("embedding", "label", "probs", "score"),
@@ -94,6 +92,16 @@ def select(
 # --------------------------------------------------------------------------- their columns
 
 
+class _Brought(NamedTuple):
+    """Copies of a chunk's output and of the chunk, or why the output is not what its marker vouches for."""
+
+    ref: ChunkRef
+    marker: Marker
+    output: Path
+    source: Path | None
+    problem: str
+
+
 class Answers:
     """The columns of output lines, in their order, as a table of DuckDB.
 
@@ -119,92 +127,59 @@ class Answers:
         with_sources: bool = False,
         with_lines: bool = False,
     ) -> None:
-        self._sql, self._name, self._with_lines = sql, name, with_lines
+        import duckdb
+        import pyarrow as pa
+
+        self._sql, self._name = sql, name
         self.found: list[tuple[ChunkRef, Marker]] = []
         """What was read: the chunks, with their markers."""
         self.damaged: list[Finding] = []
         """Chunks whose output cannot be used."""
-        self.ends: list[int] = []
+        self.ends = [0]
         """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
-        self._row = 0
-        self._held, self._held_bytes = list[tuple[int, bytes, bytes]](), 0
-        open_store = functools.cache(selection.open_store)
-
-        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
-            """Copy an output and its chunk, or say why the output is not what its marker vouches for."""
-            ref, marker = pair
-            output, source, problem = scratch.new_path(ref.name), None, ""
-            try:
-                selection.store.download(layout.output_key(marker.output), output)
-                with output.open("rb") as file:
-                    if codec.sha256_file(file) != marker.output_sha256:
-                        problem = f"the sha256 of {marker.output} is not its marker's"
-            except ObjectNotFound:
-                problem = f"its output {marker.output} is gone"
-            if with_sources and not problem:
-                source = fetch(open_store(ref.root), ref, scratch).path
-            return output, source, problem
-
+        self._failure: BaseException | None = None
+        text = pa.large_string()
+        schema = pa.schema([("wanted", pa.int64()), ("line", text), ("source", text)])
+        batches = self._batches(schema, _bring(selection, scratch, with_sources=with_sources))
         with sql_errors("an output"), scratch_errors(scratch.folder):
             sql.execute(text_of("answers.sql"))
-            self._take_held(f"CREATE TABLE {name} AS")
-            brought = in_parallel(bring, selection.sound, _FETCHERS)
-            for (ref, marker), each in zip(selection.sound, brought, strict=True):
-                output, source, problem = each
-                if problem:
-                    logger.warning("%s: %s: %s", selection.store.url, ref.name, problem)
-                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
-                    self.damaged.append(found)
-                else:
-                    self._read(ref, marker, output, source)
-                    self.found.append((ref, marker))
-                for path in filter(None, (output, source)):
-                    remove_quietly(path)
-            self._take_held(f"INSERT INTO {name}")
+            # One statement takes all rows: to plan it takes as long as a thousand of them.
+            sql.register("some_lines", pa.RecordBatchReader.from_batches(schema, batches))
+            try:
+                sql.execute(f"CREATE TABLE {name} AS FROM columns_of('some_lines', {with_lines})")
+            except duckdb.Error:
+                if self._failure:  # of which DuckDB knows the text only
+                    raise self._failure from None
+                raise
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
-    def _read(self, ref: ChunkRef, marker: Marker, output: Path, source: Path | None) -> None:
-        """Hold the rows of a chunk. They are added to the table when there are many."""
-        self._row = ref.first_row
-        with ExitStack() as stack:
-            lines = stack.enter_context(output.open("rb"))
-            sources = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
-            beside = itertools.chain(sources, itertools.repeat(b""))
-            for line, text in zip(lines, beside, strict=False):
-                if not line.endswith(b"\n"):
-                    break  # it is no row
-                size = len(line) + len(text) + _ROW_BYTES
-                if self._held_bytes + size > _BLOCK_BYTES:
-                    self._take_held(f"INSERT INTO {self._name}")
-                self._held.append((self._row, line, text))
-                self._held_bytes += size
-                self._row += 1
-        if self._row != ref.first_row + marker.rows_done:
-            what = f"its output has {self._row - ref.first_row} lines, expected {marker.rows_done}"
-            raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
-
-    def _take_held(self, statement: str) -> None:
-        """Let a statement take the rows that are held: those of many small chunks at once, for each takes a while."""
-        import numpy as np
+    def _batches(self, schema: Any, brought: Iterator[_Brought]) -> Iterator[Any]:
+        """Yield all rows, some of one chunk at a time."""
         import pyarrow as pa
 
-        # `pa.array` would import pandas.
-        def texts_of(lines: list[Any]) -> Any:
-            ends = np.cumsum([0, *map(len, lines)])
-            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
-            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-
-        rows, lines, sources = ([each[index] for each in self._held] for index in range(3))
-        wanted = pa.py_buffer(np.array(rows, np.int64))
-        columns = {
-            "wanted": pa.Array.from_buffers(pa.int64(), len(rows), [None, wanted]),
-            "line": texts_of(lines),
-            "source": texts_of(sources),
-        }
-        self._sql.register("some_lines", pa.table(columns))
-        self._sql.execute(f"{statement} FROM columns_of('some_lines', {self._with_lines})")
-        self.ends.append(self._row)
-        self._held, self._held_bytes = [], 0
+        num_bytes = end = 0
+        try:
+            for each in brought:
+                if each.problem:
+                    self.damaged.append(
+                        Finding(
+                            kind=CORRUPT, subject=each.ref.name, problem=each.problem, fix="redo"
+                        )
+                    )
+                    continue
+                for columns in _read(each):
+                    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+                    if num_bytes + batch.nbytes > _BLOCK_BYTES:
+                        self.ends.append(columns[0][0].as_py())
+                        num_bytes = 0
+                    num_bytes += batch.nbytes
+                    yield batch
+                self.found.append((each.ref, each.marker))
+                end = each.ref.first_row + each.marker.rows_done
+            self.ends.append(end)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
@@ -230,6 +205,72 @@ class Answers:
                 found[name] = name
         found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
+
+
+def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Iterator[_Brought]:
+    """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
+    open_store = functools.cache(selection.open_store)
+
+    def bring(pair: tuple[ChunkRef, Marker]) -> _Brought:
+        ref, marker = pair
+        output, source, problem = scratch.new_path(ref.name), None, ""
+        try:
+            selection.store.download(layout.output_key(marker.output), output)
+            with output.open("rb") as file:
+                if codec.sha256_file(file) != marker.output_sha256:
+                    problem = f"the sha256 of {marker.output} is not its marker's"
+        except ObjectNotFound:
+            problem = f"its output {marker.output} is gone"
+        if with_sources and not problem:
+            source = fetch(open_store(ref.root), ref, scratch).path
+        return _Brought(ref, marker, output, source, problem)
+
+    for each in in_parallel(bring, selection.sound, _FETCHERS):
+        if each.problem:
+            logger.warning("%s: %s: %s", selection.store.url, each.ref.name, each.problem)
+        yield each
+        for path in filter(None, (each.output, each.source)):
+            remove_quietly(path)
+
+
+def _read(each: _Brought) -> Iterator[list[Any]]:
+    """Yield the columns of a chunk's rows, as Arrow has them: numbers, lines of the output, lines of the chunk.
+
+    Raises:
+        InputError: there are not as many rows as its marker says.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    # `pa.array` would import pandas.
+    def texts(lines: list[bytes]) -> Any:
+        ends = np.cumsum([0, *map(len, lines)])
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
+        return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
+
+    row, last = each.ref.first_row, each.ref.first_row + each.marker.rows_done
+    with ExitStack() as stack:
+        file = stack.enter_context(each.output.open("rb"))
+        sources: Iterator[bytes] = itertools.repeat(b"")
+        at_once = _BLOCK_BYTES
+        if each.source:
+            found = map(_source_of, stack.enter_context(each.source.open("rb")))
+            sources = itertools.chain(found, sources)
+            sizes = [path.stat().st_size for path in (each.output, each.source)]
+            at_once = max(1, _BLOCK_BYTES * sizes[0] // sum(sizes))
+        while lines := file.readlines(at_once):
+            if not lines[-1].endswith(b"\n"):
+                lines.pop()  # it is no row
+            numbers = pa.py_buffer(np.arange(row, row + len(lines)))
+            row += len(lines)
+            yield [
+                pa.Array.from_buffers(pa.int64(), len(lines), [None, numbers]),
+                texts(lines),
+                texts(list(itertools.islice(sources, len(lines)))),
+            ]
+    if row != last:
+        what = f"its output has {row - each.ref.first_row} lines, expected {each.marker.rows_done}"
+        raise InputError(f"{each.ref.name}: {what}", hint=ASK_VERIFY)
 
 
 def _source_of(line: bytes) -> bytes:
@@ -268,11 +309,15 @@ def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def sql_errors(what: str) -> Iterator[None]:
-    """Turn DuckDB's errors into ScratchFull if the disk does not suffice, else into InputError."""
+    """Turn DuckDB's errors into ScratchFull if the disk is full, into KeyboardInterrupt at Ctrl-C, else into InputError."""
     import duckdb
 
     try:
         yield
+    except RuntimeError as error:
+        if str(error) == "Query interrupted":  # so DuckDB tells of Ctrl-C
+            raise KeyboardInterrupt from error
+        raise
     except duckdb.IOException as error:
         hint = "free space in the scratch folder, or name another with --scratch-dir"
         raise ScratchFull(f"{what}: {error}", hint=hint) from error
