@@ -309,7 +309,7 @@ def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def sql_errors(what: str) -> Iterator[None]:
-    """Turn DuckDB's errors into ScratchFull if the disk is full, into KeyboardInterrupt at Ctrl-C, else into InputError."""
+    """Turn DuckDB's errors into ScratchFull (the disk is full), KeyboardInterrupt (Ctrl-C) or InputError (others)."""
     import duckdb
 
     try:
