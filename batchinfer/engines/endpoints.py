@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
 from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.replies import DENIED, asks_for, is_lost, problem_of
+from batchinfer.engines.replies import DENIED, FORBIDDEN, asks_for, is_lost, problem_of
 from batchinfer.engines.targets import Answer, Target
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -69,7 +69,7 @@ class Endpoint(Target):
         """
         left = self._end - time.monotonic()
         found = await self.get("/v1/models", max(1.0, left))
-        if found.status in DENIED:
+        if found.status in (*DENIED, FORBIDDEN):
             raise self.denied(found)
         if found.status == 0 or found.status >= 500 or found.status == 429:
             said = problem_of(found.body).message[:200]
@@ -86,7 +86,7 @@ class Endpoint(Target):
         self.is_ready = True
         return ""
 
-    def denied(self, found: Answer) -> AccessDenied:
+    def denied(self, found: Answer | Reply) -> AccessDenied:
         """Return the error for an endpoint that refuses the key or the account."""
         said = problem_of(found.body).message[:200]
         hint = f"look at {KEY_VARIABLE}, and at the account behind it; finished rows are kept"
@@ -178,6 +178,7 @@ class Outage:
 
         Raises:
             EngineDied: the endpoints are down.
+            AccessDenied: they forbid every row.
         """
         left = [(each, key) for each in targets for key in each.in_flight] if self.since else []
         if not left or not isinstance(targets[0], Endpoint):
@@ -185,13 +186,21 @@ class Outage:
         is_late = time.monotonic() - self.since >= self._seconds
         found = [(each, self.last_replies[key]) for each, key in left if key in self.last_replies]
         is_own = is_idle and self._has_answered and len(left) <= FEW
-        is_own = is_own and all(reply.status == 500 for _, reply in found)
+        is_own = is_own and all(reply.status in (500, FORBIDDEN) for _, reply in found)
+        forbidden = [(each, reply) for each, reply in found if reply.status == FORBIDDEN]
+        is_all = len(forbidden) == len(left)
+        if is_all and (len(left) > FEW or not self._has_answered):
+            target, reply = forbidden[0]
+            assert isinstance(target, Endpoint)
+            raise target.denied(reply)
         if len(found) == len(left) and (is_own or (is_late and len(left) <= FEWEST)):
             self.since = 0.0
             return found
         if is_late:
             assert self._last is not None
             target, status, reply = self._last
+            if status == FORBIDDEN and isinstance(target, Endpoint):
+                raise target.denied(reply)
             said = f"{status or ''}: {problem_of(reply.body).message[:200]}".removeprefix(": ")
             message = f"{target.name}: answered nothing for {self._seconds:g} s; last: {said}"
             hint = "no row is lost; start the same command again when it answers"

@@ -31,7 +31,6 @@ from batchinfer.engines.targets import Answer, Target, length_of, pause_seconds,
 from batchinfer.storage.scratch import Scratch
 
 T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 LOAD_LOOK_SECONDS = 0.2
@@ -263,7 +262,6 @@ class HttpEngine:
         """See Engine.stream."""
         target = next((each for each in self.targets if each.is_ready), self.targets[0])
         events = target.events(call)
-
         try:
             with contextlib.suppress(StopAsyncIteration):
                 while True:
@@ -313,6 +311,7 @@ class HttpEngine:
             AccessDenied: an endpoint refuses the key, or the account has nothing left.
         """
         num_failed = num_faults = 0
+        answered = dict[Target, int]()
         while True:
             if isinstance(target, Endpoint) and (num_failed or target.pause_seconds):
                 target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
@@ -320,11 +319,11 @@ class HttpEngine:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
                 continue
             await self._pace.wait(call)
-            answered_before = target.num_answered
+            answered_before = answered.setdefault(target, target.num_answered)
             found = await target.post(call)
             reply, verdict = judge(call, found.status, found.body, target.masked)
             if verdict == "denied" and isinstance(target, Endpoint):
-                raise target.denied(found)
+                raise target.denied(reply)
             if verdict == "final" and self._outage.has_lost(call, reply):
                 verdict = "failed"
             if verdict in ("final", "denied"):
@@ -342,7 +341,7 @@ class HttpEngine:
             if isinstance(target, OwnServer):
                 num_faults += await target.is_healthy()
             elif target.num_answered > answered_before:
-                num_faults += 1
+                num_faults, answered[target] = num_faults + 1, target.num_answered
             elif len(self.targets) > 1:
                 target.pause()  # another endpoint may be well
             if num_faults >= MOST_ATTEMPTS or (is_list and found.status and num_failed > 1):

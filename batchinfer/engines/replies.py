@@ -15,11 +15,13 @@ from batchinfer.core.printable import printable
 from batchinfer.core.records import Call, Failure, Reply
 from batchinfer.core.row_codes import Code
 
+FORBIDDEN = 403
+"""Status with which an endpoint refuses either the key, or what one row says."""
 _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of replies that may be another at the next attempt."""
 _OVERLOADED = frozenset({429, 503, 529})
 """Statuses of a server that has too much to do. They say nothing about the row."""
-DENIED = frozenset({401, 402, 403})
+DENIED = frozenset({401, 402})
 """Statuses with which an endpoint refuses everyone who has this key."""
 _INVALID_TYPE = "invalid_answer"
 """Our `type` of the error in a reply that replaces a server's answer which is none."""
@@ -120,7 +122,8 @@ def judge(
     if status in _OVERLOADED:
         return reply, "busy"
     is_none = status < 400 and status != 200  # such as a redirection to a page for signing in
-    return reply, "failed" if is_none or status in _TRANSIENT else "final"
+    is_failure = is_none or status in _TRANSIENT or status == FORBIDDEN
+    return reply, "failed" if is_failure else "final"
 
 
 def _is_answer(call: Call, body: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -74,6 +75,7 @@ class TestContract(EngineContract):
 ERROR = {"error": {"message": "boom", "type": "server_error"}}
 PASSING = {
     "500": refusal(500),
+    "403": refusal(403),
     "502 page": reply(502, "<html>Bad Gateway</html>", "text/html"),
     "503": refusal(503),
     "429": refusal(429, Retry_After="0.1"),
@@ -147,7 +149,7 @@ def test_a_row_that_fails_alone_at_the_end_is_given_up(endpoint, reach):
     assert code_of(found["c", 3]) == "server_error"
 
 
-@pytest.mark.parametrize("name", ["500", "502 page"])
+@pytest.mark.parametrize("name", ["500", "403", "502 page"])
 def test_only_rows_that_the_endpoint_itself_fails_on_are_given_up_at_the_end(endpoint, name, reach):
     endpoint.rule = lambda text, _: PASSING[name] if int(text.split()[1]) > 30 else None
     engine, _ = reach(endpoint, stall_seconds=1.0)
@@ -157,7 +159,7 @@ def test_only_rows_that_the_endpoint_itself_fails_on_are_given_up_at_the_end(end
             found.update({reply.key[1]: code_of(reply) for reply in batch})
     except EngineDied:
         assert name == "502 page"
-    assert len(found) == (40 if name == "500" else 31)
+    assert len(found) == (31 if name == "502 page" else 40)
 
 
 def test_slow_bytes_end_at_the_time_limit(endpoint, reach):
@@ -240,16 +242,40 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, engine
 
 
 @pytest.mark.parametrize("status", [401, 402, 403, 429])
-def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoint, engine, status):
+def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoint, reach, status):
     refused = refusal(
         status, f"bad key {KEY}", code="insufficient_quota" if status == 429 else None
     )
     endpoint.rule = lambda *_: refused
+    engine, _ = reach(endpoint, stall_seconds=3600)
     with pytest.raises(AccessDenied) as caught:
         drive(engine, ListSource(calls(9)))
     assert caught.value.exit_status == 2
     assert KEY not in str(caught.value) + caught.value.hint
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+def test_a_row_that_is_forbidden_before_any_is_answered_fails_alone(endpoint, reach):
+    async def slowly(request):
+        await asyncio.sleep(0.1)
+        return await reply(200, {"choices": [{"text": "hello"}]})(request)
+
+    endpoint.rule = lambda text, _: refusal(403) if text.startswith("row 0 ") else slowly
+    engine, _ = reach(endpoint, max_concurrency=2)
+    codes = {key[1]: code_of(each) for key, each in drive(engine, ListSource(calls(25))).items()}
+    assert {row for row, code in codes.items() if code} == {0}
+    assert list(codes)[-1] != 0, "and does not wait until no other row is left"
+
+
+@pytest.mark.parametrize(("slots", "seconds"), [(16, 0.5), (80, 3600)])
+def test_a_key_that_is_withdrawn_meanwhile_fails_no_row(endpoint, reach, slots, seconds):
+    endpoint.rule = lambda text, _: refusal(403) if int(text.split()[1]) > 30 else None
+    engine, _ = reach(endpoint, max_concurrency=slots, stall_seconds=seconds)
+    found: list = []
+    batches = engine.generate(ListSource(calls(200)), Event())
+    with pytest.raises(AccessDenied, match="403"):
+        found.extend(reply for batch in batches for reply in batch)
+    assert [code_of(each) for each in found] == [""] * 31
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "null", "echo-model"])
