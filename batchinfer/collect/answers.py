@@ -32,6 +32,8 @@ _MEMORY = "768MB"
 _FETCHERS = 4
 _BLOCK_BYTES = 8 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
+_ROW_BYTES = 400
+"""Bytes that a row counts for besides its lines."""
 _SEVERAL = (
     *("text", "reasoning", "tool_calls", "finish_reason", "logprobs"),
     *("embedding", "label", "probs", "score"),
@@ -155,28 +157,40 @@ class Answers:
 
     def _batches(self, schema: Any, brought: Iterator[_Brought]) -> Iterator[Any]:
         """Yield all rows, some of one chunk at a time."""
+        import numpy as np
         import pyarrow as pa
 
-        num_bytes = end = 0
+        # `pa.array` would import pandas.
+        def texts(lines: Sequence[bytes]) -> Any:
+            ends = np.cumsum([0, *map(len, lines)])
+            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
+            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
+
+        num_bytes = row = 0
         try:
-            for each in brought:
-                if each.problem:
-                    self.damaged.append(
-                        Finding(
-                            kind=CORRUPT, subject=each.ref.name, problem=each.problem, fix="redo"
-                        )
-                    )
+            for ref, marker, output, source, problem in brought:
+                if problem:
+                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
+                    self.damaged.append(found)
                     continue
-                for columns in _read(each):
-                    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
-                    if num_bytes + batch.nbytes > _BLOCK_BYTES:
-                        self.ends.append(columns[0][0].as_py())
+                row = ref.first_row
+                for lines, sources, size in _blocks(output, source):
+                    if num_bytes + size > _BLOCK_BYTES:
+                        self.ends.append(row)
                         num_bytes = 0
-                    num_bytes += batch.nbytes
-                    yield batch
-                self.found.append((each.ref, each.marker))
-                end = each.ref.first_row + each.marker.rows_done
-            self.ends.append(end)
+                    num_bytes += size
+                    numbers = pa.py_buffer(np.arange(row, row + len(lines)))
+                    wanted = pa.Array.from_buffers(pa.int64(), len(lines), [None, numbers])
+                    columns = [wanted, texts(lines), texts(sources)]
+                    yield pa.RecordBatch.from_arrays(columns, schema=schema)
+                    row += len(lines)
+                if row != ref.first_row + marker.rows_done:
+                    what = (
+                        f"its output has {row - ref.first_row} lines, expected {marker.rows_done}"
+                    )
+                    raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
+                self.found.append((ref, marker))
+            self.ends.append(row)
         except BaseException as error:
             self._failure = error
             raise
@@ -233,44 +247,23 @@ def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Ite
             remove_quietly(path)
 
 
-def _read(each: _Brought) -> Iterator[list[Any]]:
-    """Yield the columns of a chunk's rows, as Arrow has them: numbers, lines of the output, lines of the chunk.
-
-    Raises:
-        InputError: there are not as many rows as its marker says.
-    """
-    import numpy as np
-    import pyarrow as pa
-
-    # `pa.array` would import pandas.
-    def texts(lines: list[bytes]) -> Any:
-        ends = np.cumsum([0, *map(len, lines)])
-        buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
-        return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-
-    row, last = each.ref.first_row, each.ref.first_row + each.marker.rows_done
+def _blocks(output: Path, source: Path | None) -> Iterator[tuple[list[bytes], list[bytes], int]]:
+    """Yield the lines of an output and of its chunk, if this was brought, some at a time, with about their bytes."""
     with ExitStack() as stack:
-        file = stack.enter_context(each.output.open("rb"))
-        sources: Iterator[bytes] = itertools.repeat(b"")
-        at_once = _BLOCK_BYTES
-        if each.source:
-            found = map(_source_of, stack.enter_context(each.source.open("rb")))
-            sources = itertools.chain(found, sources)
-            sizes = [path.stat().st_size for path in (each.output, each.source)]
-            at_once = max(1, _BLOCK_BYTES * sizes[0] // sum(sizes))
-        while lines := file.readlines(at_once):
-            if not lines[-1].endswith(b"\n"):
-                lines.pop()  # it is no row
-            numbers = pa.py_buffer(np.arange(row, row + len(lines)))
-            row += len(lines)
-            yield [
-                pa.Array.from_buffers(pa.int64(), len(lines), [None, numbers]),
-                texts(lines),
-                texts(list(itertools.islice(sources, len(lines)))),
-            ]
-    if row != last:
-        what = f"its output has {row - each.ref.first_row} lines, expected {each.marker.rows_done}"
-        raise InputError(f"{each.ref.name}: {what}", hint=ASK_VERIFY)
+        file = stack.enter_context(output.open("rb"))
+        found = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
+        lines, sources, size = list[bytes](), list[bytes](), 0
+        for line, text in zip(file, itertools.chain(found, itertools.repeat(b"")), strict=False):
+            if not line.endswith(b"\n"):
+                break  # it is no row
+            lines.append(line)
+            sources.append(text)
+            size += len(line) + len(text) + _ROW_BYTES
+            if size >= _BLOCK_BYTES:
+                yield lines, sources, size
+                lines, sources, size = [], [], 0
+        if lines:
+            yield lines, sources, size
 
 
 def _source_of(line: bytes) -> bytes:

@@ -393,7 +393,7 @@ def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(
     assert found["text"].to_pylist() == [f"answer {row}" for row in rows]
     assert [text.split()[2] for text in found["prompt"].to_pylist()] == list(map(str, rows))
     assert counts == [0, 36]
-    monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 300)
+    monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 700)
     assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
     assert 1 < max(counts[2:]) < 6
 
