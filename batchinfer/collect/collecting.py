@@ -88,7 +88,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         **_missing(selection),  # a job may have got more chunks since
         **({"commit": dest.commit} if isinstance(dest, HubDestination) else {}),
         "run_time_sec": round(seconds, 3),
-        "rows_per_sec": round(record.result["rows"] / seconds, 1) if seconds > 0 else 0.0,
+        "rows_per_sec": round(record.result.get("rows", 0) / seconds, 1) if seconds > 0 else 0.0,
     }
 
 

@@ -23,9 +23,10 @@ from batchinfer.core.errors import (
     ConfigError,
     InputError,
     ObjectNotFound,
+    PreconditionFailed,
 )
 from batchinfer.core.records import Record
-from batchinfer.storage import Store
+from batchinfer.storage import Object, Store
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.retrying import RetryPolicy, retried
 
@@ -38,6 +39,8 @@ RECORD_KEY, HUB_RECORD = "_COLLECTED", ".collected.json"
 
 Programs that read data sets skip names that begin with an underscore or a dot.
 """
+STARTED_KEY = "_COLLECTING"
+"""Key of the object that a folder has until its collection is complete. It holds the collection's key."""
 CARD = "README.md"
 """File of a data set's repository that the Hub shows as its page."""
 OWN_NAME = re.compile(r"^(data/)?part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
@@ -64,18 +67,10 @@ def _raced(where: str) -> InputError:
     return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
 
 
-class _Figures(Record, frozen=True, kw_only=True):
-    """Fields of `Collected.result` whose types are checked."""
-
-    rows: int
-    bytes: int
-
-
 def _read_record(data: bytes, key: str | None = None) -> Collected | None:
     """Return the record of a collection; None if it is damaged or has another key than this."""
     with contextlib.suppress(InputError, msgspec.ValidationError):
         record = codec.decode(data, Collected, name=RECORD_KEY)
-        codec.convert(record.result, _Figures)
         return record if key in (None, record.key) else None
     return None
 
@@ -105,7 +100,7 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._old_record, self._key = b"", ""
+        self._old_record, self._key, self._is_begun = b"", "", False
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -122,10 +117,13 @@ class StoreDestination:
         is_taken = RECORD_KEY in there
         self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
         record = _read_record(self._old_record, key)
-        if record and record.result["bytes"] == sum(there.get(name, 0) for name in record.sha256):
-            return record
-        _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         self._old = set(filter(OWN_NAME.match, there))
+        size = sum(there.get(name, 0) for name in record.sha256) if record else 0
+        if record and record.result.get("bytes") == size:
+            self._store.delete([STARTED_KEY] if STARTED_KEY in there else [])
+            return record
+        is_taken |= bool(self._old) and STARTED_KEY not in there
+        _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         return None
 
     def put(self, file: TableFile, index: int) -> str:
@@ -137,13 +135,7 @@ class StoreDestination:
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
-            with contextlib.suppress(ObjectNotFound):
-                data = self._store.get(RECORD_KEY).data
-                if data == self._old_record:
-                    self._store.delete([RECORD_KEY])
-                elif _read_record(data, self._key) is None:
-                    raise _raced(self._store.url)
-            self._old_record = b""
+            self._begin()
         elif not self._overwrite and any(info.key == name for info in self._store.list(name)):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
@@ -156,15 +148,47 @@ class StoreDestination:
         file.path.unlink()
         return name
 
+    def _begin(self) -> None:
+        """Let the folder say that this collection is under way.
+
+        Raises:
+            InputError: Another one is, or is complete.
+        """
+        found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
+        record, key = found.data if found else b"", self._key.encode()
+        is_same = _read_record(record, self._key) is not None
+        is_ours = started is not None and started.data == key
+        is_free = not self._is_begun and record == self._old_record
+        if not (is_same or is_ours or is_free):
+            raise _raced(self._store.url)
+        if self._is_begun:
+            return
+        try:
+            if started is None:
+                self._store.create(STARTED_KEY, key)
+            elif not is_ours:  # a killed command left it
+                self._store.replace(STARTED_KEY, key, etag=started.etag)
+        except (AlreadyExists, PreconditionFailed) as error:
+            raise _raced(self._store.url) from error
+        self._store.delete([RECORD_KEY] if record == self._old_record else [])
+        self._is_begun = True
+
+    def _there(self, key: str) -> Object | None:
+        with contextlib.suppress(ObjectNotFound):
+            return self._store.get(key)
+        return None
+
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
         if self._name:
             return
+        self._begin()
         self._store.delete(sorted(self._old))
         try:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
             raise _raced(self._store.url) from error
+        self._store.delete([STARTED_KEY])
 
 
 # --------------------------------------------------------------------------- the Hub
@@ -309,7 +333,8 @@ class HubDestination:
         """Return the record of the collection (with this key), if a commit brought it."""
         if HUB_RECORD not in files:
             return None
-        return _read_record(self._read(commit, HUB_RECORD), key)
+        record = _read_record(self._read(commit, HUB_RECORD), key)
+        return record if record and record.sha256.keys() - {CARD} <= files.keys() else None
 
     def _read(self, commit: str, name: str) -> bytes:
         url = f"hf://datasets/{self._repo}@{commit}"

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -611,6 +612,26 @@ def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
     meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
     assert collect(run, out, where="_row > 3", overwrite=True)["status"] == "SUCCESS"
     assert contents(out) == files[1]
+
+
+def test_of_two_collections_into_one_folder_the_first_gives_way(
+    run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    out = tmp_path / "out"
+    meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, where="_row < 3"))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, out, shard_rows=5)
+    assert sorted(contents(out)) == ["_COLLECTED", "part-00000.parquet"]
+
+
+def test_files_that_are_only_named_like_those_of_a_collection_stay(
+    run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run.parent.parent / "chunks", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match="other data"):
+        collect(run, tmp_path / "out", format="jsonl")
+    assert contents(tmp_path / "out") == before
 
 
 def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
