@@ -311,10 +311,10 @@ def sql_errors(what: str) -> Iterator[None]:
         if str(error) == "Query interrupted":  # so DuckDB tells of Ctrl-C
             raise KeyboardInterrupt from error
         raise
-    except duckdb.IOException as error:
-        hint = "free space in the scratch folder, or name another with --scratch-dir"
-        raise ScratchFull(f"{what}: {error}", hint=hint) from error
     except duckdb.Error as error:
+        if isinstance(error, duckdb.IOException) or "max_temp_directory_size" in str(error):
+            hint = "free space in the scratch folder, or name another with --scratch-dir"
+            raise ScratchFull(f"{what}: {error}", hint=hint) from error
         hint = ASK_VERIFY
         if isinstance(error, duckdb.OutOfMemoryException):
             hint = "rows are too large to make columns of: name columns or rows, or use --format openai-batch"

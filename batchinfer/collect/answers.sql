@@ -42,7 +42,9 @@ SELECT
     if(l._row IS NOT DISTINCT FROM wanted, wanted, error('row ' || wanted || ' is not in its place')) AS _row,
     l._id AS _id,
     l.status AS status,
-    CASE WHEN b.output IS NULL THEN coalesce(c.message.content, c.text, b.text) ELSE text_of(b.output, 'message') END AS text,
+    CASE WHEN b.output IS NULL THEN coalesce(c.message.content, c.text, b.text)
+        WHEN list_contains(list_transform(b.output, lambda i: i.type), 'message') THEN text_of(b.output, 'message')
+    END AS text,
     CASE WHEN b.output IS NULL THEN coalesce(c.message.reasoning, c.message.reasoning_content)
         ELSE nullif(text_of(b.output, 'reasoning'), '')
     END AS reasoning,

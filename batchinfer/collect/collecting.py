@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import closing
 from typing import Any
 
@@ -23,7 +24,7 @@ from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import MISSING, Finding, RunTarget
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
-from batchinfer.storage.opening import is_inside
+from batchinfer.storage.opening import check_writable, is_inside
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
     for url in (file.url for file in target.job.files):
-        if is_inside(url, config.dest):
+        if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (url, config.dest))):
             raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
     dest = _open_dest(config, open_store)
     record, status = dest.prepare(_key(config, selection, selection.sound)), "UNCHANGED"
@@ -134,6 +135,7 @@ def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination
     if config.dest.startswith("hf://"):
         is_private = not config.is_public
         return HubDestination(config.dest, suffix, overwrite=overwrite, is_private=is_private)
+    check_writable(config.dest, option="DEST")
     folder, name = split_name(config.dest) if suffix_of(config.dest) else (config.dest, "")
     return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
 

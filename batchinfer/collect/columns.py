@@ -62,11 +62,9 @@ class JsonColumns:
         self.is_flat = shape != "JSON" and len(shape) <= most_names
         """Whether the objects have few members, none of them nested deep."""
         shape = shape if self.is_flat and isinstance(shape, dict) else {}
-        folded = [name.casefold() for name in shape]
-        shape = {
-            name: "JSON" if not name or folded.count(name.casefold()) > 1 else kind
-            for name, kind in shape.items()
-        }
+        folded = [name.casefold() for name in shape | dict(known or {})]
+        odd = {name for name in folded if not name or folded.count(name) > 1}
+        shape = {name: "JSON" if name.casefold() in odd else kind for name, kind in shape.items()}
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
@@ -74,6 +72,7 @@ class JsonColumns:
             name: (self._member(name), kind)
             for name, kind in (known or {}).items()
             if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else "")
+            and name.casefold() not in odd
         }
         fitting = _fitting(sql, relation, wider)
         self.kinds |= {name: kind for name, kind in fitting.items() if kind != "JSON"}

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 8 << 20
 _BATCH_ROWS = 4096
+_EXACT = 2**53
+"""Up to here each integer is a float."""
 
 
 def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -52,7 +54,14 @@ class ParquetSource:
         self.schema = pa.schema([self._types.field(name) for name in names])
         self.schema.empty_table().take(pa.array([], pa.int64()))
         groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
-        parts = (group.column(index) for group in groups for index in range(group.num_columns))
+        parts = [group.column(index) for group in groups for index in range(group.num_columns)]
+        for part in parts:
+            path, there = part.path_in_schema, part.statistics
+            is_float = path in names and pa.types.is_floating(self._types.field(path).type)
+            if is_float and part.physical_type == "INT64":  # elsewhere it is of floats
+                known = there.has_min_max if there else False
+                if not known or max(-there.min, there.max) > _EXACT:
+                    raise InputError(f"column {path!r}: not every integer has its float")
         own = tuple(f"{name}." for name in names)
         size = sum(
             part.total_uncompressed_size
@@ -60,8 +69,8 @@ class ParquetSource:
             if f"{part.path_in_schema}.".startswith(own)
         )
         num_rows = sum(footer.num_rows for footer in footers)
-        self.at_once = max(1, _BLOCK_BYTES * num_rows // max(1, size))
-        """Number of rows whose columns have limited bytes, by the mean."""
+        self.at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
+        """Number of rows whose columns have limited bytes, by the mean. Texts that repeat count as one."""
         self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
     def batches(self) -> Iterator[Any]:
@@ -75,7 +84,7 @@ class ParquetSource:
                 rows = dataset.FileSystemDataset([kind.make_fragment(there)], self._types, kind)
                 for batch in rows.to_batches(
                     columns=self.schema.names,
-                    batch_size=min(_BATCH_ROWS, self.at_once),
+                    batch_size=self.at_once,
                     batch_readahead=1,
                     use_threads=False,
                 ):

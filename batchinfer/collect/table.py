@@ -228,7 +228,11 @@ class Collection:
             return table
         try:
             name, sql = quoted(self._apart("_row")), self._sql.cursor()
-            sql.register("rows", table)
+            unknown = ("halffloat", "decimal256")  # to DuckDB, which would refuse the whole table
+            known = [
+                field.name for field in table.schema if not str(field.type).startswith(unknown)
+            ]
+            sql.register("rows", table.select(known))
             # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
             query = f"SELECT {name} FROM rows WHERE CAST(({self._config.where}) AS BOOLEAN)"
             return self._taken(table, sql.sql(query).to_arrow_table()[0])

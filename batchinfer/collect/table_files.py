@@ -44,7 +44,7 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
 
     Without any row there is one file, which has the columns only.
     """
-    tables = _groups(rows.tables())
+    tables = _groups(rows.tables()) if kind == "parquet" else filter(len, rows.tables())
     with scratch_errors(scratch.folder):
         left, index = next(tables, None), 0
         while left is not None or not index:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect import answers, collecting
+from batchinfer.collect import answers, collecting, table_files
 from batchinfer.collect.columns import _group
 from batchinfer.collect.table import Collection
 from batchinfer.core import codec
@@ -113,7 +113,7 @@ BODIES: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         {"output": [SPOKEN], "incomplete_details": {"reason": "max_output_tokens"}},
-        {"tool_calls": [SPOKEN], "text": "", "finish_reason": "length"},
+        {"tool_calls": [SPOKEN], "text": None, "finish_reason": "length"},
     ),
     ({"text": "spoken", "usage": {"type": "duration", "seconds": 1}}, {"text": "spoken"}),
     (
@@ -245,6 +245,13 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
 def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job: Path) -> None:
     found = table(job, [chat('{"age": 1, "rate": 9007199254740993}'), chat('{"age": 2}')], ASKED)
     assert found["answer_rate"].to_pylist()[:2] == [9007199254740993, None]
+
+
+def test_members_of_a_schema_that_differ_by_case_alone_are_no_obstacle(job: Path) -> None:
+    members = {name: {"type": "string"} for name in ("a", "A", "b", "")}
+    asked = {"body": {"structured_outputs": {"json": {"properties": members}}}}
+    first = table(job, [chat('{"a": "x"}'), chat("{}")], asked).to_pylist()[0]
+    assert (json.loads(first["answer_a"]), first["answer_b"]) == ("x", None)
 
 
 def test_finished_answers_that_break_the_schema_are_marked_and_counted(
@@ -397,6 +404,11 @@ def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(
     monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 700)
     assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
     assert 1 < max(counts[2:]) < 6
+    counts.clear()
+    note = lambda _, rows: counts.append(len(rows))  # noqa: E731
+    monkeypatch.setattr(table_files.LinesWriter, "write_table", note)
+    collect(run, tmp_path / "a.jsonl", partial=True)
+    assert max(counts) < 6
 
 
 def test_ctrl_c_ends_a_query_without_a_traceback(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(hub: Hub,
     with pytest.raises(InputError, match="other data"):
         collect(run, shard_rows=5)
     assert len(hub.commits) == count
+    hub.put(REPO, "main", {RECORD: hub.files(REPO)[RECORD]})
+    assert collect(run)["status"] == "SUCCESS", "somebody has deleted the data"
+    assert len(published(hub)) == ROWS
 
 
 def test_readers_see_the_old_collection_until_the_new_one_is_whole(

@@ -166,6 +166,20 @@ def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
     assert found.schema.field("a").type == pa.int64()
 
 
+@pytest.mark.parametrize("number", [7, 2**53 + 1])
+def test_integers_beside_floats_keep_their_values(number: int, tmp_path: Path) -> None:
+    """Pandas writes integers as floats where one is missing."""
+    (tmp_path / "source").mkdir()
+    day = [datetime.date(2026, 1, 1)]
+    for name, n in (("0", number), ("1", 0.5)):
+        parquet.write_table(pa.table({"n": [n], "day": day}), tmp_path / f"source/{name}.parquet")
+    split(tmp_path / "source", tmp_path / "job")
+    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
+    found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
+    assert list(map(str, found["n"].to_pylist())) == ["7.0" if number == 7 else str(number), "0.5"]
+    assert (found["day"].to_pylist() == day * 2) == (number == 7), "whose type chunks do not keep"
+
+
 @pytest.mark.parametrize("what", ["changed", "gone", "damaged"])
 def test_a_source_that_is_not_the_same_any_more_is_not_read(what: str, tmp_path: Path) -> None:
     table = pa.table({"prompt": [f"row {row}" for row in range(ROWS)], "number": range(ROWS)})
@@ -211,6 +225,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> Non
         "deep": {"a": {"B": [0]}, "b": None},
     }
     assert {name: first[name] for name in wanted} == wanted
+    assert collect(run, tmp_path / "b.csv", with_source=True, where="_row < 5")["file_rows"] == 5
     collect(run, tmp_path / "a.csv", with_source=True)
     header, line, *_ = (tmp_path / "a.csv").read_text().splitlines()
     assert len(header.split(",")) == len(first)
