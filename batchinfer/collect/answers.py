@@ -6,8 +6,8 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,8 +142,13 @@ class Answers:
         self._failure: BaseException | None = None
         text = pa.large_string()
         schema = pa.schema([("wanted", pa.int64()), ("line", text), ("source", text)])
-        batches = self._batches(schema, _bring(selection, scratch, with_sources=with_sources))
-        with sql_errors("an output"), scratch_errors(scratch.folder):
+        # Garbage collection would close it at any time, even while a thread starts, and then wait for ever.
+        with (
+            sql_errors("an output"),
+            scratch_errors(scratch.folder),
+            closing(_bring(selection, scratch, with_sources=with_sources)) as brought,
+        ):
+            batches = self._batches(schema, brought)
             sql.execute(text_of("answers.sql"))
             # One statement takes all rows: to plan it takes as long as a thousand of them.
             sql.register("some_lines", pa.RecordBatchReader.from_batches(schema, batches))
@@ -221,7 +226,7 @@ class Answers:
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Iterator[_Brought]:
+def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Generator[_Brought]:
     """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
     open_store = functools.cache(selection.open_store)
 

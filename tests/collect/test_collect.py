@@ -562,6 +562,8 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
         change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
         with pytest.raises(InputError):
             collect(run, tmp_path / "out")
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith("batchinfer-read")], "left to chance"
     assert not (tmp_path / "out").exists()
 
 
