@@ -108,8 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if word.encode(errors="ignore").decode() != word:
                 raise ConfigError(f"{word!r}: is not UTF-8", hint=_RENAME)
         group.main(words, "batchinfer", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
     except click.Abort:
         say("error: interrupted")
         return INTERRUPTED

@@ -287,7 +287,6 @@ _ORIGINS = {
     "ENVIRONMENT": "environment",
     "DEFAULT_MAP": "settings file",
     "DEFAULT": "default",
-    "PROMPT": "command line",
 }
 
 
