@@ -155,11 +155,9 @@ def check_name(name: str, known: Mapping[str, Any]) -> None:
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
     near = difflib.get_close_matches(spelled, long_names, n=1, cutoff=_NEARLY)
     if near and name.startswith("--") and spelled not in _NO_MISSPELLING:
-        raise ConfigError(
-            f"No such option: {name}. Did you mean {near[0]}?",
-            hint="if the server has an option of this name, write it after `--`, as in "
-            f"`-- {name} …`; fields of requests without an option go by --sampling, as in top_k=40",
-        )
+        hint = f"if the server has an option of this name, write it after `--`, as in `-- {name} …`"
+        hint += "; fields of requests without an option go by --sampling, as in top_k=40"
+        raise ConfigError(f"No such option: {name}. Did you mean {near[0]}?", hint=hint)
 
 
 def from_variables(ctx: click.Context) -> list[str]:

@@ -123,9 +123,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         value = self.server_options.get(name)
         value = value[-1] if isinstance(value, list) else value
         if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value)):
-            value = int(
-                float(found[1]) * {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
-            )
+            scale = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
+            value = int(float(found[1]) * scale)
         return value if type(value) is int and value > 0 else None
 
     @property

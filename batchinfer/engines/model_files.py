@@ -235,8 +235,8 @@ def _files_on_hub(name: str, folder: Path) -> ModelFiles:
     sizes = local.sizes
     ask = hub_errors(name)(partial(hub.HfApi().model_info, files_metadata=True, timeout=30.0))
     with contextlib.suppress(BatchinferError):
-        policy = RetryPolicy(total_seconds=30.0)  # a machine without a network waits for it, too
-        info = retried(policy, lambda: ask(name, revision=commit))
+        # Few attempts: a machine without a network waits for them, too.
+        info = retried(RetryPolicy(attempts=3), lambda: ask(name, revision=commit))
         found = {file.rfilename: file.size or 0 for file in info.siblings or []}
         sizes = {key: each for key, each in found.items() if "/" not in key}
     return ModelFiles(commit, commit, sizes, local.read)
