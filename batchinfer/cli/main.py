@@ -93,10 +93,9 @@ def print_result(result: Any) -> None:
         except BrokenPipeError:  # `head` has ended, for example; click ends without a message
             raise
         except OSError as error:
-            raise BatchinferError(
-                f"stdout: cannot take the result ({error.strerror})",
-                hint="what the command did is done; run it again to see its result",
-            ) from error
+            message = f"stdout: cannot take the result ({error.strerror})"
+            hint = "what the command did is done; run it again to see its result"
+            raise BatchinferError(message, hint=hint) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,8 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if word.encode(errors="ignore").decode() != word:
                 raise ConfigError(f"{word!r}: is not UTF-8", hint=_RENAME)
         group.main(words, "batchinfer", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
     except click.Abort:
         say("error: interrupted")
         return INTERRUPTED

@@ -108,7 +108,7 @@ def divide(
     All words after an option of the server's that are no options belong to it, and so does everything after ``--``.
 
     Raises:
-        ConfigError: an option is nearly one of ours.
+        ConfigError: an option is nearly one of ours, or `--` is not followed by one.
     """
     options = {
         name: parameter
@@ -122,6 +122,9 @@ def divide(
     while waiting:
         word = waiting.pop()
         if word == "--":
+            if waiting and not OPTION.match(waiting[-1]):
+                where = "stands after --, where only the server's options stand"
+                raise ConfigError(f"{redact(waiting[-1])}: {where}", hint="write it before --")
             server += reversed(waiting)
             break
         name, has_value, _ = word.partition("=")
@@ -129,7 +132,7 @@ def divide(
             own.append(word)
         elif (option := options.get(name)) is not None or name[:2] in options:
             own.append(word)
-            takes_value = option is not None and not (option.is_flag or option.count or has_value)
+            takes_value = option is not None and not (option.is_flag or has_value)
             if takes_value and waiting:
                 own.append(waiting.pop())
         else:
@@ -152,11 +155,9 @@ def check_name(name: str, known: Mapping[str, Any]) -> None:
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
     near = difflib.get_close_matches(spelled, long_names, n=1, cutoff=_NEARLY)
     if near and name.startswith("--") and spelled not in _NO_MISSPELLING:
-        raise ConfigError(
-            f"No such option: {name}. Did you mean {near[0]}?",
-            hint="if the server has an option of this name, write it after `--`, as in "
-            f"`-- {name} …`; fields of requests without an option go by --sampling, as in top_k=40",
-        )
+        hint = f"if the server has an option of this name, write it after `--`, as in `-- {name} …`"
+        hint += "; fields of requests without an option go by --sampling, as in top_k=40"
+        raise ConfigError(f"No such option: {name}. Did you mean {near[0]}?", hint=hint)
 
 
 def from_variables(ctx: click.Context) -> list[str]:
@@ -185,10 +186,8 @@ def check_server_args(words: Sequence[str], engine: str) -> None:
     """
     names = [word.partition("=")[0] for word in words if OPTION.match(word)]
     if words and engine == "openai":
-        raise ConfigError(
-            f"No such option: {names[0] if names else words[0]}",
-            hint="--engine openai starts no server that could take it; see --help",
-        )
+        hint = "--engine openai starts no server that could take it; see --help"
+        raise ConfigError(f"No such option: {names[0]}", hint=hint)
     for name in names:
         if advice := _MANAGED.get(name.replace("_", "-")):
             raise ConfigError(f"{name}: is not an option here", hint=advice)

@@ -195,10 +195,8 @@ def server_settings(path: Path) -> list[str]:
     """
     section = _load(path).get(SERVER_SECTION) or {}
     if not isinstance(section, dict):
-        raise ConfigError(
-            f"--config {path}: {SERVER_SECTION} is no mapping",
-            hint="it holds options of `vllm serve`, as in max_model_len: 8192",
-        )
+        hint = "it holds options of `vllm serve`, as in max_model_len: 8192"
+        raise ConfigError(f"--config {path}: {SERVER_SECTION} is no mapping", hint=hint)
     return [word for name, value in section.items() for word in write_option(str(name), value)]
 
 
@@ -233,9 +231,8 @@ def _load(path: Path) -> dict[Any, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError(
-            f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
-        )
+        kind = type(loaded).__name__
+        raise ConfigError(f"--config {path}: a {kind}, expected a mapping of options")
     return loaded
 
 
@@ -254,10 +251,8 @@ def _options(command: click.Command) -> dict[str, click.Option]:
 def _named(options: Mapping[str, click.Option], key: str, shown: str, path: Path) -> click.Option:
     name = key.replace("-", "_")
     if name not in options:
-        raise ConfigError(
-            f"--config {path}: unknown key {shown!r}{near(name, options)}",
-            hint="every key is the name of an option; see --help",
-        )
+        message = f"--config {path}: unknown key {shown!r}{near(name, options)}"
+        raise ConfigError(message, hint="every key is the name of an option; see --help")
     return options[name]
 
 
@@ -287,7 +282,6 @@ _ORIGINS = {
     "ENVIRONMENT": "environment",
     "DEFAULT_MAP": "settings file",
     "DEFAULT": "default",
-    "PROMPT": "command line",
 }
 
 

@@ -29,6 +29,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MOST_SLOTS = 8
 """Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.\w+)*")
+_FUSED = (".experts", ".experts.base_layer")
+"""Ends of the names of layers whose experts are one tensor. Their matrices are as high as all experts' together."""
 
 
 class AdapterInfo(Record, frozen=True, kw_only=True):
@@ -125,7 +127,8 @@ def _matrices(folder: Path) -> dict[str, dict[str, list[int]]]:
     """Return the shapes of an adapter's pairs of matrices, A and B, by layer; none if no file shows them."""
     found: dict[str, dict[str, list[int]]] = {}
     for name, shape in _shapes(folder / WEIGHT_FILES[0]).items():
-        if match := _MATRIX.fullmatch(name):
+        match = _MATRIX.fullmatch(name)
+        if match and not match[1].endswith(_FUSED):
             found.setdefault(match[1], {})[match[2]] = shape
     return {layer: pair for layer, pair in found.items() if pair.keys() == {"A", "B"}}
 

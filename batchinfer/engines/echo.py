@@ -39,7 +39,7 @@ WIDTH = 16
 """Numbers of a vector, if the body says no other number."""
 _PROMPTS = ("messages", "prompt", "input", "text_1", "query", "text_2", "documents")
 """Fields that hold a prompt or a part of one."""
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _encode = msgspec.json.encode
 _Body = dict[str, Any]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineDied
 from batchinfer.core.records import Call, Reply, RowKey
@@ -24,7 +26,9 @@ MOST_ATTEMPTS = 5
 FEW, FEWEST = 64, 3
 """Most rows that may be given up because they fail alone."""
 _BYTES_PER_TOKEN = 4
-_NUMBERS = re.compile(rb'"(max_completion_tokens|max_tokens|n)": ?(\d{1,9})[,}]')
+_NUMBERS = re.compile(rb'"(max_completion_tokens|max_tokens|max_output_tokens|n)": ?(\d{1,9})[,}]')
+_DATA, _DATA_TOKENS = re.compile(rb"[\w+/=-]{4000,}"), 1000
+"""A picture or a sound in a body, and for how many tokens it counts."""
 # Shares of a minute's requests and tokens that may be sent at once. The rest follows evenly.
 _REQUEST_BURST = 1 / 60
 _TOKEN_BURST = 1 / 6
@@ -36,21 +40,14 @@ class Endpoint(Target):
     Args:
         url: URL up to and without /chat/completions; `/v1` is added to a URL without a path.
         config: Configuration of the engine.
-
-    Raises:
-        ConfigError: the URL is none, or the key cannot be sent.
     """
 
-    uses_proxy = True
-
     def __init__(self, url: str, config: EngineConfig) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            hint = f"as in http://127.0.0.1:8000/v1; a key belongs into {KEY_VARIABLE}"
-            raise ConfigError("--base-url: is no URL of an endpoint", hint=hint)
-        key = os.environ.get(KEY_VARIABLE, "").strip()
+        parts, key = urlsplit(url), os.environ.get(KEY_VARIABLE, "").strip()
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
         super().__init__(f"endpoint {base}", base, config.max_concurrency, key=key)
+        is_direct = proxy_bypass(parts.hostname or "")
+        self.proxy = None if is_direct else getproxies().get(parts.scheme)
         self.timeout_seconds = config.request_timeout_seconds
         self._end = time.monotonic() + min(OPEN_SECONDS, config.stall_seconds)
 
@@ -80,7 +77,8 @@ class Endpoint(Target):
             hint = "is --base-url right? It usually ends with /v1"
             raise ConfigError(f"{self.name}: answers not as the OpenAI API does", hint=hint)
         names = [each.get("id") for each in listed or () if isinstance(each, dict)]
-        if names and config.model not in names:  # an endpoint need not list its models
+        base = config.model.partition(":")[0]  # as in model:nitro, a way to the model
+        if names and not {config.model, base} & {*map(str, names)}:  # it need not list its models
             known, hint = ", ".join(map(str, names[:10])), "--model takes the endpoint's name of it"
             raise ConfigError(f"{self.name}: has no model {config.model!r}, but {known}", hint=hint)
         self.is_ready = True
@@ -99,13 +97,17 @@ class Pace:
     def __init__(self, config: EngineConfig) -> None:
         self._requests = _limiter(config.requests_per_minute, _REQUEST_BURST)
         self._tokens = _limiter(config.tokens_per_minute, _TOKEN_BURST)
+        self._most_tokens, self._lock = config.tokens_per_minute or 0, asyncio.Lock()
 
     async def wait(self, call: Call) -> None:
         """Wait until a call may be sent."""
         if self._requests is not None:
             await self._requests.acquire()
-        if self._tokens is not None:
-            await self._tokens.acquire(min(estimate_tokens(call), self._tokens.max_rate))
+        left = min(estimate_tokens(call), self._most_tokens) if self._tokens is not None else 0
+        async with self._lock:  # calls that took pieces in turn would all be sent at once
+            while left > 0:
+                await self._tokens.acquire(min(left, self._tokens.max_rate))
+                left -= self._tokens.max_rate
 
 
 def _limiter(per_minute: int | None, burst: float) -> Any:
@@ -120,8 +122,9 @@ def _limiter(per_minute: int | None, burst: float) -> Any:
 def estimate_tokens(call: Call) -> int:
     """Return about how many tokens a call takes: a quarter of its bytes, and the longest answers that it asks for."""
     numbers = {name: int(number) for name, number in _NUMBERS.findall(call.body)}
-    answer = numbers.get(b"max_completion_tokens") or numbers.get(b"max_tokens", 0)
-    return len(call.body) // _BYTES_PER_TOKEN + answer * numbers.get(b"n", 1)
+    num_answers = numbers.pop(b"n", 1)
+    prompt = _DATA.sub(bytes(_BYTES_PER_TOKEN * _DATA_TOKENS), call.body)
+    return len(prompt) // _BYTES_PER_TOKEN + max(numbers.values(), default=0) * num_answers
 
 
 class Outage:

@@ -6,12 +6,15 @@ own parser judges them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import re
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -120,9 +123,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         value = self.server_options.get(name)
         value = value[-1] if isinstance(value, list) else value
         if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value)):
-            value = int(
-                float(found[1]) * {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
-            )
+            scale = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}[found[2]]
+            value = int(float(found[1]) * scale)
         return value if type(value) is int and value > 0 else None
 
     @property
@@ -223,6 +225,15 @@ def worker_args() -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
 
+def _is_endpoint(url: str) -> bool:
+    """Whether a text is a URL to which paths can be appended, without a key in it."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        is_reached = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return bool(is_reached) and not re.search("//[^/]*@|[?#]", url)
+    return False
+
+
 def check_engine(config: EngineConfig) -> None:
     """Refuse a configuration that an engine could not run. Starts nothing, and asks no other machine. Pure.
 
@@ -232,13 +243,23 @@ def check_engine(config: EngineConfig) -> None:
     command = config.server_command
     if config.engine == "openai" and not config.base_urls:
         raise ConfigError("--engine openai: no --base-url", hint="as in http://127.0.0.1:8000/v1")
+    if config.engine == "vllm" and config.base_urls:
+        raise ConfigError("--base-url: is of no use to --engine vllm", hint="add --engine openai")
+    if not all(map(_is_endpoint, config.base_urls)):
+        hint = "as in http://127.0.0.1:8000/v1; a key belongs into OPENAI_API_KEY"
+        raise ConfigError("--base-url: is no URL of an endpoint", hint=hint)
     if not config.model and config.engine != "echo":
         hint = "add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model"
         raise ConfigError("--model: is missing, expected a folder or a name on the Hub", hint=hint)
     if command and "{port}" not in command and "{socket}" not in command:
         hint = "put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it"
         raise ConfigError(f"--server-command {command}: says not where to listen", hint=hint)
-    if config.nnodes > 1 and not (config.master_addr and 0 <= config.node_rank < config.nnodes):
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--server-command {command}: {error}") from error
+    is_node = config.master_addr and 0 <= config.node_rank < config.nnodes
+    if (config.nnodes > 1 or config.node_rank) and not is_node:
         message = f"--nnodes {config.nnodes}: expected --master-addr and --node-rank below --nnodes"
         raise ConfigError(message, hint="--master-addr is the address of node 0")
     if config.nnodes > 1 and config.replicas not in {1, "auto"}:

@@ -192,8 +192,7 @@ class HttpEngine:
     def _give(self, calls: list[Call], free: list[int]) -> None:
         """Give each target calls that follow each other, so that prompts which begin alike meet in one cache."""
         left = sum(free)
-        emptiest_first = sorted(zip(free, self.targets, strict=True), key=lambda each: -each[0])
-        for room, target in emptiest_first:
+        for room, target in sorted(zip(free, self.targets, strict=True), key=lambda each: -each[0]):
             share = math.ceil(len(calls) * room / (left or 1))
             for group in lists.group(calls[:share]):
                 self._begin(target, group)
@@ -319,6 +318,8 @@ class HttpEngine:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
                 continue
             await self._pace.wait(call)
+            if target.pause_seconds:  # another call was told so meanwhile
+                continue
             answered_before = answered.setdefault(target, target.num_answered)
             found = await target.post(call)
             reply, verdict = judge(call, found.status, found.body, target.masked)
@@ -331,7 +332,7 @@ class HttpEngine:
                 target.num_pauses = 0
                 target.num_answered += 1
                 return reply
-            is_busy = verdict == "busy" or found.wait_seconds is not None
+            is_busy = verdict == "busy" or (found.wait_seconds is not None and found.status != 500)
             num_failed += not is_busy
             counted = 0 if is_busy or not found.status else num_failed
             self._outage.note_failure(target, found.status, reply, counted)
@@ -346,7 +347,7 @@ class HttpEngine:
                 target.pause()  # another endpoint may be well
             if num_faults >= MOST_ATTEMPTS or (is_list and found.status and num_failed > 1):
                 return reply
-            await asyncio.sleep(pause_seconds(num_failed))
+            await asyncio.sleep(max(found.wait_seconds or 0.0, pause_seconds(num_failed)))
 
     async def _drop(self) -> None:
         """Cancel all calls in flight. Servers end the work on them, since their connections close."""

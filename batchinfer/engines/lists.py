@@ -15,7 +15,8 @@ from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply, Tokens
 
 MOST_TEXTS = 64
-_PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
+# Not /pooling: a vector for each token of 64 long texts may be more than the longest answer that is read.
+_PATHS = frozenset({"/v1/embeddings", "/classify"})
 # A body whose first field is one text, as the prompt builder writes it; and all other fields.
 _TEXT = re.compile(rb'\{"input": ?("(?:[^"\\]++|\\.)*+")(|,.*)\}', re.DOTALL)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -18,7 +18,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from batchinfer.core.units import size
 from batchinfer.engines import Stop
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import local_path, open_store
-from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.storage.retrying import RetryPolicy, retried
 
 logger = logging.getLogger(__name__)
 
@@ -233,8 +233,10 @@ def _files_on_hub(name: str, folder: Path) -> ModelFiles:
 
     commit, local = folder.name, _files_in(folder)
     sizes = local.sizes
-    with contextlib.suppress(BatchinferError), hub_errors(name):
-        info = hub.HfApi().model_info(name, revision=commit, files_metadata=True, timeout=30.0)
+    ask = hub_errors(name)(partial(hub.HfApi().model_info, files_metadata=True, timeout=30.0))
+    with contextlib.suppress(BatchinferError):
+        # Few attempts: a machine without a network waits for them, too.
+        info = retried(RetryPolicy(attempts=3), lambda: ask(name, revision=commit))
         found = {file.rfilename: file.size or 0 for file in info.siblings or []}
         sizes = {key: each for key, each in found.items() if "/" not in key}
     return ModelFiles(commit, commit, sizes, local.read)

@@ -17,7 +17,7 @@ from batchinfer.core.row_codes import Code
 
 FORBIDDEN = 403
 """Status with which an endpoint refuses either the key, or what one row says."""
-_TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 1000)} - {501})
 """Statuses of replies that may be another at the next attempt."""
 _OVERLOADED = frozenset({429, 503, 529})
 """Statuses of a server that has too much to do. They say nothing about the row."""
@@ -52,7 +52,8 @@ def problem_of(body: bytes) -> Problem:
         found = printable(body[:_LONGEST_MESSAGE].decode("utf-8", "replace"))
     if isinstance(found, dict):
         is_old = found.get("object") == "error"
-        found = found.get("error") or (found if is_old else found.get("detail", ""))
+        own = found if is_old else found.get("detail") or found.get("message", "")
+        found = found.get("error") or own
     if not isinstance(found, dict):
         return Problem(message=str(found)[:_LONGEST_MESSAGE])
     names = Problem.__struct_fields__
@@ -160,7 +161,7 @@ def failure_of(reply: Reply) -> Failure | None:
 def _code_of(status: int, problem: Problem) -> Code:
     if problem.type == _INVALID_TYPE or status < 400:
         return Code.INVALID_ANSWER
-    if status in _TRANSIENT or (status >= 500 and status != 501):
+    if status in _TRANSIENT:
         return Code.SERVER_ERROR
     if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
         return Code.PROMPT_TOO_LONG

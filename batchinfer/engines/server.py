@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -211,6 +212,7 @@ class OwnServer(Target):
         additions = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
         additions |= {**self.launch.environment, ENGINE_VARIABLE: "1"}
         additions["VLLM_API_KEY"] = ""  # only the worker reaches the socket
+        is_ours = self.launch.command[0] == sys.executable  # others have packages of their own
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
         with self._log.open("ab") as log:
             self._start_bytes = log.tell()
@@ -222,7 +224,7 @@ class OwnServer(Target):
                 # The signals of a terminal are for the worker. But the server stays in the worker's session: where
                 # Linux shares the processor out by session, a core that spins in another one kept the worker asleep.
                 process_group=0,
-                env=child_environment(additions),
+                env=child_environment(additions) if is_ours else {**os.environ, **additions},
             )
 
     async def look(self, config: EngineConfig) -> str:
@@ -266,7 +268,7 @@ class OwnServer(Target):
     def _exit_status(self) -> int | None:
         """Return the server's exit status, negative for a signal; None while it runs."""
         status = self.guard.poll() if self.guard is not None else None
-        return status if status is None or status <= 128 else 128 - status
+        return 128 - status if status and status - 128 in signal.valid_signals() else status
 
     async def is_healthy(self) -> bool:
         """Whether the server says that it is well. Some in vLLM's place have no /health, but a list of models."""
@@ -296,8 +298,7 @@ class OwnServer(Target):
         """Return the error for a server that ended, or is given up, before it was ready."""
         message, status = f"{self.name}: {reason}", self._exit_status()
         if status is None:
-            hint = f"--load-timeout-seconds gives it longer; its log is {self._log} meanwhile"
-            return EngineLoadError(message, hint=hint)
+            return EngineLoadError(message, hint="--load-timeout-seconds gives it longer")
         what, hint, last = "the server does not start", "", self._last()
         if status in (2, 127):  # vLLM's own if options, the model or an adapter are wrong
             hint = "see the options after --model; fields of requests go by --sampling NAME=VALUE"

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -40,9 +40,10 @@ class Answer(NamedTuple):
     """What its Retry-After asks for."""
 
     def field(self, name: str) -> Any:
-        """Return a field of an object; None if there is none."""
+        """Return a field of an object; None if there is none. Some write the list `data` without the object."""
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            return msgspec.json.decode(self.body)[name] if self.status == 200 else None
+            found: Any = msgspec.json.decode(self.body) if self.status == 200 else None
+            return found if name == "data" and isinstance(found, list) else found[name]
         return None
 
 
@@ -57,9 +58,6 @@ class Target:
         key: Key for the header Authorization; empty for none.
     """
 
-    uses_proxy: ClassVar[bool] = False
-    """Whether the variables HTTPS_PROXY and the like count."""
-
     def __init__(self, name: str, url: str, slots: int, *, socket: str = "", key: str = "") -> None:
         self.name, self.url, self.slots = name, url, slots
         self.is_ready = False
@@ -70,6 +68,8 @@ class Target:
         """Pauses since the last answer."""
         self.timeout_seconds: float | None = None
         """Longest time that one attempt at a call may take."""
+        self.proxy: str | None = None
+        """URL of the proxy that leads to it."""
         self._socket, self._key = socket, key
         self._gate = asyncio.Semaphore(slots)
         """Lets `slots` calls through at once, those included that another server failed on."""
@@ -107,7 +107,7 @@ class Target:
                 else aiohttp.TCPConnector(**options),
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_SECONDS),
-                trust_env=self.uses_proxy,
+                proxy=self.proxy,  # by trust_env a password in ~/.netrc would count, too
                 read_bufsize=1 << 20,
             )
         return self._http.request(method, self.url_of(path), allow_redirects=False, **more)
@@ -143,15 +143,16 @@ class Target:
         return body.replace(self._key.encode(), "…".encode()) if self._key else body
 
     async def events(self, call: Call) -> AsyncGenerator[bytes]:
-        """Send a call and yield the data of each server-sent event; a refusal is yielded as it is.
+        """Send a call and yield the data of each server-sent event; a refusal, or a whole answer, as it is.
 
         Raises:
             ConnectionError: the connection broke.
         """
         try:
             async with self._post(call) as found:
-                if found.status != 200:
-                    yield self.masked(await _body_of(found))
+                if found.status != 200 or found.content_type == "application/json":
+                    body = await _body_of(found)
+                    yield body if found.status == 200 else self.masked(body)
                     return
                 async for line in found.content:
                     data = line.removeprefix(b"data:").strip()
@@ -218,7 +219,7 @@ def read_parameters(description: bytes, path: str) -> frozenset[str]:
         while left:
             schema = left.pop()
             reference = str(schema.get("$ref", "")).rpartition("/")[2]
-            left += [schemas[reference]] if reference in schemas else []
+            left += [schemas.pop(reference)] if reference in schemas else []  # each once
             left += [each for kind in ("anyOf", "oneOf", "allOf") for each in schema.get(kind, ())]
             names.update(schema.get("properties", {}))
     return frozenset(names)

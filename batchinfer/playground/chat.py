@@ -129,7 +129,7 @@ class Chat:
                         return None
                     raise errors.InputError(f"no answer: {failure.message}")
                 for choice in event["choices"] or ():
-                    delta = choice.get("delta") or {}
+                    delta = choice.get("delta") or choice.get("message") or {}
                     write(delta.get("reasoning") or "", to_stderr=True)
                     answer += delta.get("content") or ""
                     write(delta.get("content") or "")

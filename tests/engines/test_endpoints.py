@@ -52,9 +52,9 @@ def reach():
     with contextlib.ExitStack() as stack:
 
         def reach_them(*endpoints, **options):
-            fields = {"stall_seconds": 5.0, "max_concurrency": 16, **options}
+            fields = {"stall_seconds": 5.0, "max_concurrency": 16, "model": "echo-model", **options}
             urls = [getattr(each, "url", each) for each in endpoints]
-            config = EngineConfig(engine="openai", model="echo-model", base_urls=urls, **fields)
+            config = EngineConfig(engine="openai", base_urls=urls, **fields)
             engine = stack.enter_context(contextlib.closing(create_engine(config)))
             return engine, engine.open(Event())
 
@@ -75,9 +75,11 @@ class TestContract(EngineContract):
 ERROR = {"error": {"message": "boom", "type": "server_error"}}
 PASSING = {
     "500": refusal(500),
+    "500, not so soon": refusal(500, Retry_After="0.1"),
     "403": refusal(403),
     "502 page": reply(502, "<html>Bad Gateway</html>", "text/html"),
     "503": refusal(503),
+    "520": refusal(520),
     "429": refusal(429, Retry_After="0.1"),
     "a page": reply(200, "<html>Welcome</html>", "text/html"),
     "half a body": raw(b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": ['),
@@ -113,8 +115,8 @@ def test_a_fault_that_passes_costs_no_row(endpoint, engine, name):
     assert endpoint.seen["row 3 says hello"] == 3
 
 
-FAULTS = {"500": "server_error", "closed at once": "server_error", "an error with 200": "invalid_answer",
-          "a page": "invalid_answer", "no end": "invalid_answer"}  # fmt: skip
+FAULTS = {"500": "server_error", "500, not so soon": "server_error", "closed at once": "server_error",
+          "an error with 200": "invalid_answer", "a page": "invalid_answer", "no end": "invalid_answer"}  # fmt: skip
 
 
 @pytest.mark.usefixtures("small_answers")
@@ -227,17 +229,20 @@ def test_a_slow_endpoint_is_no_outage(endpoint, reach):
     assert len(drive(engine, ListSource(calls(20)))) == 20
 
 
-def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, engine):
+@pytest.mark.parametrize(("limit", "most"), [({}, 16), ({"requests_per_minute": 300}, 8)])
+def test_a_wait_that_the_endpoint_asks_for_is_kept_by_all_calls(endpoint, reach, limit, most):
     times: list[float] = []
+    engine, _ = reach(endpoint, **limit)
+    endpoint.delay_seconds = 0.3
 
     def rule(_text, _body):
         times.append(time.monotonic())
         return refusal(429, Retry_After="1") if len(times) == 1 else None
 
     endpoint.rule = rule
-    drive(engine, ListSource(calls(40), per_take=1))
+    drive(engine, ListSource(calls(20), per_take=1))
     before = [each for each in times if each - times[0] < 0.95]
-    assert len(before) <= engine.targets[0].slots < 40, "those that were on their way"
+    assert len(before) <= most, "those that were on their way"
     assert times[-1] - times[0] > 0.95
 
 
@@ -265,6 +270,18 @@ def test_a_row_that_is_forbidden_before_any_is_answered_fails_alone(endpoint, re
     codes = {key[1]: code_of(each) for key, each in drive(engine, ListSource(calls(25))).items()}
     assert {row for row, code in codes.items() if code} == {0}
     assert list(codes)[-1] != 0, "and does not wait until no other row is left"
+
+
+def test_a_password_in_netrc_is_not_sent_and_a_proxy_of_the_environment_is_asked(
+    endpoint, reach, tmp_path, monkeypatch
+):
+    (tmp_path / "netrc").write_text("default login me password hush")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    drive(reach(endpoint)[0], ListSource(calls(1)))
+    monkeypatch.setenv("http_proxy", endpoint.url.replace("//", "//me:word@").removesuffix("/v1"))
+    drive(reach("http://nowhere.invalid")[0], ListSource(calls(1)))
+    assert {each["authorization"] for each in endpoint.headers} == {f"Bearer {KEY}"}
+    assert endpoint.headers[1]["proxy-authorization"] == "Basic bWU6d29yZA=="
 
 
 @pytest.mark.parametrize(("slots", "seconds"), [(16, 0.5), (80, 3600)])
@@ -330,6 +347,11 @@ def test_an_interruption_ends_a_stream_and_not_the_engine(endpoint, engine, numb
         list(engine.stream(call(0, stream=True)))
     endpoint.delay_seconds = 0.0
     assert len(drive(engine, ListSource(calls(3)))) == 3
+
+
+def test_a_stream_that_is_answered_whole_is_yielded(endpoint, engine):
+    endpoint.rule = lambda *_: reply(200, '{"choices": []}')
+    assert list(engine.stream(call(0, stream=True))) == [b'{"choices": []}']
 
 
 def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
@@ -417,17 +439,19 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint, reach):
     ("listed", "length"),
     [
         ([{"id": "other", "max_model_len": 1}, {"id": "echo-model", "max_model_len": 512}], 512),
-        (["echo-model"], None),
+        ({"data": [{"id": "echo-model", "max_model_len": 512}]}, 512),
+        ({"data": ["echo-model"]}, None),
     ],
 )
 def test_facts_are_those_of_the_models_entry_at_an_endpoint_that_answers(
     endpoint, listed, length, reach
 ):
-    endpoint.models = reply(200, {"data": listed})
+    endpoint.models = reply(200, listed)
     with fake_endpoint() as gone:
         gone.close()
         _, info = reach(gone, endpoint, stall_seconds=0.5)
     assert info.max_model_len == length
+    reach(endpoint, model="echo-model:nitro")
 
 
 def test_an_endpoint_that_takes_over_anothers_rows_gets_no_more_of_them_at_once(endpoint, reach):
@@ -455,7 +479,6 @@ def test_a_pace_is_kept(limit):
     """A call counts as 28 tokens, of which 4,500 may go at once."""
     config = EngineConfig(engine="openai", **limit)
     count = 30 if "requests_per_minute" in limit else 170
-    import asyncio
 
     async def time_of(count):
         pace, begin = Pace(config), time.monotonic()
@@ -465,6 +488,26 @@ def test_a_pace_is_kept(limit):
 
     assert 0.4 < asyncio.run(time_of(count)) < 30
     assert estimate_tokens(call(0, max_tokens=100, n=2)) > 200
+    assert estimate_tokens(call(0, max_output_tokens=200)) > 200
+    assert estimate_tokens(call(0, prompt="QUJD" * 10_000)) < 1100, "a picture"
+
+
+def test_a_row_of_several_bursts_keeps_the_pace_and_goes_before_the_next(monkeypatch):
+    """100 tokens may go at once, and 500 a second."""
+    monkeypatch.setattr(endpoints, "_TOKEN_BURST", 1 / 300)
+    pace = Pace(EngineConfig(engine="openai", tokens_per_minute=30_000))
+    times = [time.monotonic()]
+
+    async def send(index):
+        await pace.wait(call(index, max_tokens=270))
+        times.append(time.monotonic())
+
+    async def send_both():
+        await asyncio.gather(send(0), send(1))
+
+    asyncio.run(send_both())
+    assert times[1] - times[0] > 0.3
+    assert times[2] - times[1] > 0.4
 
 
 # --------------------------------------------------------------------------- pooling in lists
@@ -494,8 +537,9 @@ def test_texts_go_in_lists_and_come_back_singly_by_their_indexes(endpoint, engin
     rows = [embed(index, f"text {index}") for index in range(10)]
     rows += [embed(index, "x", dimensions=4) for index in range(10, 14)]
     rows += [embed(14, ["x"]), call(15, "/classify", input="x")]
+    rows += [call(index, "/pooling", input="x") for index in (16, 17)]
     found = drive(engine, ListSource(rows))
-    assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 4, 10]
+    assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 1, 1, 4, 10]
     for each in rows[:14]:
         alone = json.loads(answer(each).body)["data"][0]["embedding"]
         assert vectors(found)[each.key] == alone

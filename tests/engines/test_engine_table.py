@@ -15,6 +15,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.engines.replies import failure_of
 from batchinfer.engines.server import plan
+from batchinfer.engines.targets import read_parameters
 from batchinfer.engines.vllm_command import batch_sizes, write_vllm_command
 from models import write_model_stub
 
@@ -140,6 +141,33 @@ def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, e
     assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
 
 
+BAD = {
+    "--base-url: is no URL": [
+        {"engine": "openai", "base_urls": [url]}
+        for url in (
+            "here",
+            "http://[::1/v1",
+            "http://a:99999",
+            "http://k@a",
+            "http://a/v1?b=c",
+            "http://a/v1#b",
+        )
+    ],
+    "add --engine openai": [{"base_urls": ["http://a/v1"]}],
+    "No closing quotation": [{"server_command": "serve '{port}"}],
+    "expected --master-addr": [{"node_rank": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "options"), [(said, x) for said, each in BAD.items() for x in each]
+)
+def test_a_configuration_that_cannot_work_is_said_before_anything_is_started(said, options):
+    with pytest.raises(ConfigError) as caught:
+        create_engine(EngineConfig(model="m", **options))
+    assert said in caught.value.message + caught.value.hint
+
+
 def test_any_servers_command_has_its_places_filled(tmp_path):
     model = str(write_model_stub(tmp_path / "m"))
     config = EngineConfig(
@@ -151,6 +179,16 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
     assert launch.command[:5] == ["serve", model, "--name", model, "--json"]
     assert launch.command[5:] == ['{"a": 1}', "--port", str(launch.port), "--more"]
     assert (launch.slots, launch.max_num_seqs) == (100, None)
+
+
+def test_a_schema_that_holds_itself_has_its_fields():
+    tree = {"properties": {"text": {}}, "anyOf": [{"$ref": "#/components/schemas/Tree"}]}
+    body = {"content": {"application/json": {"schema": tree}}}
+    schemas = {
+        "paths": {"/x": {"post": {"requestBody": body}}},
+        "components": {"schemas": {"Tree": tree}},
+    }
+    assert read_parameters(json.dumps(schemas).encode(), "/x") == {"text"}
 
 
 # --------------------------------------------------------------------------- replies
@@ -173,6 +211,7 @@ def error(**fields):
         (400, error(param="body.stop"), "invalid_parameter", "stop"),
         (400, error(param="response_format.x"), "invalid_constraint", "response_format.x"),
         (400, error(), "invalid_request", None),
+        (400, {"error_code": "BAD_REQUEST", "message": "m"}, "invalid_request", None),
         (422, {"object": "error", "message": "old"}, "invalid_request", None),
         (501, error(), "invalid_request", None),
         (503, "", "server_error", None),
@@ -184,4 +223,4 @@ def test_a_refusal_has_a_code_by_its_status_and_fields(status, body, code, param
     data = body if isinstance(body, str) else json.dumps(body)
     failure = failure_of(Reply(key=("c", 0), status=status, body=data.encode()))
     assert (failure.code, failure.param) == (code, param)
-    assert failure.message
+    assert (failure.message == f"the server answered with status {status}") is (body == "")

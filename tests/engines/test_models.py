@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
+from safetensors.numpy import save_file
 
 from batchinfer.core.errors import (
     AccessDenied,
@@ -19,7 +22,7 @@ from batchinfer.core.errors import (
     Interrupted,
     StorageError,
 )
-from batchinfer.engines import identify_model, model_files
+from batchinfer.engines import identify_model, model_files, vllm_serve
 from batchinfer.engines.adapters import check_fit, describe_adapters, write_options
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.model_files import fetch, list_model
@@ -84,7 +87,7 @@ def fake_hub(monkeypatch, tmp_path):
     """A Hub with one model at one commit, whose small files it gives. A test sets `error` to make it fail."""
     folder = write_model_stub(tmp_path / ("c" * 40))
     (folder / "model.safetensors").unlink()
-    state = SimpleNamespace(error=None)
+    state = SimpleNamespace(error=None, failures=[])
     sizes = {"config.json": 5, "model.safetensors": 1000, "original/model.safetensors": 10**9}
 
     def snapshot(name, *, revision, allow_patterns):
@@ -95,6 +98,8 @@ def fake_hub(monkeypatch, tmp_path):
 
     def model_info(self, name, *, revision, **options):
         assert revision == "c" * 40
+        if state.failures:
+            raise state.failures.pop()
         files = [SimpleNamespace(rfilename=each, size=size) for each, size in sizes.items()]
         return SimpleNamespace(siblings=files)
 
@@ -105,6 +110,9 @@ def fake_hub(monkeypatch, tmp_path):
 
 
 def test_a_model_on_the_hub_is_known_by_its_commit_without_its_weights(fake_hub):
+    fake_hub.failures = [
+        ConnectionError("reset")
+    ]  # it counted as one without weights, so one GPU held it
     info = describe_model(EngineConfig(model="org/name", revision="main"))
     assert info.identity == info.revision == "c" * 40
     assert (info.parameter_bytes, info.max_model_len) == (1000, 8192)
@@ -133,6 +141,48 @@ def test_what_the_hub_refuses_is_said_in_our_words(fake_hub, monkeypatch, kind, 
     Exception.__init__(fake_hub.error, "from the test")
     with pytest.raises(raised, match="org/name"):
         describe_model(EngineConfig(model="org/name", revision="x"))
+
+
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def _answered(status: int) -> Exception:
+    error = OSError("from the test")
+    error.response = SimpleNamespace(status_code=status)
+    return error
+
+
+LOADING = [
+    (_caused(OSError("no config"), _answered(429)), False, None),
+    (_caused(ValueError("no config"), _caused(OSError("so"), _answered(503))), False, None),
+    (hub_errors.LocalEntryNotFoundError("not here"), False, None),
+    (hub_errors.LocalEntryNotFoundError("not here"), True, 2),
+    (_caused(OSError("no config"), ConnectionError("reset")), False, None),
+    (_caused(OSError("no config"), _answered(404)), False, 2),
+    (ValueError("max_model_len"), False, 2),
+]
+
+
+@pytest.mark.parametrize(("error", "is_offline", "status"), LOADING)
+def test_a_failure_of_the_hub_while_vllm_loads_may_pass(monkeypatch, error, is_offline, status):
+    """It ended with 2, after which no cluster starts a worker again."""
+
+    def fail(_):
+        raise error
+
+    parser = SimpleNamespace(add_subparsers=lambda **_: None, parse_args=lambda _: None)
+    serve = SimpleNamespace(subparser_init=lambda _: parser, validate=fail)
+    for name, made in {
+        "entrypoints.cli.serve": {"ServeSubcommand": lambda: serve},
+        "utils.argparse_utils": {"FlexibleArgumentParser": lambda **_: parser},
+    }.items():
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace(**made))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(SystemExit if status else type(error)) as caught:
+        vllm_serve.main()
+    assert getattr(caught.value, "code", None) == status
 
 
 # --------------------------------------------------------------------------- buckets
@@ -221,6 +271,17 @@ def test_every_byte_of_an_adapter_counts(tmp_path):
     weights.write_bytes(data)
     (after,) = describe_adapters(config_with(mine=folder))
     assert after.identity != before.identity
+
+
+@pytest.mark.parametrize("name", ["experts", "experts.base_layer"])
+def test_the_matrices_of_fused_experts_are_not_compared(tmp_path, name):
+    """They have a rank for each expert, so the adapter counted as damaged."""
+    folder = write_adapter(tmp_path / "adapter", r=4)
+    layer = f"base_model.model.model.layers.0.mlp.{name}.lora_"
+    shapes = {f"{layer}A.weight": (32, 128), f"{layer}B.weight": (128, 32)}
+    tensors = {each: np.zeros(shape, "float32") for each, shape in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    check_fit(describe_adapters(config_with(mine=folder)), str(DEMO_MODEL))
 
 
 BAD = {

@@ -302,6 +302,7 @@ NOT_STARTING = {
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
     "hint": ("exit(1)", EngineLoadError, "--log-level debug"),
+    "a status like a signal's": ("exit(255)", EngineLoadError, "ended with exit status 255"),
 }  # fmt: skip
 
 
@@ -318,6 +319,17 @@ def test_a_command_that_is_not_there_is_the_users_fault(open_engine):
         open_engine(server_command="nosuchprogram {port}")
 
 
+def test_a_program_of_another_environment_does_not_get_our_packages(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    shown = ["sh", "-c", "echo has [$PYTHONPATH]"]
+    launch = Launch(name="replica 0", command=shown, environment={}, slots=1)
+    server = OwnServer(launch, tmp_path / "log")
+    server.start()
+    server.guard.wait()
+    server.end()
+    assert server._last() == "has []\n"
+
+
 def test_a_server_that_never_was_started_was_not_started_again(model):
     engine = create_engine(EngineConfig(model=str(model), server_command=echo_command("{socket}")))
     engine.targets = engine._make_targets(Event())
@@ -327,8 +339,9 @@ def test_a_server_that_never_was_started_was_not_started_again(model):
 
 def test_a_server_that_never_gets_ready_is_given_up(open_engine, tmp_path):
     idle = command(tmp_path, "import time; time.sleep(60)")
-    with pytest.raises(EngineLoadError, match=r"not loaded after 0.5 s"):
+    with pytest.raises(EngineLoadError, match=r"not loaded after 0.5 s") as caught:
         open_engine(server_command=idle, load_timeout_seconds=0.5)
+    assert "scratch" not in caught.value.hint, "where its log was"
 
 
 ODD = """

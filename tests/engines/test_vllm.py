@@ -159,8 +159,11 @@ def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server, l
     assert "max_model_len" in load_error(demo_server, ["--max-model-len", "99999"])
 
 
-def test_an_option_that_vllm_does_not_know_is_the_users_fault(demo_server, load_error):
-    assert "--no-such-option" in load_error(demo_server, ["--no-such-option", "1"])
+@pytest.mark.parametrize("option", ["--no-such-option", "--tensor-parallel"])
+def test_an_option_that_vllm_does_not_know_is_the_users_fault(demo_server, load_error, option):
+    dotted = ["--structured-outputs-config.backend", "xgrammar"]
+    said = load_error(demo_server, [*dotted, option, "1"])
+    assert f"unrecognized arguments: {option} 1" in said
 
 
 def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server, load_error):

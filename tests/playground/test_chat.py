@@ -117,7 +117,7 @@ def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd) -> 
     def stream(call: Any) -> Iterator[bytes]:
         asked.append(texts := call.texts)
         if texts == ["stop"]:
-            yield b'{"choices":[{"delta":{"content":"half"}}]}'
+            yield b'{"choices":[{"message":{"content":"half"}}]}'  # from a server that does not stream
             raise KeyboardInterrupt
         if texts[-1] == "proxy":
             yield b"<html>Bad Gateway</html>"
