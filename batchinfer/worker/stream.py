@@ -124,7 +124,8 @@ class RowStream:
             else:
                 self._encode(flight.chunk, flight.prepared, failure_of(reply) or reply, finished)
         self._finish(finished)
-        if killed:
+        # A worker that is stopped may see its servers stopped, too: no row is at fault.
+        if killed and not self._open_chunks.is_closing:
             self._open_chunks.note_death([flight.prepared.key for flight in killed])
         for flight in killed:
             # A suspect's call is built again when its group runs.

@@ -182,6 +182,19 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
     assert len(chunks.finished) == 40
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(
+    chunks: ChunksPutByHand, is_stopped: bool
+) -> None:
+    """Who stops a worker may stop all its processes at once."""
+    chunk = chunks.put("first", 3)
+    stream = stream_over(chunks)
+    held = take_all(stream)
+    chunks.is_closing = is_stopped
+    stream.handle([Reply(key=call.key, status=0, body=b"killed by SIGTERM") for call in held])
+    assert len(chunk.deaths) == (0 if is_stopped else 3)
+
+
 def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
     background = FetchesLater()
     chunks.put("first", 3 * NUM_THREADS, [RED])
