@@ -29,6 +29,7 @@ from batchinfer.storage.hub import client_options, hub_errors
 from batchinfer.storage.opening import (
     BUCKET_SCHEMES,
     check_url,
+    join_url,
     local_path,
     open_store,
     split_url,
@@ -116,7 +117,7 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
     check_url(argument)
     with reading(argument):
         url, revision = _pinned(argument) if argument.startswith("hf://") else (argument, "")
-        system, path = _filesystem(url.rstrip("/"))
+        system, path = _filesystem(join_url(url, ""))
         info = _info(system, path)
         if info is None and not re.search(r"[*?\[]", path):
             raise FileNotFoundError(path)
@@ -142,9 +143,12 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             start = os.path.commonpath([name, path])
             # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
             info = _info(system, name) if is_local(argument) else described
+            is_hidden = re.search(hiding, name[len(start) :])
             if info and info["type"] == "file":
-                is_hidden = re.search(hiding, name[len(start) :])
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
+            elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
+                hint = "fetch the file, or remove the link"
+                raise InputError(f"{name}: is a link to nothing", hint=hint)
     if left_out := [redact(file.url) for file in hidden if file.format]:
         text = "%s: left out %s whose name or folder begins with . or _, %s first"
         logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from fsspec.implementations.local import LocalFileSystem
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, InputError
+from batchinfer.split import files, text_lines
 from batchinfer.split.files import DataFile
 from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
@@ -53,7 +55,7 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
     for name, n in {**places, "elsewhere": 3}.items():
         write_parquet(tmp_path / f"{name}.parquet", n=[n])
     (data / "link.parquet").symlink_to("../elsewhere.parquet")
-    (data / "nowhere.parquet").symlink_to("gone")
+    (data / ".hidden/nowhere.parquet").symlink_to("gone")
     for name in ("README.md", "infos.json", "notes.txt"):
         (data / name).write_text("{}")
     with caplog.at_level("INFO"):
@@ -69,6 +71,11 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         ("**/*.parquet", [9, 1, 2, 3]),
     ):
         assert numbers(f"{data}/{pattern}") == expected
+    (data / "nowhere.parquet").symlink_to("gone")
+    for source in (data, data / "*.parquet"):
+        with pytest.raises(InputError, match=r"nowhere\.parquet: is a link to nothing"):
+            numbers(source)
+    (data / "nowhere.parquet").unlink()
     (data / "b.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match=r"files of several formats, csv \(.*, expected one"):
         numbers(data)
@@ -128,6 +135,8 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Pat
     limited = count_sources(sources, limit=4)
     assert limited.rows == 4
     assert [len(source.files) for source in limited.sources] == [1, 1, 1, 0, 0]
+    with pytest.raises(InputError, match=r"none\.parquet: two SOURCE arguments name it"):
+        count_sources([*sources, str(tmp_path / "n*")])
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
@@ -141,6 +150,30 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[bytes | None, str, str]] = {
+@pytest.mark.parametrize(
+    ("end", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
+)
+def test_a_json_array_is_told_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, pack: Callable[[bytes], bytes]
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(text_lines, "raw_members", lambda line: seen.append(len(line)))
+    path = tmp_path / f"a.json{end}"
+    path.write_bytes(pack(b"[" + b'{"n":1},' * 10**6 + b"{}]"))
+    with pytest.raises(InputError, match="is a JSON array"):
+        numbers(path)
+    assert seen[0] <= 1 << 20
+
+
+def test_the_root_folder_is_not_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    monkeypatch.setattr(files, "_look_into", listed.append)
+    monkeypatch.setattr(LocalFileSystem, "find", lambda *_, **__: {})
+    with pytest.raises(InputError, match="/: holds no file"):
+        numbers("/")
+    assert listed == ["/"]
+
+
     # a source: its content, what is said of it, and what to do
     "d/*.csv": (None, "holds no file", "check the path"),
     "d/README.md": (b"x", "holds 1 file, none of a known format", "check the path"),
@@ -260,6 +293,10 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(
 
 
 def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
+    if kind == "parquet":
+        write_parquet(path, other=list(range(10)))
+        with pytest.raises(InputError, match="changed while it was being split"):
+            rows_of(counted)
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
     for source, output in (
         (tmp_path / "d", tmp_path / "d/job"),
@@ -292,8 +329,8 @@ def test_s3_files_folders_and_globs_are_read(s3_url: Callable[..., str], tmp_pat
 def test_a_data_set_of_the_hub_is_read_at_one_commit(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"native/train-0": [1, 2], "native/train-1": [3], "old/0": [0], "converted/all/0": [9]}
-    for name, n in files.items():
+    data = {"native/train-0": [1, 2], "native/train-1": [3], "old/0": [0], "converted/all/0": [9]}
+    for name, n in data.items():
         write_parquet(tmp_path / f"{name}.parquet", n=n)
     (tmp_path / "script").mkdir()
     (tmp_path / "script/script.py").touch()

@@ -274,6 +274,14 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
     assert tree(grown) == before
     split(tmp_path / "d.parquet", grown, append=True, columns=["prompt", "n"])
     table = tmp_path / "e.csv"
+    assert split(tmp_path / "d.parquet", grown, append=True)["status"] == "unchanged"
+    pq.write_table(pa.table({"n": [1], "prompt": ["x"], "g": [2]}), tmp_path / "g.parquet")
+    sources = [
+        tmp_path / "d.parquet",
+        make_source(tmp_path / "c.parquet", 7),
+        tmp_path / "g.parquet",
+    ]
+    refused(r"g\.parquet: has a column 'g', which", sources, grown, append=True)
     table.write_text("n;prompt\n1;x\n")
     split(table, grown, append=True, delimiter=";")
     assert "--delimiter" in refused("has changed", table, grown, append=True)
