@@ -263,7 +263,8 @@ def opened(url: str) -> Iterator[Any]:
         file: Any = io.BufferedReader(raw, _BUFFER_BYTES)  # raw lacks some methods of Python's own
         packing = packing_of(url)
         if packing == ".gz":
-            file = stack.enter_context(gzip.open(file, "rb"))
+            unpacked = stack.enter_context(gzip.open(file, "rb"))
+            file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         elif packing == ".zst":
             import pyarrow
 
@@ -337,6 +338,8 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
         if re.fullmatch(r"[\w-]+/[\w-]+", url):
             hint += f"; a data set of the Hub is hf://datasets/{url}"
         return InputError(f"{url}: no such file, folder or bucket", hint=hint)
+    if isinstance(error, io.UnsupportedOperation) and packing_of(url):  # of parquet, to seek
+        return InputError(f"{url}: can only be read unpacked", hint="unpack it: zstd -d FILE")
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

@@ -144,12 +144,12 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
     (tmp_path / "b.csv").write_text(csv)
-    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000)):
+    (tmp_path / "c.csv").write_text("n,text\n" + "".join(f"{n},{'x' * 10**6}\n" for n in range(9)))
+    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000), ("c.csv", 9)):
         assert numbers(tmp_path / name) == list(range(count))
         assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
 
 
-BAD: dict[str, tuple[bytes | None, str, str]] = {
 @pytest.mark.parametrize(
     ("end", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
 )
@@ -174,6 +174,7 @@ def test_the_root_folder_is_not_the_present_one(monkeypatch: pytest.MonkeyPatch)
     assert listed == ["/"]
 
 
+BAD: dict[str, tuple[bytes | None, str, str]] = {
     # a source: its content, what is said of it, and what to do
     "d/*.csv": (None, "holds no file", "check the path"),
     "d/README.md": (b"x", "holds 1 file, none of a known format", "check the path"),
@@ -183,13 +184,15 @@ def test_the_root_folder_is_not_the_present_one(monkeypatch: pytest.MonkeyPatch)
     "b.jsonl": ('{"n":1}'.encode("utf-16"), "in UTF-8", "convert"),
     "c.jsonl": (b'{"_row":1}', "has a column '_row'", "rename it in the source"),
     "a.csv": (b"n,_id\n1,2", "has a column '_id'", "--columns"),
-    "b.csv": (b'n,m\n1,"2\n3,4\n', "perhaps a quote is not closed", "close it"),
+    "b.csv": (b'n,m\n1,"2\n3,4\n', "perhaps a quote is open", "close it"),
+    "g.csv": (b"n,m\r1,2\r", "or \\r ends lines", "end lines in"),
     "c.csv": (b"n,m\n1,2\n3\n", "line 3: 1 values, expected the header's 2", "--delimiter"),
     "f.csv": (b"n,m\n1,2,3\n", "line 2: 3 values, expected the header's 2", "--delimiter"),
     "d.csv": (b"n,n\n1,2\n", "column 'n' is there twice", "rename"),
     "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
+    "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
     "b.jsonl.gz": (b'{"n":1}', "corrupt or truncated", "again"),
     "nothing://b/x.csv": (None, "no filesystem for nothing://", "s3://"),
 }
@@ -290,13 +293,13 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(
     write(count)
     with pytest.raises(InputError, match=rf"x\.{kind}: changed while it was being split"):
         rows_of(counted)
-
-
-def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
     if kind == "parquet":
         write_parquet(path, other=list(range(10)))
         with pytest.raises(InputError, match="changed while it was being split"):
             rows_of(counted)
+
+
+def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
     for source, output in (
         (tmp_path / "d", tmp_path / "d/job"),
