@@ -110,7 +110,7 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
         The files, and the commit if the argument is a data set of the Hub, else "".
 
     Raises:
-        InputError: There is no file, no file of a known format, or files of several formats.
+        InputError: There is no file, none of a known format, files of several formats, or a link to nothing.
         AccessDenied: Credentials are missing or refused.
         ConfigError: The URL cannot be used, or a package is missing.
     """

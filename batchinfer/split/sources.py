@@ -202,8 +202,8 @@ def count_sources(
         delimiter: Character between the values of CSV; "" for a comma, or a tab in .tsv files.
 
     Raises:
-        InputError: A source has no file or files of several formats, a file is damaged or lacks a column, or all
-            sources together have no rows.
+        InputError: A source has no file or files of several formats, a file is damaged, lacks a column or is named
+            twice, or all sources together have no rows.
         ConfigError: A source's URL cannot be used.
         AccessDenied: Credentials are missing or refused.
     """

@@ -26,6 +26,7 @@ _BLOCK_BYTES = 4 << 20
 _ROW_BYTES = 4 << 10
 """What each row of CSV and text counts in a block besides its length."""
 _HEAD_BYTES = 1 << 16
+"""A first line that is longer, and begins as a JSON array does, is one."""
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
 _BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
