@@ -56,10 +56,11 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
         options: The options rate, rate_from, gpu, workers, hours, price_per_hour, is_spot and max_cost.
 
     Returns:
-        The entries `estimate`, `workers_advised` and `measured`; empty without a rate.
+        The entries `estimate` and `measured`; empty without a rate.
 
     Raises:
-        ConfigError: --hours is less than a start takes, or no price is known that --max-cost could be held to.
+        ConfigError: --hours is less than a start takes, or beside --workers, or no price is known that --max-cost could
+                be held to.
 
     >>> asked = {"rate": 1.0, "workers": 6, "price_per_hour": 2.0}
     >>> estimate(36_000, asked)["estimate"]["cost"]
@@ -80,16 +81,16 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if not rate or not rows:
         return found
     start = START_SECONDS + measured.get("load_seconds", 0.0)
-    hours, wanted = options.get("hours"), None
-    if hours is not None and hours * 3600 <= start:
-        given = units.duration(hours * 3600)
-        raise ConfigError(f"--hours {hours:g}: {given} is less than a worker takes to start")
+    hours, workers = options.get("hours"), options.get("workers") or 1
     if hours is not None:
-        wanted = max(1, math.ceil(rows / rate / (hours * 3600 - start)))
-    workers = options.get("workers") or wanted or 1
+        if options.get("workers"):
+            raise ConfigError("--workers: not together with --hours", hint="leave one of them out")
+        if hours * 3600 <= start:
+            given = units.duration(hours * 3600)
+            raise ConfigError(f"--hours {hours:g}: {given} is less than a worker takes to start")
+        workers = max(1, math.ceil(rows / rate / (hours * 3600 - start)))
     worker_hours = (rows / rate + workers * start) / 3600
     return found | {
-        "workers_advised": wanted,
         "estimate": {
             "rows": rows,
             "rate": rate,

@@ -182,10 +182,13 @@ class Examination:
             self.result["not_checked"].append("that the model is there")
 
     def _find_data(self) -> None:
+        job, manifests = self.options["job"], list(self.options["manifests"] or ())
         if self.config.sources:
+            if job or manifests:
+                text = "--job, --manifest: are not looked at beside SOURCE"
+                self._problem(WARNING, "data", text, "leave SOURCE out to check the job")
             self.data = _read_sources(self.config)
             return
-        job, manifests = self.options["job"], list(self.options["manifests"] or ())
         if not manifests and not job:
             raise ConfigError("nothing to check: no SOURCE, no --job and no --manifest")
         found = read_assignment(

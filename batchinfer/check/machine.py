@@ -40,7 +40,8 @@ class Machine(Record, frozen=True, kw_only=True):
 
 def this_machine() -> Machine:
     """Look at this machine. Opens no context of CUDA, and imports neither torch nor vLLM."""
-    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    there = importlib.metadata.distributions()
+    installed = {one.name.lower(): one.version for one in there if one.name}  # half removed: none
     cache = Path(os.environ.get("HF_HOME", "~/.cache")).expanduser()
     places = {"HF_HOME": cache, "TMPDIR": temporary_folder()}
     return Machine(

@@ -10,13 +10,14 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from batchinfer.core.errors import InputError
+from batchinfer.split.files import is_local
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
+from batchinfer.storage.opening import check_writable, leaving_no_folders, local_path, open_store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def fetch_file(source: str, scratch: Path) -> Path:
         ValueError: It is a folder, or absent.
         ObjectNotFound: There is no such object in the bucket.
     """
-    if _is_local(source):
+    if is_local(source):
         if not local_path(source).is_file():
             raise ValueError("there is no such file")
         return local_path(source)
@@ -49,7 +50,7 @@ def fetch_model(source: str) -> Path:
     Raises:
         InputError: There is no such folder or model.
     """
-    if _is_local(source) and local_path(source).is_dir():
+    if is_local(source) and local_path(source).is_dir():
         return local_path(source)
     import huggingface_hub as hub
 
@@ -69,30 +70,29 @@ def result_at(dest: str) -> Iterator[Path]:
         AccessDenied: The bucket may not be written to. This is found out before the conversion.
     """
     check_writable(dest, option="DEST")
-    scratch = _scratch_beside(dest) if _is_local(dest) else Scratch()
-    with closing(scratch), scratch_errors(scratch.folder):
-        if not _is_local(dest):
+    with ExitStack() as stack:
+        scratch = _scratch_beside(dest, stack) if is_local(dest) else Scratch()
+        stack.enter_context(closing(scratch))
+        stack.enter_context(scratch_errors(scratch.folder))
+        if not is_local(dest):
             _check_bucket(open_store(dest))
         folder = scratch.folder / "result"
         folder.mkdir()
         yield folder
-        if _is_local(dest):
+        if is_local(dest):
             folder.rename(local_path(dest).resolve())  # replaces an empty folder, but no other
         else:
             _upload(open_store(dest), folder)
 
 
-def _is_local(url: str) -> bool:
-    return split_url(url)[0] == "file"
-
-
-def _scratch_beside(dest: str) -> Scratch:
+def _scratch_beside(dest: str, stack: ExitStack) -> Scratch:
     target = local_path(dest).resolve()  # a link stays, and its folder is made
     try:
         if target.exists() and any(target.iterdir()):
             raise _taken(dest)
         if os.path.ismount(target):  # which no rename replaces
             raise InputError(f"{dest}: is a mounted folder", hint="name a folder in it")
+        stack.enter_context(leaving_no_folders(dest))
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{dest}: cannot be made ({error})", hint="name another DEST") from error

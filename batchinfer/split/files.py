@@ -29,6 +29,7 @@ from batchinfer.storage.hub import client_options, hub_errors
 from batchinfer.storage.opening import (
     BUCKET_SCHEMES,
     check_url,
+    join_url,
     local_path,
     open_store,
     split_url,
@@ -109,14 +110,14 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
         The files, and the commit if the argument is a data set of the Hub, else "".
 
     Raises:
-        InputError: There is no file, no file of a known format, or files of several formats.
+        InputError: There is no file, none of a known format, files of several formats, or a link to nothing.
         AccessDenied: Credentials are missing or refused.
         ConfigError: The URL cannot be used, or a package is missing.
     """
     check_url(argument)
     with reading(argument):
         url, revision = _pinned(argument) if argument.startswith("hf://") else (argument, "")
-        system, path = _filesystem(url.rstrip("/"))
+        system, path = _filesystem(join_url(url, ""))
         info = _info(system, path)
         if info is None and not re.search(r"[*?\[]", path):
             raise FileNotFoundError(path)
@@ -142,9 +143,12 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             start = os.path.commonpath([name, path])
             # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
             info = _info(system, name) if is_local(argument) else described
+            is_hidden = re.search(hiding, name[len(start) :])
             if info and info["type"] == "file":
-                is_hidden = re.search(hiding, name[len(start) :])
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
+            elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
+                hint = "fetch the file, or remove the link"
+                raise InputError(f"{name}: is a link to nothing", hint=hint)
     if left_out := [redact(file.url) for file in hidden if file.format]:
         text = "%s: left out %s whose name or folder begins with . or _, %s first"
         logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])
@@ -259,7 +263,8 @@ def opened(url: str) -> Iterator[Any]:
         file: Any = io.BufferedReader(raw, _BUFFER_BYTES)  # raw lacks some methods of Python's own
         packing = packing_of(url)
         if packing == ".gz":
-            file = stack.enter_context(gzip.open(file, "rb"))
+            unpacked = stack.enter_context(gzip.open(file, "rb"))
+            file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         elif packing == ".zst":
             import pyarrow
 
@@ -333,6 +338,8 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
         if re.fullmatch(r"[\w-]+/[\w-]+", url):
             hint += f"; a data set of the Hub is hf://datasets/{url}"
         return InputError(f"{url}: no such file, folder or bucket", hint=hint)
+    if isinstance(error, io.UnsupportedOperation) and packing_of(url):  # of parquet, to seek
+        return InputError(f"{url}: can only be read unpacked", hint="unpack it: zstd -d FILE")
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

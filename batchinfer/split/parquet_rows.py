@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
-from batchinfer.split.files import DataFile, opened
+from batchinfer.split.files import DataFile, changed, opened
 from batchinfer.split.rows import Block, Wanted
 
 _BATCH_BYTES = 4 << 20
@@ -50,6 +49,8 @@ def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
     names = file.columns if wanted.columns is None else wanted.columns
     needed = list(dict.fromkeys([*names, *filter(None, [wanted.id_column])]))
     with opened(file.url) as there, pq.ParquetFile(there, pre_buffer=False) as parquet:
+        if parquet.schema_arrow.names != file.columns:
+            raise changed(file.url)
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         row_bytes = sum(group.total_byte_size for group in groups) / file.rows
         at_once = max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1))))
@@ -67,17 +68,11 @@ def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
             own, ids = number.cast(pl.String), pl.Series(dtype=pl.Binary)
             if wanted.id_column:
                 column = frame.to_series(needed.index(wanted.id_column))
-                if column.dtype.is_nested():
-                    what = f"holds {column.dtype}, expected texts or numbers for _id"
-                    raise InputError(
-                        f"{file.url}: column {wanted.id_column!r} {what}",
-                        hint="name another --id-column, or --id-column _row for row numbers",
-                    )
-                if (
-                    column.dtype.is_temporal()
-                ):  # cast to texts, times would be other ones than in rows
-                    texts = map(json.loads, encoded(column.to_frame(), where).splitlines())
-                    column = pl.Series([text[column.name] for text in texts], dtype=pl.String)
+                if column.dtype.is_temporal() or column.dtype.is_nested():
+                    # A cast would give other texts than the rows have.
+                    lines = encoded(column.alias("").to_frame(), where).splitlines()
+                    texts = (line[len('{"":') : -1].decode(errors="replace") for line in lines)
+                    column = pl.Series([None if one == "null" else one.strip('"') for one in texts])
                 own = pl.coalesce(pl.lit(column.cast(pl.String)), own)
                 ids = column.cast(pl.String).cast(pl.Binary)
             kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]

@@ -50,7 +50,7 @@ def refuse_columns(names: Collection[str], where: str) -> None:
             raise InputError(
                 f"{where}: has a column {name!r}, which is a name of split's own columns",
                 hint="answers of an earlier run? narrow the source; else rename it in the source, or leave it out: "
-                "--columns A,B,…",
+                "batchinfer split --columns A,B,…",
             )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise InputError(

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import posixpath
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -201,8 +202,8 @@ def count_sources(
         delimiter: Character between the values of CSV; "" for a comma, or a tab in .tsv files.
 
     Raises:
-        InputError: A source has no file or files of several formats, a file is damaged or lacks a column, or all
-            sources together have no rows.
+        InputError: A source has no file or files of several formats, a file is damaged, lacks a column or is named
+            twice, or all sources together have no rows.
         ConfigError: A source's URL cannot be used.
         AccessDenied: Credentials are missing or refused.
     """
@@ -210,8 +211,12 @@ def count_sources(
     counted: list[DataFile] = []
     wanted = Wanted(columns=columns, delimiter=delimiter)
     rows = 0
-    for argument in arguments:
-        found, revision = files.locate(argument)
+    located = [files.locate(argument) for argument in arguments]
+    urls = Counter(file.url for found, _ in located for file in found)
+    if urls.total() > len(urls):
+        hint = "name it once; to have its rows twice, copy it"
+        raise InputError(f"{urls.most_common(1)[0][0]}: two SOURCE arguments name it", hint=hint)
+    for argument, (found, revision) in zip(arguments, located, strict=True):
         new = []
         for file in found:
             if limit is None or rows < limit:

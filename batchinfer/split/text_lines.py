@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -24,10 +23,13 @@ TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""
 SAMPLE_LINES = 1000
 _BLOCK_BYTES = 4 << 20
-_BLOCK_ROWS = 1024
+_ROW_BYTES = 4 << 10
+"""What each row of CSV and text counts in a block besides its length."""
+_HEAD_BYTES = 1 << 16
+"""A first line that is longer, and begins as a JSON array does, is one."""
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
-_BOM = b"\xef\xbb\xbf"
+_BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 _SPACE = " \t\r\n"
 
 
@@ -55,9 +57,12 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
     if all(members is None for members in objects):
         is_array = lines[0].removeprefix(_BOM).lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
+        how = f"jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl"
+        if lines[0].startswith(_GZIP):
+            how = "gunzip FILE, or name it as SOURCE, with .gz at its end"
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
-            hint=f"convert it: jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl",
+            hint=f"convert it: {how}",
         )
     return list(names)
 
@@ -119,11 +124,21 @@ def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
         if there.peek(len(_BOM)).startswith(_BOM):
             there.read(len(_BOM))
         if file.format == "jsonl":
+            head = there.peek(_HEAD_BYTES)
+            if len(head) >= _HEAD_BYTES and head.startswith(b"[") and b"\n" not in head:
+                sample_columns([head], file.url)  # refuses it before all of it is in memory
             yield from iter(lambda: there.readlines(_BLOCK_BYTES), [])
         else:
             records = _records(file, wanted, _texts(there, file.url))
-            while some := list(islice(records, _BLOCK_ROWS)):
-                yield [msgspec.json.encode(record) + b"\n" for record in some]
+            lines, size, encode = list[bytes](), 0, msgspec.json.encode
+            for record in records:
+                lines.append(line := encode(record) + b"\n")
+                size += len(line) + _ROW_BYTES
+                if size >= _BLOCK_BYTES:
+                    yield lines
+                    lines, size = [], 0
+            if lines:
+                yield lines
         # Of a file that was counted before, the number of rows tells that it has changed.
         is_plain = not files.packing_of(file.url)
         if is_plain and not file.digest and there.tell() < file.bytes:
@@ -155,8 +170,8 @@ def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[d
             yield dict(zip(header, record, strict=True))
     except csv.Error as error:
         raise InputError(
-            f"{file.url}: is no CSV at line {reader.line_num} ({error}), perhaps a quote is not closed",
-            hint='close it, and write quotes within quoted values twice: ""',
+            f"{file.url}: is no CSV at line {reader.line_num} ({error}), perhaps a quote is open, or \\r ends lines",
+            hint='close it, and write quotes within quoted values twice: ""; end lines in \\n',
         ) from error
 
 

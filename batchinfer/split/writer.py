@@ -346,10 +346,11 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
                 hint=hint,
             )
     new.require("the job", job.columns)
-    more = set(new.columns).difference(job.columns)
+    others = {*new.columns} - {*job.columns}
+    more = [(file.url, name) for file in new.files for name in file.columns if name in others]
     if more and all(each.format != "jsonl" for each in [*job.sources, *new.sources]):
         raise InputError(
-            f"{new.files[0].url}: has a column {min(more)!r}, which the job lacks",
+            f"{more[0][0]}: has a column {more[0][1]!r}, which the job lacks",
             hint=f"take the job's columns: --columns '{','.join(job.columns)}', or make another job",
         )
 

@@ -148,12 +148,13 @@ def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(f'{{"prompt": "row {row}"}}\n' for row in range(1000)))
     asked = (str(source), *ECHO, "--sample-rows", "20", "--rate", "0.5", "--price-per-hour", "2")
-    done = check(*asked, "--hours", "1", "--max-cost", "1", "--max-hours", "9")
+    done = check(*asked, "--hours", "1", "--max-cost", "1", "--max-hours", "9", "--job", "other")
     assert done.status == 0
     assert (done.result["rows"], done.result["sample"]["rows"]) == (1000, 20)
-    assert done.result["workers_advised"] == 1
+    assert done.result["estimate"]["workers"] == 1
     assert done.result["estimate"]["cost"] == pytest.approx((2000 + 600) / 3600 * 2)
-    [found] = messages(done.result, "warning")
+    [beside, found] = messages(done.result, "warning")
+    assert beside == "--job, --manifest: are not looked at beside SOURCE"
     assert found == "--max-cost 1 is below the estimate of 1.444"
 
 
@@ -281,7 +282,11 @@ def test_what_is_wrong_with_a_machine_is_named(changes: Any, found: Any) -> None
     assert [(level, text) for level, text, _ in problems] == found
 
 
-def test_this_machine_is_looked_at_without_other_options(check: Call) -> None:
+def test_this_machine_is_looked_at_without_other_options(
+    check: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_removed-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     done = check("--machine")
     assert done.result["machine"]["memory"] > 1 << 30
     assert done.err.startswith("machine: vllm ")

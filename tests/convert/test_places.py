@@ -53,7 +53,7 @@ def test_a_bucket_that_cannot_be_written_is_refused_first(monkeypatch: pytest.Mo
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    for dest in ("memory://fails/hf", str(tmp_path / "hf")):
+    for dest in ("memory://fails/hf", str(tmp_path / "ft/2-gpu")):
         with pytest.raises(StorageError), result_at(dest) as folder:
             folder.mkdir()
     assert not keys("memory://fails/hf")

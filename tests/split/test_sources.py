@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from fsspec.implementations.local import LocalFileSystem
 
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, InputError
+from batchinfer.split import files, text_lines
 from batchinfer.split.files import DataFile
 from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
@@ -53,7 +55,7 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
     for name, n in {**places, "elsewhere": 3}.items():
         write_parquet(tmp_path / f"{name}.parquet", n=[n])
     (data / "link.parquet").symlink_to("../elsewhere.parquet")
-    (data / "nowhere.parquet").symlink_to("gone")
+    (data / ".hidden/nowhere.parquet").symlink_to("gone")
     for name in ("README.md", "infos.json", "notes.txt"):
         (data / name).write_text("{}")
     with caplog.at_level("INFO"):
@@ -69,6 +71,11 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         ("**/*.parquet", [9, 1, 2, 3]),
     ):
         assert numbers(f"{data}/{pattern}") == expected
+    (data / "nowhere.parquet").symlink_to("gone")
+    for source in (data, data / "*.parquet"):
+        with pytest.raises(InputError, match=r"nowhere\.parquet: is a link to nothing"):
+            numbers(source)
+    (data / "nowhere.parquet").unlink()
     (data / "b.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match=r"files of several formats, csv \(.*, expected one"):
         numbers(data)
@@ -128,6 +135,8 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Pat
     limited = count_sources(sources, limit=4)
     assert limited.rows == 4
     assert [len(source.files) for source in limited.sources] == [1, 1, 1, 0, 0]
+    with pytest.raises(InputError, match=r"none\.parquet: two SOURCE arguments name it"):
+        count_sources([*sources, str(tmp_path / "n*")])
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
@@ -135,9 +144,34 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
     (tmp_path / "b.csv").write_text(csv)
-    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000)):
+    (tmp_path / "c.csv").write_text("n,text\n" + "".join(f"{n},{'x' * 10**6}\n" for n in range(9)))
+    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000), ("c.csv", 9)):
         assert numbers(tmp_path / name) == list(range(count))
         assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
+
+
+@pytest.mark.parametrize(
+    ("end", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
+)
+def test_a_json_array_is_told_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, pack: Callable[[bytes], bytes]
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(text_lines, "raw_members", lambda line: seen.append(len(line)))
+    path = tmp_path / f"a.json{end}"
+    path.write_bytes(pack(b"[" + b'{"n":1},' * 10**6 + b"{}]"))
+    with pytest.raises(InputError, match="is a JSON array"):
+        numbers(path)
+    assert seen[0] <= 1 << 20
+
+
+def test_the_root_folder_is_not_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    monkeypatch.setattr(files, "_look_into", listed.append)
+    monkeypatch.setattr(LocalFileSystem, "find", lambda *_, **__: {})
+    with pytest.raises(InputError, match="/: holds no file"):
+        numbers("/")
+    assert listed == ["/"]
 
 
 BAD: dict[str, tuple[bytes | None, str, str]] = {
@@ -150,13 +184,15 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "b.jsonl": ('{"n":1}'.encode("utf-16"), "in UTF-8", "convert"),
     "c.jsonl": (b'{"_row":1}', "has a column '_row'", "rename it in the source"),
     "a.csv": (b"n,_id\n1,2", "has a column '_id'", "--columns"),
-    "b.csv": (b'n,m\n1,"2\n3,4\n', "perhaps a quote is not closed", "close it"),
+    "b.csv": (b'n,m\n1,"2\n3,4\n', "perhaps a quote is open", "close it"),
+    "g.csv": (b"n,m\r1,2\r", "or \\r ends lines", "end lines in"),
     "c.csv": (b"n,m\n1,2\n3\n", "line 3: 1 values, expected the header's 2", "--delimiter"),
     "f.csv": (b"n,m\n1,2,3\n", "line 2: 3 values, expected the header's 2", "--delimiter"),
     "d.csv": (b"n,n\n1,2\n", "column 'n' is there twice", "rename"),
     "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
+    "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
     "b.jsonl.gz": (b'{"n":1}', "corrupt or truncated", "again"),
     "nothing://b/x.csv": (None, "no filesystem for nothing://", "s3://"),
 }
@@ -257,6 +293,10 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(
     write(count)
     with pytest.raises(InputError, match=rf"x\.{kind}: changed while it was being split"):
         rows_of(counted)
+    if kind == "parquet":
+        write_parquet(path, other=list(range(10)))
+        with pytest.raises(InputError, match="changed while it was being split"):
+            rows_of(counted)
 
 
 def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
@@ -292,8 +332,8 @@ def test_s3_files_folders_and_globs_are_read(s3_url: Callable[..., str], tmp_pat
 def test_a_data_set_of_the_hub_is_read_at_one_commit(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"native/train-0": [1, 2], "native/train-1": [3], "old/0": [0], "converted/all/0": [9]}
-    for name, n in files.items():
+    data = {"native/train-0": [1, 2], "native/train-1": [3], "old/0": [0], "converted/all/0": [9]}
+    for name, n in data.items():
         write_parquet(tmp_path / f"{name}.parquet", n=n)
     (tmp_path / "script").mkdir()
     (tmp_path / "script/script.py").touch()

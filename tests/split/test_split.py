@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import subprocess
@@ -273,6 +274,14 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
     refused(what, tmp_path / "d.parquet", grown, append=True)
     assert tree(grown) == before
     split(tmp_path / "d.parquet", grown, append=True, columns=["prompt", "n"])
+    assert split(tmp_path / "d.parquet", grown, append=True)["status"] == "unchanged"
+    pq.write_table(pa.table({"n": [1], "prompt": ["x"], "g": [2]}), tmp_path / "g.parquet")
+    sources = [
+        tmp_path / "d.parquet",
+        make_source(tmp_path / "c.parquet", 7),
+        tmp_path / "g.parquet",
+    ]
+    refused(r"g\.parquet: has a column 'g', which", sources, grown, append=True)
     table = tmp_path / "e.csv"
     table.write_text("n;prompt\n1;x\n")
     split(table, grown, append=True, delimiter=";")
@@ -399,6 +408,10 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
     ):
         place.write_text(text)
         refused(what, [], tmp_path / "job", by_reference=str(place))
+    (tmp_path / "data/c.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    place.write_text("c.jsonl.gz")
+    what = "holds no JSON object"
+    assert "SOURCE" in refused(what, [], tmp_path / "job", by_reference=str(place))
     refused("no such file", [], tmp_path / "job", by_reference=str(tmp_path / "list.txt"))
     assert not (tmp_path / "job").exists()
 

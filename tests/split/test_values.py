@@ -236,14 +236,18 @@ def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
     assert set(found[0]) == {"n", "_row", "_id"}
 
 
-def test_times_name_rows_by_the_texts_that_they_have_in_rows(tmp_path: Path) -> None:
+def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
+    tmp_path: Path,
+) -> None:
     now = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     columns = [now, now.replace(tzinfo=None), now.time(), now.date(), dt.timedelta(seconds=1.5)]
+    columns += [{"x": 1.5, "é": 'a"\u2028'}, [[now]]]
     table = pa.table({str(number): [each, None] for number, each in enumerate(columns)})
     pq.write_table(table, tmp_path / "x.parquet")
     for name in table.column_names:
         first, last = rows_of(tmp_path, id_column=name)
-        assert (first["_id"], last["_id"]) == (first[name], "1")
+        texts = (first[name], json.dumps(first[name], ensure_ascii=False, separators=(",", ":")))
+        assert (first["_id"] in texts, last["_id"]) == (True, "1")
 
 
 def test_the_custom_id_names_a_batch_request(tmp_path: Path) -> None:
