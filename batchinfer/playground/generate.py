@@ -147,7 +147,8 @@ def _figures(prepared: Prepared, reply: Reply) -> dict[str, Any]:
 def show(tried: list[dict[str, Any]]) -> None:
     """Write the answers to stdout, each under its prompt and values if there are several, and a table to stderr."""
     for trial in tried:
-        for text in trial["answers"] or [f"[no answer: {trial['error']['message']}]"]:
+        error = trial["error"] or {"message": "the reply has an unknown shape"}
+        for text in trial["answers"] or [f"[no answer: {error['message']}]"]:
             is_alone = len(tried) == len(trial["answers"]) == 1
             write(f"{text}\n" if is_alone else f"--- {_values(trial)}\n{text}\n")
     width = max(len(_values(trial)) for trial in tried)
