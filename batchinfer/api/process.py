@@ -19,7 +19,7 @@ from batchinfer.core.processes import describe_exit
 
 _CHILD = (
     "from batchinfer.engines.parent_death import die_with_parent; die_with_parent({});"
-    "from batchinfer.cli.main import run; run()"
+    "from batchinfer.cli.entry import start; start()"
 )
 """Program of a command's process, with the id of ours to fill in.
 
@@ -47,16 +47,19 @@ def call(
         variables[MARKED_LINES] = "1"
     lines: deque[str] = deque(maxlen=200)
     program = _CHILD.format(os.getpid())
-    with subprocess.Popen(
-        [sys.executable, "-c", program, name, *arguments, "--config", str(settings)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        env=variables,
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program, name, *arguments, "--config", str(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=variables,
+            process_group=0,  # a terminal's Ctrl-C reaches it from us alone: its second signal ends the grace period
+        ) as process
+    ):
         forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
         forwarding.start()
         try:
@@ -66,12 +69,22 @@ def call(
             process.send_signal(signal.SIGINT)  # so that it saves finished rows and ends
             raise
         finally:
-            status = process.wait()
+            status = _end_of(process)
             forwarding.join()
     result = json.loads(output.splitlines()[-1]) if output.strip() else {}
     if status:
         _fail(status, [line.replace(f"{folder}/", "") for line in lines], result)
     return dict(result)
+
+
+def _end_of(process: subprocess.Popen[str]) -> int:
+    """Wait for the end of a process, and return its status. A second interrupt goes on to it, too."""
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
 
 
 def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:

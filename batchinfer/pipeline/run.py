@@ -94,9 +94,6 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     if dest == STDOUT and asked.format not in (None, "jsonl", "lines"):
         raise ConfigError(f"--format {asked.format}: with -o - stdout takes JSON Lines")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_handlers_put_back())
-        # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         answers = scratch / "answers.jsonl"
         config = msgspec.structs.replace(
