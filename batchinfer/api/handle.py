@@ -56,10 +56,8 @@ class RunHandle:
 
         from batchinfer.runs.status import RunConfig, run_status
 
-        found: dict[str, Any] = msgspec.to_builtins(
-            run_status(RunConfig(run=self.url), **_outside())
-        )
-        return found
+        seen = run_status(RunConfig(run=self.url), **_outside())
+        return dict(msgspec.to_builtins(seen))
 
     def verify(self, *, deep: bool = False) -> dict[str, Any]:
         """Check that the run is complete and undamaged, and return the result of `batchinfer verify`.
@@ -102,9 +100,7 @@ class RunHandle:
         """As `to_arrow`, as a frame of polars."""
         import polars as pl
 
-        frame = pl.from_arrow(self.to_arrow(**selection))
-        assert isinstance(frame, pl.DataFrame)
-        return frame
+        return pl.DataFrame(self.to_arrow(**selection))
 
     def to_pandas(self, **selection: Unpack[Selection]) -> pd.DataFrame:
         """As `to_arrow`, as a frame of pandas."""
@@ -145,11 +141,7 @@ class RunHandle:
             with pq.ParquetFile(config.dest) as file:
                 there = file.schema_arrow.names
                 wanted = columns or there
-                names = (
-                    wanted
-                    if isinstance(wanted, Mapping)
-                    else dict(zip(wanted, wanted, strict=True))
-                )
+                names = wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}
                 if missing := set(names.values()) - set(there):
                     raise ConfigError(
                         f"columns: no {', '.join(sorted(missing))}; there are {', '.join(there)}"

@@ -47,19 +47,18 @@ def call(
         variables[MARKED_LINES] = "1"
     lines: deque[str] = deque(maxlen=200)
     program = _CHILD.format(os.getpid())
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", program, name, *arguments, "--config", str(settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=variables,
-            process_group=0,  # a terminal's Ctrl-C reaches it from us alone: its second signal ends the grace period
-        ) as process
-    ):
+    with subprocess.Popen(
+        [sys.executable, "-c", program, name, *arguments, "--config", str(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=variables,
+        # A terminal's Ctrl-C reaches it from us alone: a second signal ends its grace period.
+        process_group=0,
+    ) as process:
         forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
         forwarding.start()
         try:

@@ -83,7 +83,6 @@ def _jobs(name: str) -> list[dict[str, Any]]:
     found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand around the list
     if found is None:
         raise ConfigError(f"sky: has not answered with a list of jobs ({printed[-200:]!r})")
-    jobs = json.JSONDecoder().raw_decode(printed, found.start())[0]
-    return sorted(
-        (job for job in jobs if job["job_name"] == name), key=lambda job: int(job["job_id"])
-    )
+    jobs, _ = json.JSONDecoder().raw_decode(printed, found.start())
+    named = [job for job in jobs if job["job_name"] == name]
+    return sorted(named, key=lambda job: int(job["job_id"]))

@@ -126,12 +126,8 @@ class WorkFolder:
 
     def _check(self, options: dict[str, Any]) -> None:
         """Refuse options that would not work, with all problems at once."""
-        given = options | {
-            "job": None,
-            "manifests": (),
-            "limit": None,
-            "output": self.run_url if self.folder is None else "",
-        }
+        output = self.run_url if self.folder is None else ""
+        given = options | {"job": None, "manifests": (), "limit": None, "output": output}
         asked = CheckConfig(
             options=given,
             sources=self.config.sources,
@@ -207,13 +203,9 @@ class WorkFolder:
             key = f"{layout.MANIFESTS}first-{rows}.txt"
             lines = [f"{chunk_key(job, chunk)}\n" for chunk in wanted]
             self._open_store(self.job_url).create(key, "".join(lines).encode())
+        places = {"job": self.job_url, "output": self.run_url}
         manifest = join_url(self.job_url, key)
-        return options | {
-            "job": self.job_url,
-            "output": self.run_url,
-            "manifests": (manifest,),
-            "limit": None,
-        }
+        return options | places | {"manifests": (manifest,), "limit": None}
 
     def refuse_errors(self, rate: float, *, at_least: int) -> None:
         """Refuse a run in which a larger share of the rows failed than `rate`: earlier starts count, too.
@@ -325,8 +317,7 @@ class WorkFolder:
     def collect(self) -> dict[str, Any]:
         """Write DEST from the run, and return the result of `collect`."""
         self._put_record(0, 0)
-        asked = self._collection()
-        result = run_collect(asked, open_store=self._open_store, clock=self._clock)
+        result = run_collect(self._collection(), open_store=self._open_store, clock=self._clock)
         self._put_record(result["rows"], result["rows_error"])
         return result
 

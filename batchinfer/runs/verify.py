@@ -340,7 +340,7 @@ def _runs_code(option: str) -> bool:
     """Whether an option makes a worker run code. vLLM takes the beginnings of names, and --name.member, too."""
     name = option.removeprefix("--").partition(".")[0]
     is_cut = option != name and name not in ("", "reasoning-parser")
-    return any(each in name or (is_cut and each.startswith(name)) for each in _RUN_CODE)
+    return any(each in option or (is_cut and each.startswith(name)) for each in _RUN_CODE)
 
 
 # --------------------------------------------------------------------------- the command line
