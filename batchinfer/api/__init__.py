@@ -95,26 +95,29 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
         errors.Interrupted: A signal ended it; the same call goes on.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    options = {**given, **vllm}
     for name in ("data", "output", "work", "quiet", "vllm"):
-        options.pop(name, None)
+        given.pop(name, None)
+    section = vllm.pop("vllm", {})  # as in a settings file
+    options = given | vllm | section
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
     if "show_config" in options:
         raise errors.ConfigError("show_config: is for the command line", hint="leave it out")
-    kept = tempfile.mkdtemp(prefix="batchinfer-run-") if work is None and output is None else ""
-    if kept and not quiet:
-        from batchinfer.cli.terminal import say
-
-        say(f"job and run are kept in {kept}; work={kept!r} goes on there")
     with sources_of(data) as (sources, scratch):
+        kept = "" if work or output else tempfile.mkdtemp(prefix="batchinfer-run-")
+        if kept and not quiet:
+            from batchinfer.cli.terminal import say
+
+            say(f"job and run are kept in {kept}; work={kept!r} goes on there")
         dest = output if output is not None else scratch / "answers.parquet"
         place = ["--work", str(work or kept)] if work or kept else []
         try:
             arguments = [*sources, "--output", str(dest), *place]
             result = call("run", arguments, options, scratch, quiet=quiet)
         except errors.BatchinferError as error:
-            if kept and any(Path(kept).iterdir()):
+            if kept and not any(Path(kept).iterdir()):
+                Path(kept).rmdir()
+            elif kept:
                 text = f"finished rows are kept: work={kept!r} goes on"
                 error.hint = f"{error.hint}\n{text}".strip()
                 error.add_note(text)

@@ -30,10 +30,8 @@ def sources_of(data: Any) -> Iterator[tuple[list[str], Path]]:
         items = [data] if isinstance(data, str | Path) else data
         write = _writer_of(data)
         if isinstance(items, list | tuple) and items and all(map(_is_place, items)):
-            yield (
-                [f"./{item}" if str(item).startswith("-") else str(item) for item in items],
-                folder,
-            )
+            places = [f"./{item}" if str(item).startswith("-") else str(item) for item in items]
+            yield places, folder
         elif write is not None:
             try:
                 write(folder / "data.parquet")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
 
-_SHOWN_ROWS = 3
 _ROWS_AT_ONCE = 1024
 
 
@@ -47,14 +44,11 @@ class RunHandle:
         self._is_partial = is_partial
 
     def __repr__(self) -> str:
-        """Show the counts and the first rows of a run that `run` has made; else the run's name."""
+        """Show the run's name, and the counts of one that `run` has made. Reads nothing."""
         name = f"batchinfer.open_run({self.url!r})"
         if not self.result:
             return name
-        counts = f"{self.result['rows']} rows, {self.result.get('rows_error', 0)} failed"
-        rows = list(itertools.islice(self.rows(), _SHOWN_ROWS))
-        shown = [json.dumps(row, ensure_ascii=False, default=str)[:200] for row in rows]
-        return "\n".join([f"{name}  # {counts}", *(f"  {line}" for line in shown)])
+        return f"{name}  # {self.result.get('rows')} rows, {self.result.get('rows_error')} failed"
 
     def status(self) -> dict[str, Any]:
         """Return the figures of `batchinfer status --json`: state, rows, rates, errors, workers."""
@@ -62,10 +56,8 @@ class RunHandle:
 
         from batchinfer.runs.status import RunConfig, run_status
 
-        found: dict[str, Any] = msgspec.to_builtins(
-            run_status(RunConfig(run=self.url), **_outside())
-        )
-        return found
+        seen = run_status(RunConfig(run=self.url), **_outside())
+        return dict(msgspec.to_builtins(seen))
 
     def verify(self, *, deep: bool = False) -> dict[str, Any]:
         """Check that the run is complete and undamaged, and return the result of `batchinfer verify`.
@@ -108,9 +100,7 @@ class RunHandle:
         """As `to_arrow`, as a frame of polars."""
         import polars as pl
 
-        frame = pl.from_arrow(self.to_arrow(**selection))
-        assert isinstance(frame, pl.DataFrame)
-        return frame
+        return pl.DataFrame(self.to_arrow(**selection))
 
     def to_pandas(self, **selection: Unpack[Selection]) -> pd.DataFrame:
         """As `to_arrow`, as a frame of pandas."""
@@ -138,7 +128,6 @@ class RunHandle:
 
         from batchinfer.collect.collect_config import CollectConfig
         from batchinfer.collect.collecting import run_collect
-        from batchinfer.core.errors import ConfigError
 
         with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
             config = CollectConfig(
@@ -152,11 +141,7 @@ class RunHandle:
             with pq.ParquetFile(config.dest) as file:
                 there = file.schema_arrow.names
                 wanted = columns or there
-                names = (
-                    wanted
-                    if isinstance(wanted, Mapping)
-                    else dict(zip(wanted, wanted, strict=True))
-                )
+                names = wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}
                 if missing := set(names.values()) - set(there):
                     raise ConfigError(
                         f"columns: no {', '.join(sorted(missing))}; there are {', '.join(there)}"

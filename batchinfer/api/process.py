@@ -19,7 +19,7 @@ from batchinfer.core.processes import describe_exit
 
 _CHILD = (
     "from batchinfer.engines.parent_death import die_with_parent; die_with_parent({});"
-    "from batchinfer.cli.main import run; run()"
+    "from batchinfer.cli.entry import start; start()"
 )
 """Program of a command's process, with the id of ours to fill in.
 
@@ -56,6 +56,8 @@ def call(
         encoding="utf-8",
         errors="replace",
         env=variables,
+        # A terminal's Ctrl-C reaches it from us alone: a second signal ends its grace period.
+        process_group=0,
     ) as process:
         forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
         forwarding.start()
@@ -66,12 +68,22 @@ def call(
             process.send_signal(signal.SIGINT)  # so that it saves finished rows and ends
             raise
         finally:
-            status = process.wait()
+            status = _end_of(process)
             forwarding.join()
     result = json.loads(output.splitlines()[-1]) if output.strip() else {}
     if status:
         _fail(status, [line.replace(f"{folder}/", "") for line in lines], result)
     return dict(result)
+
+
+def _end_of(process: subprocess.Popen[str]) -> int:
+    """Wait for the end of a process, and return its status. A second interrupt goes on to it, too."""
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
 
 
 def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:

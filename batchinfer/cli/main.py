@@ -19,7 +19,7 @@ from batchinfer.cli.entry import INTERRUPTED
 from batchinfer.cli.help import WIDTH, HelpOption
 from batchinfer.cli.logs import configure_logging
 from batchinfer.cli.settings import COMMANDS
-from batchinfer.cli.terminal import say
+from batchinfer.cli.terminal import say, stdout_errors
 from batchinfer.core.errors import BatchinferError, ConfigError, StorageError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
@@ -88,14 +88,9 @@ def print_result(result: Any) -> None:
         from batchinfer.core import codec
         from batchinfer.core.printable import printable_values
 
-        try:
+        hint = "what the command did is done; run it again to see its result"
+        with stdout_errors("result", hint):
             click.echo(codec.encode(printable_values(result)).decode())
-        except BrokenPipeError:  # `head` has ended, for example; click ends without a message
-            raise
-        except OSError as error:
-            message = f"stdout: cannot take the result ({error.strerror})"
-            hint = "what the command did is done; run it again to see its result"
-            raise BatchinferError(message, hint=hint) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

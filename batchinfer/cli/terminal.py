@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TextIO
 
@@ -26,12 +27,20 @@ def write(text: str, *, to_stderr: bool = False) -> None:
     Raises:
         BatchinferError: stdout cannot take the text, because the disk is full, for example.
     """
-    try:
+    with stdout_errors("text"):
         click.echo(without_controls(text), nl=False, err=to_stderr)
-    except BrokenPipeError:  # click ends without a message
+
+
+@contextlib.contextmanager
+def stdout_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Turn an OSError of what is written to stdout into our error, which says what stdout cannot take."""
+    try:
+        yield
+    except BrokenPipeError:  # `head` has ended, for example; click ends without a message
         raise
     except OSError as error:
-        raise BatchinferError(f"stdout: cannot take the text ({error.strerror})") from error
+        reason = f"stdout: cannot take the {what} ({error.strerror})"
+        raise BatchinferError(reason, hint=hint) from error
 
 
 def above_bars() -> AbstractContextManager[None]:

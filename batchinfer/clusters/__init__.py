@@ -127,8 +127,11 @@ def new_id(now: float) -> str:
 
 
 def name_of(launch: str, run: str) -> str:
-    """Return the name of the jobs of a launch of a run, which is a valid one in every cluster."""
-    place = run if "://" in run else str(Path(run).resolve())
+    """Return the name of the jobs of a launch of a run, which is a valid one in every cluster.
+
+    A store's own URL says s3:// for r2://.
+    """
+    place = re.sub("^r2:", "s3:", run) if "://" in run else str(Path(run).resolve())
     return f"batchinfer-{launch}-{codec.sha256(place.encode())[:12]}"
 
 
@@ -183,7 +186,7 @@ def run_client(*words: str, text: str = "", seconds: float = 60.0, folder: str =
     tie = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
     try:
         return subprocess.check_output(
-            [*tie, *words], input=text, timeout=seconds, cwd=folder, stderr=PIPE, text=True
+            [*tie, *words], input=text, timeout=seconds, cwd=folder, stderr=PIPE, errors="replace"
         )
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip() or error.stdout.strip() or str(error)

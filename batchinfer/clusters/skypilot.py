@@ -78,10 +78,11 @@ def _launching(plan: Plan) -> tuple[list[str], str]:
 
 def _jobs(name: str) -> list[dict[str, Any]]:
     """Return SkyPilot's records of a launch's jobs, the oldest first."""
-    ask = ("sky", "jobs", "queue", "--all", "--verbose", "--output=json")
+    ask = ("sky", "jobs", "queue", "--all", "--all-users", "--verbose", "--output=json")
     printed = run_client(*ask, seconds=_CLIENT_SECONDS)
-    found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand before the list
+    found = re.search(r"^\[\]?$", printed, re.MULTILINE)  # other lines may stand around the list
     if found is None:
         raise ConfigError(f"sky: has not answered with a list of jobs ({printed[-200:]!r})")
-    jobs = [job for job in json.loads(printed[found.start() :]) if job["job_name"] == name]
-    return sorted(jobs, key=lambda job: int(job["job_id"]))
+    jobs, _ = json.JSONDecoder().raw_decode(printed, found.start())
+    named = [job for job in jobs if job["job_name"] == name]
+    return sorted(named, key=lambda job: int(job["job_id"]))

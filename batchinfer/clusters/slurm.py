@@ -43,12 +43,15 @@ def submit(plan: Plan) -> None:
 
 
 def look(name: str, _namespace: str) -> dict[int, Fate]:
-    """See `Cluster`. squeue forgets ended jobs after some minutes; sacct, if it is set up, knows them longer."""
+    """See `Cluster`. squeue forgets ended jobs after some minutes; sacct, if it is set up, knows them longer.
+
+    Both are asked about all users: another one may have made the launch, or cancelled the job.
+    """
     option, printed = f"--name={name}", ""
     with contextlib.suppress(ConfigError):
-        ask = ["sacct", "-X", "-n", "-P", "--starttime=now-90days", option]
+        ask = ["sacct", "-X", "-n", "-P", "--allusers", "--starttime=now-90days", option]
         printed = run_client(*ask, "--format=JobID,State,ExitCode")
-    ask = ["squeue", "--me", "--noheader", "--states=all", option]
+    ask = ["squeue", "--array", "--noheader", "--states=all", option]
     printed += run_client(*ask, "--format=%i|%T|%r")
     found: dict[int, Fate] = {}
     for ranks, state, more in _LINE.findall(printed):

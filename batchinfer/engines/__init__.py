@@ -9,7 +9,8 @@ an HTTP library nor vllm.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
@@ -48,19 +49,18 @@ class RequestSource(Protocol):
         """
 
 
-class OneCall:
-    """A source of one call. Implements RequestSource."""
+class Calls:
+    """A source of calls that are there from the beginning. Implements RequestSource."""
 
-    def __init__(self, call: Call) -> None:
-        self._left = [call]
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self._left = iter(calls)
 
     def take(self, max_calls: int) -> list[Call] | None:
-        """Return the call, the first time."""
-        taken, self._left = self._left[:max_calls], []
-        return taken or None
+        """Return the next calls."""
+        return list(islice(self._left, max_calls)) or None
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return at once: the call is there from the beginning."""
+        """Return at once."""
 
 
 class Engine(Protocol):

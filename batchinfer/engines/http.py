@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from batchinfer.core.errors import EngineDied, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Reply
-from batchinfer.engines import OneCall, RequestSource, Stop, is_remote, lists
+from batchinfer.engines import Calls, RequestSource, Stop, is_remote, lists
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.endpoints import MOST_ATTEMPTS, Endpoint, Outage, Pace
 from batchinfer.engines.engine_config import EngineConfig
@@ -248,7 +248,7 @@ class HttpEngine:
 
     def ask(self, call: Call, stop: Stop | None = None) -> Reply:
         """See Engine.ask."""
-        batches = self.generate(OneCall(call), stop or threading.Event())
+        batches = self.generate(Calls([call]), stop or threading.Event())
         reply = next((reply for batch in batches for reply in batch), None)
         batches.close()  # a server that died is not waited for
         if reply is None:

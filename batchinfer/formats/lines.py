@@ -177,7 +177,7 @@ def _texts(body: dict[str, Any]) -> list[str]:
     """
     if "choices" in body:
         messages = [x.get("message") or {"content": x["text"]} for x in body["choices"]]
-        return [message["content"] or "" for message in messages]
+        return [message.get("content") or "" for message in messages]
     if "output" in body:
         spoken = [item for item in body["output"] if item["type"] == "message"]
         return ["".join(part.get("text") or "" for item in spoken for part in item["content"])]

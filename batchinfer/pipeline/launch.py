@@ -38,6 +38,7 @@ from batchinfer.ledger.jobs import load_job
 from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
+from batchinfer.runs.stop import has_begun
 from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
 from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
@@ -99,6 +100,10 @@ def _plan(options: dict[str, Any]) -> Plan:
     for name, owner in (("sky_arg", "skypilot"), ("sbatch_arg", "slurm"), ("image", "kubernetes")):
         if given[name] and given["on"] != owner:
             raise ConfigError(f"--{name.replace('_', '-')}: is for --on {owner}")
+    if given["watch"] and options["retry_errors"]:
+        # The run is done before its failed rows are asked again.
+        hint = "start it without; `batchinfer status` shows how it goes"
+        raise ConfigError("--watch: not together with --retry-errors", hint=hint)
     for name in given["secret"]:
         if given["on"] != "kubernetes" and not options["dry_run"] and name not in os.environ:
             raise ConfigError(f"--secret {name}: has no value here", hint=f"export {name}=…")
@@ -144,9 +149,9 @@ class Launch:
         check_writable(asked.run, option="--run")
         self._cluster.page(asked)  # refuses a template that is wrong
         self._store = open_store(asked.run)
-        is_there = next(iter(self._store.list()), None) is not None
+        is_there = has_begun(self._store)
         seen = run_status(self._run, open_store=open_store, clock=self._clock) if is_there else None
-        if seen and seen.state == "done" and not self._options.get("retry_errors"):
+        if seen and seen.state == "done" and not self._options["retry_errors"]:
             raise ConfigError(f"{asked.run}: is done, so workers have nothing to do")
         if seen and seen.state in ("stopping", "stopped"):
             hint = "`batchinfer stop RUN --resume` lets it go on"
@@ -173,7 +178,7 @@ class Launch:
             PolicyStop: The run was stopped; no worker is left and none may be started again; or workers were lost
                 again and again.
         """
-        pause, due, best, said = WATCH_SECONDS, 0.0, -1, ""
+        pause, due, best, said, refused = WATCH_SECONDS, 0.0, -1, "", ""
         while True:
             seen = self._look()
             lost = self._restartable(seen)
@@ -196,21 +201,24 @@ class Launch:
                 return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
             if seen.state == "stopped" or not (alive or coming or lost):
                 why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
-                raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left ({why})")
+                more = f" ({why})" if why else ""
+                raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left{more}")
             if seen.rows_finished > best:
                 pause, best = WATCH_SECONDS, seen.rows_finished
             if lost and self._clock.monotonic() >= due:
                 if pause >= LONGEST_PAUSE * WATCH_SECONDS:
+                    why = refused or "workers were started again and again"
                     raise NoProgress(
-                        f"{seen.run}: workers were started again and again, and no row was finished since",
+                        f"{seen.run}: {why}, and no row was finished since",
                         hint=f"see why: batchinfer status {quote(seen.run)}",
                     )
                 pause *= 2
                 due = self._clock.monotonic() + pause
                 try:
                     self._submit(len(lost), lost, seen)
+                    refused = ""
                 except BatchinferError as error:
-                    say(error.message)
+                    say(refused := error.message)
 
     # -- what is started
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.cli.terminal import stdout_errors
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.tasks import OF_SOUNDS
 from batchinfer.storage.scratch import scratch_errors
 
@@ -97,14 +98,7 @@ def copy_to(path: Path, stream: BinaryIO) -> None:
         BatchinferError: The stream cannot take it, because the disk is full, for example.
         BrokenPipeError: The program that reads the stream, such as `head`, has ended.
     """
-    try:
-        with path.open("rb") as file:
-            shutil.copyfileobj(file, stream)
+    hint = "free space there, then run it again; with --work FOLDER the answers are kept"
+    with stdout_errors("answers", hint), path.open("rb") as file:
+        shutil.copyfileobj(file, stream)
         stream.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise BatchinferError(
-            f"stdout: cannot take the answers ({error.strerror})",
-            hint="free space there, then run it again; with --work FOLDER the answers are kept",
-        ) from error

@@ -94,9 +94,6 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     if dest == STDOUT and asked.format not in (None, "jsonl", "lines"):
         raise ConfigError(f"--format {asked.format}: with -o - stdout takes JSON Lines")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_handlers_put_back())
-        # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         answers = scratch / "answers.jsonl"
         config = msgspec.structs.replace(
@@ -128,7 +125,7 @@ def tell(result: dict[str, Any], dest: str) -> None:
     speed = result.get("worker", {}).get("tokens_per_sec", {}).get("output")
     rate = f"; {units.short(speed)} tokens/s" if speed else ""
     there = "stdout" if dest == STDOUT else dest
-    rows, failed = result["rows"], result.get("rows_error", 0)
+    rows, failed = result["rows"], result["rows_error"]
     say(f"{units.many(rows - failed, 'answer')} in {there}, {failed} failed{rate}")
     if dest != STDOUT:
         say(
@@ -143,6 +140,8 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.storage.opening import check_writable, open_store
     from batchinfer.worker.command import describe_host, engine_config, price_of_machine
 
+    if not config.dest.startswith("hf://"):
+        check_writable(config.dest, option="--output")
     check_writable(config.work, option="--work")
     price_of_machine(options, describe_host(dict(os.environ)), engine_config(options))
     work = WorkFolder(config, open_store, SystemClock())
@@ -151,11 +150,11 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     with running_alone(work.folder):
         work.split(counted)
         options = work.asked_of_worker(options)
-        rows_there = work.claim_dest()
-        if rows_there and not options["retry_errors"]:
+        there = work.claim_dest()
+        if there and not options["retry_errors"]:
             refuse_other_run(options)
-            there = {"dest": config.dest, "rows": rows_there, "work": config.work}
-            return {"status": "UNCHANGED", **there}
+            rows = {"rows": there.rows, "rows_error": there.rows_error}
+            return {"status": "UNCHANGED", "dest": config.dest, **rows, "work": config.work}
         return _generate(work, options)
 
 
@@ -163,7 +162,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
     """Answer the rows of the job and collect the answers."""
     from batchinfer.worker.command import work as run_worker
 
-    work.prepare_hub()
+    work.prepare_dest()
     try:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))

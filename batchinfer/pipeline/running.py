@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import ConfigError, InputError
 
 WORKER_ID = "run"
 """Id of the worker of a `run` command."""
@@ -28,6 +28,7 @@ def running_alone(folder: Path | None) -> Iterator[None]:
 
     Raises:
         InputError: another `run` command works there, or the folder cannot be made.
+        ConfigError: its filesystem has no locks.
     """
     if folder is None:
         yield
@@ -47,6 +48,10 @@ def running_alone(folder: Path | None) -> Iterator[None]:
                 f"{folder}: another `batchinfer run` works there: process {file.read().strip()}",
                 hint="wait until it has ended",
             ) from error
+        except OSError as error:
+            reason = f"its filesystem has no locks ({error.strerror}), expected one that has"
+            hint = "name another folder or a bucket for job and run: --work"
+            raise ConfigError(f"{folder}: {reason}", hint=hint) from error
         # The number is for people. What needs the full disk for more than this says so.
         with contextlib.suppress(OSError):
             file.truncate(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class CollectingRecord(Record, frozen=True, kw_only=True):
     """Options on which DEST's content depends, and the generation of the job."""
     rows: int = 0
     """Number of rows at DEST; 0 until DEST is complete."""
+    rows_error: int = 0
+    """Number of those that failed."""
     bytes: int = 0
     """Size of all files at DEST then."""
 
@@ -123,12 +126,8 @@ class WorkFolder:
 
     def _check(self, options: dict[str, Any]) -> None:
         """Refuse options that would not work, with all problems at once."""
-        given = options | {
-            "job": None,
-            "manifests": (),
-            "limit": None,
-            "output": self.run_url if self.folder is None else "",
-        }
+        output = self.run_url if self.folder is None else ""
+        given = options | {"job": None, "manifests": (), "limit": None, "output": output}
         asked = CheckConfig(
             options=given,
             sources=self.config.sources,
@@ -174,14 +173,19 @@ class WorkFolder:
 
     # -- generate
 
-    def prepare_hub(self) -> None:
-        """Make the repository of a DEST on the Hub if it is missing, so that no rows are answered in vain.
+    def prepare_dest(self) -> None:
+        """See that DEST can be written, so that no rows are answered in vain. A repository on the Hub is made.
 
         Raises:
-            AccessDenied: the token may not write there.
+            AccessDenied: the token or the credentials do not allow writing there.
         """
-        if self.config.dest.startswith("hf://"):
-            HubDestination(self.config.dest).make()
+        dest = self.config.dest
+        if dest.startswith("hf://"):
+            HubDestination(dest).make()
+        elif split_url(dest)[0] != "file":
+            store = self._open_store(split_name(dest)[0] if suffix_of(dest) else dest)
+            store.create(key := f"_probe-{secrets.token_hex(8)}", b"run: may DEST be written\n")
+            store.delete([key])
 
     def asked_of_worker(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a worker's options for this work folder. With --limit, a manifest of the first chunks is written."""
@@ -199,13 +203,9 @@ class WorkFolder:
             key = f"{layout.MANIFESTS}first-{rows}.txt"
             lines = [f"{chunk_key(job, chunk)}\n" for chunk in wanted]
             self._open_store(self.job_url).create(key, "".join(lines).encode())
+        places = {"job": self.job_url, "output": self.run_url}
         manifest = join_url(self.job_url, key)
-        return options | {
-            "job": self.job_url,
-            "output": self.run_url,
-            "manifests": (manifest,),
-            "limit": None,
-        }
+        return options | places | {"manifests": (manifest,), "limit": None}
 
     def refuse_errors(self, rate: float, *, at_least: int) -> None:
         """Refuse a run in which a larger share of the rows failed than `rate`: earlier starts count, too.
@@ -238,11 +238,11 @@ class WorkFolder:
 
     # -- collect
 
-    def claim_dest(self) -> int:
-        """Check that DEST is free or this command's own. Returns the number of rows at DEST; 0 if it must be written.
+    def claim_dest(self) -> CollectingRecord | None:
+        """Check that DEST is free or this command's own. Returns the record of DEST; None if it must be written.
 
         Raises:
-            ConfigError: DEST is in the work folder or a source.
+            ConfigError: DEST is in the work folder or a source, or can only be read.
             InputError: DEST cannot be made, or something else is there, or it was changed since.
         """
         config, record = self.config, self._record()
@@ -250,21 +250,21 @@ class WorkFolder:
         self._check_place()
         if record is not None and record.dest in (self._dest_from_work(), config.dest):
             there, left = self._bytes_there(), record.bytes
-            if there is None or record.options != self._options() or not record.rows:
-                return 0
+            if there is None or not record.rows:
+                return None
             # To a folder, others may have added files.
             if there < left or (there > left and suffix_of(config.dest)):
                 raise InputError(
                     f"{config.dest}: has {there:,} bytes, and this command left {left:,}",
                     hint="move away what is there, and the same command writes the answers again",
                 )
-            return record.rows
+            return record if record.options == self._options() else None
         if self._bytes_there() is not None:
             raise InputError(
                 f"{config.dest}: is there already, and no work of this command is at {config.work}",
                 hint="name another DEST, or move away what is there",
             )
-        return 0
+        return None
 
     def _check_place(self) -> None:
         """Refuse a DEST that is a source, is in the job or the run, holds the work folder, or cannot be made."""
@@ -287,6 +287,8 @@ class WorkFolder:
             problem = f"{nearest} is no folder"
         elif path != folder and path.is_dir():
             problem = "a folder has this name"
+        elif path != folder and path.name.startswith("."):
+            problem = "its name starts with a dot"
         if problem:
             raise InputError(f"{dest}: cannot be made: {problem}", hint="name another DEST")
 
@@ -314,10 +316,9 @@ class WorkFolder:
 
     def collect(self) -> dict[str, Any]:
         """Write DEST from the run, and return the result of `collect`."""
-        self._put_record(0)
-        asked = self._collection()
-        result = run_collect(asked, open_store=self._open_store, clock=self._clock)
-        self._put_record(result["rows"])
+        self._put_record(0, 0)
+        result = run_collect(self._collection(), open_store=self._open_store, clock=self._clock)
+        self._put_record(result["rows"], result["rows_error"])
         return result
 
     def _collection(self) -> CollectConfig:
@@ -346,12 +347,13 @@ class WorkFolder:
         hint = f"remove it, and {self.config.dest} if that is there"
         return codec.decode(data, CollectingRecord, name=name, hint=hint)
 
-    def _put_record(self, rows: int) -> None:
+    def _put_record(self, rows: int, rows_error: int) -> None:
         record = CollectingRecord(
             format_version=FORMAT_VERSION,
             dest=self._dest_from_work(),
             options=self._options(),
             rows=rows,
+            rows_error=rows_error,
             bytes=(self._bytes_there() or 0) if rows else 0,
         )
         data = codec.encode_pretty(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
 
@@ -19,6 +19,7 @@ from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Call, Reply
+from batchinfer.engines import Calls
 from batchinfer.engines.replies import failure_of
 from batchinfer.formats.lines import answer_of, encode_row, read_line
 from batchinfer.playground.session import Session, play_options
@@ -100,27 +101,17 @@ def trials(
     return found
 
 
-class _Source:
-    """Calls of trials. It notes when the engine takes each. Implements `RequestSource`."""
-
-    def __init__(self, tried: list[dict[str, Any]]) -> None:
-        self._left = list(tried)
-
-    def take(self, max_calls: int) -> list[Call] | None:
-        """See RequestSource."""
-        taken, self._left = self._left[:max_calls], self._left[max_calls:]
-        for trial in taken:
-            trial["start"] = time.perf_counter()
-        return [trial["call"] for trial in taken] or None
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Return at once: all calls are there from the beginning."""
+def _begun(tried: list[dict[str, Any]]) -> Iterator[Call]:
+    """Yield the calls of trials, and note when the engine takes each."""
+    for trial in tried:
+        trial["start"] = time.perf_counter()
+        yield trial["call"]
 
 
 def answer(session: Session, tried: list[dict[str, Any]]) -> None:
     """Answer trials together, and put answers and figures into their records."""
     by_key = {trial["call"].key: trial for trial in tried}
-    for replies in session.engine.generate(_Source(tried), Event()):
+    for replies in session.engine.generate(Calls(_begun(tried)), Event()):
         for reply in replies:
             trial = by_key[reply.key]
             trial |= _figures(trial.pop("prepared"), reply)
@@ -147,7 +138,8 @@ def _figures(prepared: Prepared, reply: Reply) -> dict[str, Any]:
 def show(tried: list[dict[str, Any]]) -> None:
     """Write the answers to stdout, each under its prompt and values if there are several, and a table to stderr."""
     for trial in tried:
-        for text in trial["answers"] or [f"[no answer: {trial['error']['message']}]"]:
+        error = trial["error"] or {"message": "the reply has an unknown shape"}
+        for text in trial["answers"] or [f"[no answer: {error['message']}]"]:
             is_alone = len(tried) == len(trial["answers"]) == 1
             write(f"{text}\n" if is_alone else f"--- {_values(trial)}\n{text}\n")
     width = max(len(_values(trial)) for trial in tried)

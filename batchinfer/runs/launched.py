@@ -129,8 +129,11 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
             if notes or not alive:
                 left += notes
                 del asked[name]
-                if fates is not None:  # there, and not in another namespace
-                    record_cancelled(store, name)
+                try:
+                    if fates is not None:  # there, and not in another namespace
+                        record_cancelled(store, name)
+                except BatchinferError as error:  # it was changed meanwhile, for example
+                    left.append(f"launch {name}: not recorded as cancelled: {error.message}")
         if asked:
             clock.sleep(_POLL_SECONDS)
     return left

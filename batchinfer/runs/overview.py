@@ -210,6 +210,11 @@ def overview(
     )
 
 
+def rows_of(snapshot: Snapshot) -> dict[str, int]:
+    """Return the number of rows of each chunk that the run is to do, by --limit those of the first chunks."""
+    return rows_by_chunk(snapshot.job, snapshot.run.config.get("limit") if snapshot.run else None)
+
+
 def add_up(parts: Iterable[Counts]) -> Counts:
     """Add up what markers, or workers' records, count. The most frequent error codes and finish reasons come first."""
     total = Counts()
@@ -315,7 +320,7 @@ def _with_slow(views: list[WorkerView]) -> list[WorkerView]:
 
 def _progress(snapshot: Snapshot, views: list[WorkerView]) -> tuple[Progress, Progress]:
     """Return the progress in chunks and the progress in rows."""
-    rows = rows_by_chunk(snapshot.job, snapshot.run.config.get("limit") if snapshot.run else None)
+    rows = rows_of(snapshot)
     left = rows.keys() - snapshot.markers.keys()
     finished, busy = dict(snapshot.checkpointed), set[str]()
     for view in views:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinfer.cli.config_commands import config_command
+from batchinfer.cli.terminal import write
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
@@ -30,7 +31,7 @@ from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.looks import Snapshot, look_at
 from batchinfer.ledger.metrics import families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
-from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview
+from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview, rows_of
 
 MAX_SHOWN_WORKERS = 60
 STATE_STYLES = {
@@ -102,8 +103,8 @@ def look_closely(
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
     generations = {name: seen.generation for name, seen in snapshot.markers.items()}
-    is_done = len(generations) == len(snapshot.job.chunks) <= _MOST_MARKERS
-    reads_markers |= is_done and any(generations.values())
+    is_done = rows_of(snapshot).keys() <= generations.keys()
+    reads_markers |= is_done and any(generations.values()) and len(generations) <= _MOST_MARKERS
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     prices = Prices(config.price_per_hour)
     seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)
@@ -321,7 +322,7 @@ def command(show: StatusConfig) -> Any:
                 "--prometheus: prints metrics once, without --watch or --json",
                 hint="leave the other option out",
             )
-        sys.stdout.buffer.write(metrics_text(look()))
+        write(metrics_text(look()).decode())
         return None
     # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)

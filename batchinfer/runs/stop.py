@@ -39,9 +39,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     Raises:
         InputError: there is no run, or the run is of a newer format version.
     """
-    # A worker writes its record first, and run.json only after its engine has been loaded.
-    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES)
-    if not any(next(iter(store.list(place)), None) for place in places):
+    if not has_begun(store):
         raise no_run(store)
     refuse_newer(store)  # workers of a newer batchinfer may need another kind of stop request
     was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
@@ -58,6 +56,13 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         "stopped": not config.resume,
         "was_stopped": was_stopped,
     }
+
+
+def has_begun(store: Store) -> bool:
+    """Whether a launch or a worker has written there, as the first of a run's objects."""
+    # A worker writes its record first, and run.json only after its engine has been loaded.
+    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES)
+    return any(next(iter(store.list(place)), None) for place in places)
 
 
 @config_command("stop", StopConfig)

@@ -52,8 +52,13 @@ _SHOWN = 10
 """Number of findings of one kind and one fix that are shown in full; the others are only counted."""
 
 
-_RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
-"""Parts of the names of options that make a worker run code which they name."""
+_RUN_CODE = (
+    *("trust-remote-code", "middleware", "worker-cls", "worker-extension-cls", "scheduler-cls"),
+    *("distributed-executor-backend", "kv-transfer-config", "ec-transfer-config"),
+    *("tool-parser-plugin", "reasoning-parser-plugin", "io-processor-plugin", "plugin"),
+    *("logits-processors", "processors", "server-command"),
+)
+"""Names of options that make a worker run code which they name, and parts of such names."""
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
@@ -125,7 +130,8 @@ class Verdict(NamedTuple):
         scheme = self.run.partition("://")[0] if "://" in self.run else ""
         remove = {"": "rm", "s3": "aws s3 rm", "gs": "gcloud storage rm"}.get(scheme, "remove")
         redo = " ".join(f"--redo {shlex.quote(name)}" for name in names)
-        keys = " ".join(shlex.quote(f"{self.run}/{name}") for name in names)
+        # The command line of AWS takes one object.
+        removals = "; ".join(f"{remove} {shlex.quote(f'{self.run}/{name}')}" for name in names)
         return {
             "worker": self.worker,
             "redo": f"batchinfer clean {place} {redo} --yes",
@@ -134,7 +140,7 @@ class Verdict(NamedTuple):
             "run": "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made",
             "job": f"batchinfer verify --job JOB {place}  # with the job that the run is of",
             "chunk": "restore the chunk as job.json describes it, or split again into another job",
-            "hand": f"{remove} {keys}  # unless somebody needs it",
+            "hand": f"{removals}  # unless somebody needs it",
         }[fix]
 
 
@@ -320,7 +326,7 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
     for word, text in parts:
         if word.startswith("-"):
             name = word.partition("=")[0].replace("_", "-")
-            is_unsafe = any(part in name for part in _RUN_CODE)
+            is_unsafe = _runs_code(name)
             left_out += [one_line(name)] * is_unsafe
         if not is_unsafe:
             words.append(text)
@@ -328,6 +334,13 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
         shown = ", ".join(left_out)
         words.append(f"# {shown} left out: add it only if you trust the code that it runs")
     return " ".join(words)
+
+
+def _runs_code(option: str) -> bool:
+    """Whether an option makes a worker run code. vLLM takes the beginnings of names, and --name.member, too."""
+    name = option.removeprefix("--").partition(".")[0]
+    is_cut = option != name and name not in ("", "reasoning-parser")
+    return any(each in option or (is_cut and each.startswith(name)) for each in _RUN_CODE)
 
 
 # --------------------------------------------------------------------------- the command line

@@ -76,17 +76,20 @@ def test_closed_streams_leave_the_exit_status_alone(tmp_path: Path, closed: str)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("last", "status", "what"), [("4", 1, "result"), ("1", 2, "result"), ("-", 1, "answers")]
+    ("last", "status", "what"),
+    [("4", 1, "result"), ("1", 2, "result"), ("-", 1, "answers"), ("--prometheus", 1, "text")],
 )
 def test_a_full_disk_below_stdout_is_said_in_a_line(
     tmp_path: Path, last: str, status: int, what: str
 ) -> None:
-    """After a success, after a failure that has a result too, and by `run`."""
+    """After a success, after a failure that has a result too, by `run`, and by metrics."""
     make_job(tmp_path / "job", rows=4, per_chunk=2)
     words = worker_arguments(tmp_path / "job", tmp_path / "run", "--limit")
     assert run_process([*words, "4"]).status == 0
     if last == "-":
         words = ["run", f"{tmp_path}/job/manifests/all.txt", "--engine", "echo", "--output"]
+    if last == "--prometheus":
+        words = ["status", f"{tmp_path}/run"]
     command = [sys.executable, "-m", "batchinfer", *words, last]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -19,7 +19,12 @@ import yaml
 from batchinfer import clusters
 from batchinfer.clusters import Fate, Plan, find_cluster, find_launches, name_of, record_launch
 from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import FINAL_STATUSES, RESTART_STATUSES, ConfigError
+from batchinfer.core.errors import (
+    FINAL_STATUSES,
+    RESTART_STATUSES,
+    ConfigError,
+    PreconditionFailed,
+)
 from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
@@ -128,6 +133,35 @@ def test_a_record_under_the_name_of_another_launch_is_left_out(tmp_path: Path) -
     assert "left out (is not the record of" in find_launches(store)[1][0]
 
 
+def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The workers of a launch on r2:// were never found, and `stop --cancel` ended none of them."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://account.r2.cloudflarestorage.com")
+    for url in ("r2://bucket/job/runs/a", "s3://bucket/r2:/a"):
+        assert name_of(ID, url) == name_of(ID, open_store(url).url)
+
+
+def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
+    tmp_path: Path, clients: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for client in ("scancel", "squeue"):
+        fake_client(clients, client, "")
+    store, other = open_store(str(tmp_path)), ID.replace("ab12", "cd34")
+    for identity in (ID, other):
+        record_launch(store, plan(id=identity))
+
+    def replace(key: str, *_: object) -> None:
+        raise PreconditionFailed(f"{key}: is not the version that was read")
+
+    monkeypatch.setattr(store, "replace", replace)
+    left = cancel_launches(store, SystemClock())
+    assert [line.partition(": launches/")[0] for line in left] == [
+        f"launch {identity}: not recorded as cancelled" for identity in (ID, other)
+    ]
+    assert len(calls(clients, "scancel")) == 2
+
+
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
 def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
     name: str, tmp_path: Path, clients: Path
@@ -170,6 +204,8 @@ def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(
     fake_client(clients, "sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(ConfigError, match="sbatch: no such partition"):
         clusters.run_client("sbatch")
+    fake_client(clients, "sbatch", r"printf 'caf\xe9'")
+    assert clusters.run_client("sbatch") == "caf\ufffd", "it was a traceback"
     fake_client(clients, "sbatch", "exec sleep 60")
     with pytest.raises(ConfigError, match="timed out"):
         clusters.run_client("sbatch", seconds=0.3)
@@ -250,8 +286,10 @@ def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
         **dict.fromkeys((2, 4, 5), Fate("coming", "PENDING Resources")),
         6: Fate("lost", "NODE_FAIL None"),
     }
-    for client in ("squeue", "sacct"):
-        assert f"--name={NAME}" in calls(clients, client)[0]
+    # Jobs of other users looked lost, and a long list of waiting ranks is cut without --array.
+    for client, option in (("squeue", "--array"), ("sacct", "--allusers")):
+        assert {f"--name={NAME}", option} <= set(calls(clients, client)[0].split())
+    assert "--me" not in calls(clients, "squeue")[0]
     fake_client(clients, "sacct", "exit 1")
     assert set(cluster.look(NAME, "")) == {2, 4, 5, 6}
     fake_client(clients, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
@@ -393,12 +431,14 @@ def test_jobs_of_skypilot_are_found_by_their_whole_name(clients: Path) -> None:
         {"job_id": 8, "status": "RECOVERING", "job_name": NAME, "failure_reason": None},
         {"job_id": 7, "status": "CANCELLED", "job_name": NAME},
     ]
-    fake_client(clients, "sky", f"echo '[hint]'; echo {shlex.quote(json.dumps(jobs, indent=2))}")
+    printed = shlex.quote(json.dumps(jobs, indent=2))
+    fake_client(clients, "sky", f"echo '[hint]'; echo {printed}; echo A newer version is there.")
     assert find_cluster("skypilot").look(NAME, "") == {
         0: Fate("ended", "CANCELLED"),
         1: Fate("coming", "RECOVERING"),
         2: Fate("lost", "FAILED_SETUP no disk"),
     }
+    assert "--all-users" in calls(clients, "sky")[0], "jobs of other users looked lost"
     fake_client(clients, "sky", "echo '[]'")
     assert find_cluster("skypilot").look(NAME, "") == {}
     fake_client(clients, "sky", "echo No jobs.")

@@ -244,6 +244,7 @@ class TestAnswer:
         [
             (chat(), ["hello"], "stop"),
             (response(1), ["hello"], "length"),
+            ({"choices": [{"message": {"tool_calls": []}}, {"message": {"content": "a"}}]}, ["", "a"], ""),
             ({"choices": [{"text": each, "finish_reason": "length"} for each in "ab"]}, ["a", "b"], "length"),
             ({"data": [{"embedding": "AACAPw=="}]}, ["AACAPw=="], ""),
             ({"data": [{"data": [1.0, -0.5]}]}, ["[1.0, -0.5]"], ""),

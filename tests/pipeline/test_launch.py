@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -137,6 +138,8 @@ def launched(call: Call, run: Path) -> list[dict[str, Any]]:
 def test_launched_workers_do_the_job(job: Path, call: Call, tmp_path: Path) -> None:
     """Workers get texts of files as ``<(printf …)``, which can be read only once."""
     run = job / "runs/a"
+    run.mkdir(parents=True)
+    (run / "notes.txt").write_text("no run is here yet")
     (tmp_path / "tools.json").write_text('[{"name": "f"}]')
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     files = [f"--tools={tmp_path}/tools.json", f"--json-schema={tmp_path}/schema.json"]
@@ -266,6 +269,33 @@ def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_jo
     assert len({task["name"] for task in fake_slurm.tasks()}) == 1 + 5
 
 
+def test_a_watch_whose_workers_are_refused_says_why(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that workers were started again and again."""
+    watch = launch.Launch.watch
+
+    def refused(launch: launch.Launch) -> dict[str, Any]:
+        monkeypatch.setenv("FAKE_SLURM_FATE", "refused")
+        return watch(launch)
+
+    monkeypatch.setattr(launch.Launch, "watch", refused)
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    monkeypatch.setattr(launch, "WATCH_SECONDS", 0.01)
+    done = call(*launching_of(job, "--workers", "1", "--watch"))
+    assert done.status == 3
+    assert re.search("error: .*Invalid partition name specified, and no row was", done.err)
+
+
+def test_a_watch_of_a_run_without_a_worker_says_no_empty_reason(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.Launch, "_restartable", lambda *_: [])
+    monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
+    done = call(*launching_of(job, "--workers", "1", "--watch"))
+    assert "is empty, and no worker is left\n" in done.err
+
+
 LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
 
 
@@ -342,6 +372,13 @@ def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
 
 
 # --------------------------------------------------------------------------- what would be submitted
+
+
+def test_a_watch_does_not_ask_error_rows_again(call: Call) -> None:
+    """The run was done before the workers had come, so the watch cancelled them."""
+    options = ("--on", "slurm", "--retry-errors", "--watch", "--dry-run", "--workers", "1")
+    refused = call("launch", "s3://b/job", "--run", "s3://b/job/r", *options, "--engine", "echo")
+    assert (refused.status, "--watch: not together with --retry-errors" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import EngineLoadError
+from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
 from batchinfer.pipeline.running import running_alone
 from fixtures_hub import Hub
 from making import Call, finish_process, start_process
@@ -287,6 +287,36 @@ def test_a_full_disk_is_told_by_what_needs_it_and_not_by_the_lock(
         stack.enter_context(running_alone(tmp_path))
 
 
+def test_a_filesystem_without_locks_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr("batchinfer.pipeline.running.fcntl.flock", refuses)
+    said = "its filesystem has no locks .No locks available., expected one that has"
+    with pytest.raises(ConfigError, match=said), running_alone(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("https://host/a.jsonl", "--output https://host/a.jsonl: https:// can only be read"),
+        ("memory://b/a.jsonl", "may not write"),
+        (".a.jsonl", "cannot be made: its name starts with a dot"),
+    ],
+)
+def test_a_dest_that_cannot_be_written_costs_no_answer(
+    name: str, said: str, run: Runner, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job and the run are elsewhere, so nothing else found it before all rows were answered."""
+    monkeypatch.chdir(rows.parent)
+    refuses = Mock(side_effect=AccessDenied("may not write"))
+    monkeypatch.setattr("batchinfer.storage.bucket.BucketStore.create", refuses)
+    assert run(rows, "-o", name, "--work", "work") == 2
+    assert said in run.err
+    assert not Path("work/run").exists()
+
+
 def test_a_link_that_leads_nowhere_gives_its_name_to_dest(
     run: Runner, rows: Path, dest: Path
 ) -> None:
@@ -352,9 +382,10 @@ def test_a_dest_that_was_changed_is_neither_vouched_for_nor_replaced(
     [file] = [dest] if dest.is_file() else list(dest.glob("*.parquet"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-9])
-    assert run(rows, "-o", dest) == 2
-    assert "writes the answers again" in run.err
-    assert file.read_bytes() == whole[:-9]
+    for more in ((), ("--limit", 20)):
+        assert run(rows, "-o", dest, *more) == 2
+        assert "writes the answers again" in run.err
+        assert file.read_bytes() == whole[:-9]
     shutil.move(dest, tmp_path / "away")
     assert run(rows, "-o", dest) == 0
     assert file.read_bytes() == whole
@@ -371,7 +402,10 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
         assert run(source, "-o", dest, "--max-error-rate", 0.1, *most) == 3
         assert run(source, "-o", dest, "--max-error-rate", 0.1, *most) == 3
         assert not dest.exists()
-    assert run(source, "-o", dest, "--max-error-rate", 0.5) == 0
+    for status in ("SUCCESS", "UNCHANGED"):
+        assert run(source, "-o", dest, "--max-error-rate", 0.5) == 0
+        figures = [run.result[name] for name in ("status", "rows", "rows_error")]
+        assert figures == [status, 60, 30]
     assert len(answers(dest)) == 60
     assert run(source, "-o", dest, "--max-error-rate", 1, "--retry-errors") == 0
     assert run.result["worker"]["request_count"] == 30

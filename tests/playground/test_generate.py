@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.cli.main import main
-from echo_server import fake_endpoint
+from echo_server import fake_endpoint, reply
 from making import Call
 
 ECHO = ["--engine", "echo"]
@@ -65,6 +65,16 @@ def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
     assert first["error"]["code"] == "prompt_too_long"
     assert second["answers"] == ["e"]
     assert "1 request without an answer" in ran.err
+
+
+def test_an_answer_without_a_text_is_shown_too(call: Call) -> None:
+    """It was a traceback."""
+    shown = {"message": "\n", "else": "--- a\n[no answer: the reply has an unknown shape]\n"}
+    for name, text in shown.items():
+        body = {"choices": [{name: {"tool_calls": []}}]}
+        with fake_endpoint(rule=lambda *_, body=body: reply(200, body)) as endpoint:
+            options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+            assert call("generate", *options, "-p", "a").out == text
 
 
 def test_a_file_is_a_prompt(generate: Call, tmp_path: Path) -> None:

@@ -100,3 +100,25 @@ def test_no_code_is_run_because_run_json_says_so(tmp_path: Path) -> None:
     assert given[-4:] == ["--seed-x", "1", "--max-model-len", "8"]
     assert not [word for word in given if "evil" in word or "trust" in word]
     assert "left out" not in worker_command(run_of({"model": "m"}, {}), "/run", "/job")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            "--trust-rem",
+            "--tool-p=x",
+            "--reasoning-parser-p",
+            "--logits",
+            "--worker-extension-cls",
+        ),
+        *("--scheduler_cls", "--distributed-executor-backend=evil.Evil", "--kv-transfer-config"),
+        *("--kv-t.kv_connector_module_path", "--ec-transfer-config.ec_connector"),
+    ],
+)
+def test_beginnings_and_members_of_such_options_are_left_out_too(word: str) -> None:
+    """vLLM's parser takes them for the whole name."""
+    safe = ["--reasoning-parser", "qwen3", "--stop", "-", "-O3"]
+    recorded = {"server_args": [*safe, word, "evil"]}
+    command = worker_command(run_of({}, recorded), "/run", "/job").partition(" # ")[0]
+    assert command == f"batchinfer worker --job /job --output /run {' '.join(safe)}"

@@ -76,12 +76,14 @@ def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> 
     assert set(requests) <= {"get", "list"}, "status changes nothing"
 
 
-def test_rows_that_were_repaired_have_not_failed(tmp_path: Path) -> None:
-    """They went on to count as failed, and were repaired again."""
+@pytest.mark.parametrize("limit", [[], ["--limit", "10"]])
+def test_rows_that_were_repaired_have_not_failed(tmp_path: Path, limit: list[str]) -> None:
+    """They went on to count as failed, and were repaired again. Of a run with a limit, they counted twice."""
     job, run = tmp_path / "job", str(tmp_path / "run")
-    make_job(job, rows=10, per_chunk=5, make_row=lambda row: {"prompt": "x" if row % 5 else ""})
-    run_worker_here(job, run)
-    run_worker_here(job, run, "--retry-errors")
+    rows = 15 if limit else 10
+    make_job(job, rows=rows, per_chunk=5, make_row=lambda row: {"prompt": "x" if row % 5 else ""})
+    run_worker_here(job, run, *limit)
+    run_worker_here(job, run, *limit, "--retry-errors")
     config = RunConfig(run=run, job=str(job))
     seen = run_status(config, open_store=open_store, clock=SystemClock())
     assert (seen.totals.rows_ok, seen.totals.rows_error) == (8, 2)

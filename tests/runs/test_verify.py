@@ -202,6 +202,8 @@ def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_pat
     verdict = verify(str(run))
     assert kinds(verdict) == {("leftover", "notes.txt")}
     assert "# unless somebody needs it" in "".join(verdict.lines())
+    in_bucket = verdict._replace(run="s3://b/run").command("hand", ["a", "b"])
+    assert in_bucket.startswith("aws s3 rm s3://b/run/a; aws s3 rm s3://b/run/b  #"), "one each"
 
 
 # --------------------------------------------------------------------------- sound runs, and parts of them
