@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
     given = {name: value for name, value in locals().items() if value is not None}
     for name in ("data", "output", "work", "quiet", "vllm"):
         given.pop(name, None)
-    section = vllm.pop("vllm", {})  # as in a settings file
+    section = vllm.pop("vllm", None) or {}  # as in a settings file
     options = given | vllm | section
     if str(output) == "-":
         raise errors.ConfigError("output: '-' is for the command line", hint="give a path")

@@ -105,7 +105,7 @@ class StoreDestination:
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
 
-        Nothing is changed: what is there stays until the first `put`.
+        No data are changed: what is there stays until the first `put`.
 
         Raises:
             InputError: Other data are there, which must not be replaced.
@@ -170,7 +170,7 @@ class StoreDestination:
                 self._store.replace(STARTED_KEY, key, etag=started.etag)
         except (AlreadyExists, PreconditionFailed) as error:
             raise _raced(self._store.url) from error
-        self._store.delete([RECORD_KEY] if record == self._old_record else [])
+        self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
         self._is_begun = True
 
     def _there(self, key: str) -> Object | None:
@@ -188,7 +188,9 @@ class StoreDestination:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
             raise _raced(self._store.url) from error
-        self._store.delete([STARTED_KEY])
+        started = self._there(STARTED_KEY)
+        is_ours = started is not None and started.data == self._key.encode()
+        self._store.delete([STARTED_KEY] if is_ours else [])
 
 
 # --------------------------------------------------------------------------- the Hub
@@ -202,6 +204,10 @@ def _data_of(files: Files) -> dict[str, str]:
     """Return the hashes of the files that hold the data set's rows, by their paths."""
     found = {name for name in files if suffix_of(name) and not name.startswith(".")}
     return {name: files[name].blob_id for name in found}
+
+
+def _is_whole(record: Collected, files: Files) -> bool:
+    return record.sha256.keys() - {CARD} <= files.keys()
 
 
 class HubDestination:
@@ -270,7 +276,8 @@ class HubDestination:
         """
         self.make()
         self.commit, files = self._ask(self._look)
-        if record := self._collected(self.commit, files, key):
+        record = self._collected(self.commit, files, key)
+        if record and _is_whole(record, files):
             return record
         self._before = _data_of(files)
         _check_free(self.url, self._before, is_taken=bool(self._before) and not self._overwrite)
@@ -299,7 +306,7 @@ class HubDestination:
         def publish(api: Any) -> str:
             commit, files = self._look(api)
             there = self._collected(commit, files)
-            if there and there.key == record.key:
+            if there and there.key == record.key and _is_whole(there, files):
                 return commit  # an attempt before has made the commit, and only its reply was lost
             if _data_of(files) != self._before:
                 raise _raced(self.url)
@@ -333,8 +340,7 @@ class HubDestination:
         """Return the record of the collection (with this key), if a commit brought it."""
         if HUB_RECORD not in files:
             return None
-        record = _read_record(self._read(commit, HUB_RECORD), key)
-        return record if record and record.sha256.keys() - {CARD} <= files.keys() else None
+        return _read_record(self._read(commit, HUB_RECORD), key)
 
     def _read(self, commit: str, name: str) -> bytes:
         url = f"hf://datasets/{self._repo}@{commit}"

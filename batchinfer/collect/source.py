@@ -54,20 +54,14 @@ class ParquetSource:
         self.schema = pa.schema([self._types.field(name) for name in names])
         self.schema.empty_table().take(pa.array([], pa.int64()))
         groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
-        parts = [group.column(index) for group in groups for index in range(group.num_columns)]
-        for part in parts:
-            path, there = part.path_in_schema, part.statistics
-            is_float = path in names and pa.types.is_floating(self._types.field(path).type)
-            if is_float and part.physical_type == "INT64":  # elsewhere it is of floats
-                known = there.has_min_max if there else False
-                if not known or max(-there.min, there.max) > _EXACT:
-                    raise InputError(f"column {path!r}: not every integer has its float")
-        own = tuple(f"{name}." for name in names)
-        size = sum(
-            part.total_uncompressed_size
-            for part in parts
-            if f"{part.path_in_schema}.".startswith(own)
-        )
+        own, size = tuple(f"{name}." for name in names), 0
+        for part in (group.column(index) for group in groups for index in range(group.num_columns)):
+            path = part.path_in_schema
+            size += part.total_uncompressed_size if f"{path}.".startswith(own) else 0
+            if path not in names or part.physical_type != "INT64":
+                continue
+            if pa.types.is_floating(self._types.field(path).type):  # as it is in other files
+                _check_exact(path, part)
         num_rows = sum(footer.num_rows for footer in footers)
         self.at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
         """Number of rows whose columns have limited bytes, by the mean. Texts that repeat count as one."""
@@ -112,6 +106,15 @@ class ParquetSource:
             self._held = pa.concat_tables([self._held.slice(passed), table])
             self._first += passed
         return self._held.take(pa.array(rows - self._first))
+
+
+def _check_exact(name: str, part: Any) -> None:
+    """Raise InputError unless all integers of a part of a column have their floats."""
+    there = part.statistics
+    if there and there.has_min_max and max(-there.min, there.max) <= _EXACT:
+        return
+    if not there or there.null_count != part.num_values:
+        raise InputError(f"column {name!r}: not every integer has its float")
 
 
 def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:

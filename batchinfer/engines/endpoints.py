@@ -131,8 +131,8 @@ class Outage:
     """What endpoints answered last. Without any answer for `seconds` they are down.
 
     A few rows that fail again and again are given up instead: at once if they are the last ones, others were answered,
-    and each time the endpoint said that it failed itself (500). Otherwise such rows would end every start of the run's
-    last worker.
+    and each time the endpoint said that it failed itself (500), or forbade the row (403). Otherwise such rows would end
+    every start of the run's last worker.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -167,8 +167,10 @@ class Outage:
             reply: The reply that is made of it.
             num_failed: Number of attempts at this row that have failed and may be the row's fault.
         """
+        has_others = self.since and self._last and self._last[1] != FORBIDDEN
         self.since = self.since or time.monotonic()
-        self._last = target, status, reply
+        if not (has_others and status == FORBIDDEN):  # of both, the others are what to tell
+            self._last = target, status, reply
         if num_failed >= MOST_ATTEMPTS:
             self.last_replies[reply.key] = reply
 

@@ -312,13 +312,11 @@ class HttpEngine:
         num_failed = num_faults = 0
         answered = dict[Target, int]()
         while True:
+            await self._pace.wait(call)
             if isinstance(target, Endpoint) and (num_failed or target.pause_seconds):
                 target = min(self.targets, key=lambda each: (each.pause_seconds, each.num_pauses))
             if pause := target.pause_seconds:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.2))
-                continue
-            await self._pace.wait(call)
-            if target.pause_seconds:  # another call was told so meanwhile
                 continue
             answered_before = answered.setdefault(target, target.num_answered)
             found = await target.post(call)

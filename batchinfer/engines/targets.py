@@ -105,12 +105,15 @@ class Target:
                 connector=aiohttp.UnixConnector(self._socket, **options)
                 if self._socket
                 else aiohttp.TCPConnector(**options),
-                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_SECONDS),
                 proxy=self.proxy,  # by trust_env a password in ~/.netrc would count, too
                 read_bufsize=1 << 20,
             )
-        return self._http.request(method, self.url_of(path), allow_redirects=False, **more)
+        # Headers of the session itself would go to the proxy, too.
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers |= more.pop("headers", {})
+        url = self.url_of(path)
+        return self._http.request(method, url, headers=headers, allow_redirects=False, **more)
 
     def _post(self, call: Call) -> Any:
         headers = {"Content-Type": call.content_type}

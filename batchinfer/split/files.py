@@ -135,7 +135,7 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             folders = [path] if is_folder else []
         for folder in folders if is_local(argument) else ():
             _look_into(folder)
-        found, hidden = list[DataFile](), list[DataFile]()
+        found, hidden, lost = list[DataFile](), list[DataFile](), list[str]()
         # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
         named = "._" if posixpath.basename(path).startswith(".") else "_"
         hiding = r"/[._]" if is_folder else rf"/(?![{named}][^/]*$)[._]"
@@ -147,8 +147,11 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             if info and info["type"] == "file":
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
             elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
-                hint = "fetch the file, or remove the link"
-                raise InputError(f"{name}: is a link to nothing", hint=hint)
+                lost.append(name)
+    has_data = any(file.format and ending(file.url) not in _NOTES for file in found)
+    if lost := [name for name in lost if not has_data or ending(name) not in _NOTES]:
+        hint = "fetch the file, or remove the link"
+        raise InputError(f"{lost[0]}: is a link to nothing", hint=hint)
     if left_out := [redact(file.url) for file in hidden if file.format]:
         text = "%s: left out %s whose name or folder begins with . or _, %s first"
         logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])

@@ -282,6 +282,15 @@ def test_a_password_in_netrc_is_not_sent_and_a_proxy_of_the_environment_is_asked
     drive(reach("http://nowhere.invalid")[0], ListSource(calls(1)))
     assert {each["authorization"] for each in endpoint.headers} == {f"Bearer {KEY}"}
     assert endpoint.headers[1]["proxy-authorization"] == "Basic bWU6d29yZA=="
+    monkeypatch.setenv("http_proxy", endpoint.url.removesuffix("/v1"))
+    drive(reach("http://nowhere.invalid")[0], ListSource(calls(1)))
+    assert "proxy-authorization" not in endpoint.headers[2], "which would be the endpoint's key"
+
+
+def test_a_row_that_is_forbidden_is_not_what_is_told_of_an_outage(endpoint, reach):
+    endpoint.rule = lambda text, _: PASSING["403" if text.startswith("row 3 ") else "502 page"]
+    with pytest.raises(EngineDied, match="502"):
+        drive(reach(endpoint, stall_seconds=0.5)[0], ListSource(calls(9)))
 
 
 @pytest.mark.parametrize(("slots", "seconds"), [(16, 0.5), (80, 3600)])

@@ -71,6 +71,8 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         ("**/*.parquet", [9, 1, 2, 3]),
     ):
         assert numbers(f"{data}/{pattern}") == expected
+    (data / "note.txt").symlink_to("gone")
+    assert numbers(data) == [1, 2, 3], "a note is no data"
     (data / "nowhere.parquet").symlink_to("gone")
     for source in (data, data / "*.parquet"):
         with pytest.raises(InputError, match=r"nowhere\.parquet: is a link to nothing"):
