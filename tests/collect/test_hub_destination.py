@@ -90,6 +90,7 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(hub: Hub,
     assert b"condition" in hub.files(REPO)[CARD]
     hub.put(REPO, "main", {RECORD: hub.files(REPO)[RECORD]})
     assert collect(run, where="_row < 2")["status"] == "SUCCESS"
+    assert len(published(hub)) == 2
 
 
 def test_readers_see_the_old_collection_until_the_new_one_is_whole(

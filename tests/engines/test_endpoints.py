@@ -287,8 +287,8 @@ def test_a_password_in_netrc_is_not_sent_and_a_proxy_of_the_environment_is_asked
     assert "proxy-authorization" not in endpoint.headers[2], "which would be the endpoint's key"
 
 
-def test_a_row_that_is_forbidden_is_not_what_is_told_of_an_outage(endpoint, reach):
-    endpoint.rule = lambda text, _: PASSING["403" if text.startswith("row 3 ") else "502 page"]
+def test_rows_that_are_forbidden_are_not_what_is_told_of_an_outage(endpoint, reach):
+    endpoint.rule = lambda text, _: PASSING["502 page" if text.startswith("row 3 ") else "403"]
     with pytest.raises(EngineDied, match="502"):
         drive(reach(endpoint, stall_seconds=0.5)[0], ListSource(calls(9)))
 
