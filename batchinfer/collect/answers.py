@@ -161,7 +161,7 @@ class Answers:
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
     def _batches(self, schema: Any, brought: Iterator[_Brought]) -> Iterator[Any]:
-        """Yield all rows, some of one chunk at a time."""
+        """Yield all rows, many at a time: those of many small chunks, too, for each batch takes a while."""
         import numpy as np
         import pyarrow as pa
 
@@ -171,7 +171,17 @@ class Answers:
             buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
             return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
 
-        num_bytes = row = 0
+        def batch() -> Any:
+            numbers, lines, sources = zip(*held, strict=True)
+            wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
+            columns = [
+                pa.Array.from_buffers(pa.int64(), len(held), wanted),
+                texts(lines),
+                texts(sources),
+            ]
+            return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+        held, num_bytes, row = list[tuple[int, bytes, bytes]](), 0, 0
         try:
             for ref, marker, output, source, problem in brought:
                 if problem:
@@ -179,23 +189,21 @@ class Answers:
                     self.damaged.append(found)
                     continue
                 row = ref.first_row
-                for lines, sources, size in _blocks(output, source):
-                    if num_bytes + size > _BLOCK_BYTES:
+                for line, text in _rows(output, source):
+                    held.append((row, line, text))
+                    row += 1
+                    num_bytes += len(line) + len(text) + _ROW_BYTES
+                    if num_bytes >= _BLOCK_BYTES:
+                        yield batch()
                         self.ends.append(row)
-                        num_bytes = 0
-                    num_bytes += size
-                    numbers = pa.py_buffer(np.arange(row, row + len(lines)))
-                    wanted = pa.Array.from_buffers(pa.int64(), len(lines), [None, numbers])
-                    columns = [wanted, texts(lines), texts(sources)]
-                    yield pa.RecordBatch.from_arrays(columns, schema=schema)
-                    row += len(lines)
+                        held, num_bytes = [], 0
                 if row != ref.first_row + marker.rows_done:
-                    what = (
-                        f"its output has {row - ref.first_row} lines, expected {marker.rows_done}"
-                    )
-                    raise InputError(f"{ref.name}: {what}", hint=ASK_VERIFY)
+                    what = f"has {row - ref.first_row} lines, expected {marker.rows_done}"
+                    raise InputError(f"{ref.name}: its output {what}", hint=ASK_VERIFY)
                 self.found.append((ref, marker))
-            self.ends.append(row)
+            if held:
+                yield batch()
+                self.ends.append(row)
         except BaseException as error:
             self._failure = error
             raise
@@ -252,23 +260,15 @@ def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Gen
             remove_quietly(path)
 
 
-def _blocks(output: Path, source: Path | None) -> Iterator[tuple[list[bytes], list[bytes], int]]:
-    """Yield the lines of an output and of its chunk, if this was brought, some at a time, with about their bytes."""
+def _rows(output: Path, source: Path | None) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the lines of an output, each with that of the chunk, which is empty if this was not brought."""
     with ExitStack() as stack:
-        file = stack.enter_context(output.open("rb"))
-        found = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
-        lines, sources, size = list[bytes](), list[bytes](), 0
-        for line, text in zip(file, itertools.chain(found, itertools.repeat(b"")), strict=False):
-            if not line.endswith(b"\n"):
+        lines = stack.enter_context(output.open("rb"))
+        sources = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
+        for row in zip(lines, itertools.chain(sources, itertools.repeat(b"")), strict=False):
+            if not row[0].endswith(b"\n"):
                 break  # it is no row
-            lines.append(line)
-            sources.append(text)
-            size += len(line) + len(text) + _ROW_BYTES
-            if size >= _BLOCK_BYTES:
-                yield lines, sources, size
-                lines, sources, size = [], [], 0
-        if lines:
-            yield lines, sources, size
+            yield row
 
 
 def _source_of(line: bytes) -> bytes:
