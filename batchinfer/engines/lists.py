@@ -15,8 +15,9 @@ from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply, Tokens
 
 MOST_TEXTS = 64
-# Not /pooling: a vector for each token of 64 long texts may be more than the longest answer that is read.
-_PATHS = frozenset({"/v1/embeddings", "/classify"})
+_PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
+# With a vector for each token, the answer for 64 long texts may be more than the longest that is read.
+_LARGE = b'"token_embed"'
 # A body whose first field is one text, as the prompt builder writes it; and all other fields.
 _TEXT = re.compile(rb'\{"input": ?("(?:[^"\\]++|\\.)*+")(|,.*)\}', re.DOTALL)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -32,7 +33,8 @@ def group(calls: Sequence[Call]) -> list[list[Call]]:
     alike = defaultdict[object, list[Call]](list)
     for number, call in enumerate(calls):
         match = _TEXT.fullmatch(call.body) if call.path in _PATHS else None
-        alike[(call.path, match[2]) if match else number].append(call)
+        is_text = match is not None and _LARGE not in match[2]
+        alike[(call.path, match[2]) if match and is_text else number].append(call)
     return [x[n : n + MOST_TEXTS] for x in alike.values() for n in range(0, len(x), MOST_TEXTS)]
 
 

@@ -546,9 +546,10 @@ def test_texts_go_in_lists_and_come_back_singly_by_their_indexes(endpoint, engin
     rows = [embed(index, f"text {index}") for index in range(10)]
     rows += [embed(index, "x", dimensions=4) for index in range(10, 14)]
     rows += [embed(14, ["x"]), call(15, "/classify", input="x")]
-    rows += [call(index, "/pooling", input="x") for index in (16, 17)]
+    rows += [call(index, "/pooling", input="x", task="token_embed") for index in (16, 17)]
+    rows += [call(index, "/pooling", input="x") for index in (18, 19)]
     found = drive(engine, ListSource(rows))
-    assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 1, 1, 4, 10]
+    assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 1, 1, 2, 4, 10]
     for each in rows[:14]:
         alone = json.loads(answer(each).body)["data"][0]["embedding"]
         assert vectors(found)[each.key] == alone
