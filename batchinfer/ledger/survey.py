@@ -118,9 +118,12 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
             for name, marker in newest_markers(store, beginning).items()
             if marker.generation >= generations.get(name, sys.maxsize)
         }
-        infos = [] if done >= generations.keys() else store.list(layout.CLAIMS + beginning)
-        may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
-        num_reads = 2
+        num_reads = 2  # pages, of a thousand outputs and their markers
+        may_be_claimed = set[str]()
+        if not done >= generations.keys():
+            infos = store.list(layout.CLAIMS + beginning)
+            may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
+            num_reads += 2  # a page of claims, and one of the workers that `watch` lists
     else:
         done = {name for name in generations if read_marker(store, name, generations[name])[0]}
         may_be_claimed = set(generations)

@@ -372,6 +372,8 @@ class Campaign:
             self.num_finished += 1
             self.num_distinct += not self._finished[index]
             self._finished[index] = True
+            if self.num_distinct * 20 % len(self._finished) == 0:
+                print(f"{self.scheduler.now:.0f} s: {self.num_distinct:,} rows", file=sys.stderr)
 
     def lost(self, part: float) -> None:
         """Note that a part of a row was computed for nothing."""

@@ -116,7 +116,7 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 130), (1000, 10, 410)]
+    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 145), (1000, 10, 455)]
 )
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     num_workers: int, num_neighbours: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +157,18 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     idle.tick(seconds=11.0)
     assert idle.store.requests["get"] == 4 * MOST_SAMPLED
     assert idle.ring.is_finished  # those that it watches have
+
+
+def test_a_look_counts_all_that_it_asks_for() -> None:
+    """Pauses follow from it: a thousand idle workers asked for more than they counted."""
+    idle = Idle(1000)
+    idle.finish(*idle.names[:970])
+    for name in idle.names[970:]:
+        idle.claim(name, f"other-{name}")
+    look = survey.look_at_neighbours
+    seen = look(idle.store, idle.ring._run.claims, dict.fromkeys(idle.names, 0))
+    assert len(seen.owners) == MOST_SAMPLED
+    assert seen.num_reads == idle.store.requests.total()
 
 
 def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
