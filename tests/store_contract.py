@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,30 +26,22 @@ BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "
 def race(actions: list[Callable[[], str]]) -> tuple[list[str], list[Exception]]:
     """Run all actions at the same time; return what succeeded and what failed."""
     barrier = threading.Barrier(len(actions))
-    etags: list[str] = []
-    errors: list[Exception] = []
 
-    def run(action: Callable[[], str]) -> None:
+    def run(action: Callable[[], str]) -> str | Exception:
         barrier.wait()
         try:
-            etags.append(action())
+            return action()
         except BatchinferError as error:
-            errors.append(error)
+            return error
 
-    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return etags, errors
+    with ThreadPoolExecutor(len(actions)) as pool:
+        found = list(pool.map(run, actions))
+    etags = [each for each in found if isinstance(each, str)]
+    return etags, [each for each in found if isinstance(each, Exception)]
 
 
 class StoreContract:
     """Inherit, and give the fixture `reopen`: a function that opens the same root anew, as another worker does."""
-
-    @pytest.fixture
-    def reopen(self) -> Callable[[], Store]:
-        raise NotImplementedError
 
     @pytest.fixture
     def store(self, reopen: Callable[[], Store]) -> Store:

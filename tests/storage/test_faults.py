@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from obstore.store import MemoryStore
 
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import Store, bucket, clouds
@@ -48,14 +49,6 @@ SMALL, LARGE = b"old", os.urandom(MIB)
 FILES = {"whole": os.urandom(5 * MIB), "in parts": os.urandom(bucket.PART_BYTES + 1)}
 
 
-class Kind(NamedTuple):
-    """A kind of request: how its line begins, what it contains, and a verb that sends it and checks the effect."""
-
-    starts_with: bytes
-    contains: bytes
-    check: Callable[[Store, Path], bool]
-
-
 def download(store: Store, scratch: Path) -> bool:
     store.download("large", scratch / "copy")
     return (scratch / "copy").read_bytes() == LARGE
@@ -82,27 +75,28 @@ def replace(store: Store, _: Path) -> bool:
 
 def delete(store: Store, _: Path) -> bool:
     store.delete(["k"])
-    return [found.key for found in store.list()] == ["large"]
+    return keys_of(store) == ["large"]
 
 
-KINDS = {
-    "get": Kind(b"GET ", b"k ", lambda store, _: store.get("k").data == SMALL),
-    "download": Kind(b"GET ", b"large ", download),
-    "range": Kind(b"GET ", b"large ", lambda store, _: store.get_range("large", 0, MIB) == LARGE),
-    "stat": Kind(b"HEAD ", b"k ", lambda store, _: store.stat("k").bytes == len(SMALL)),
-    "list": Kind(
-        b"GET ",
-        b"list-type=2",
-        lambda store, _: [each.key for each in store.list()] == ["k", "large"],
-    ),
-    "create": Kind(b"PUT ", b"new ", create),
-    "put_file": Kind(b"PUT ", b"new ", upload),
-    "replace": Kind(b"PUT ", b"k ", replace),
-    "delete": Kind(b"POST ", b"?delete", delete),
-    "start of parts": Kind(b"POST ", b"?uploads", upload_in_parts),
-    "a part": Kind(b"PUT ", b"partNumber=2", upload_in_parts),
-    "end of parts": Kind(b"POST ", b"uploadId", upload_in_parts),
+def keys_of(store: Store) -> list[str]:
+    return [found.key for found in store.list()]
+
+
+KINDS: dict[str, tuple[bytes, bytes, Callable[[Store, Path], bool]]] = {
+    "get": (b"GET ", b"k ", lambda store, _: store.get("k").data == SMALL),
+    "download": (b"GET ", b"large ", download),
+    "range": (b"GET ", b"large ", lambda store, _: store.get_range("large", 0, MIB) == LARGE),
+    "stat": (b"HEAD ", b"k ", lambda store, _: store.stat("k").bytes == len(SMALL)),
+    "list": (b"GET ", b"list-type=2", lambda store, _: keys_of(store) == ["k", "large"]),
+    "create": (b"PUT ", b"new ", create),
+    "put_file": (b"PUT ", b"new ", upload),
+    "replace": (b"PUT ", b"k ", replace),
+    "delete": (b"POST ", b"?delete", delete),
+    "start of parts": (b"POST ", b"?uploads", upload_in_parts),
+    "a part": (b"PUT ", b"partNumber=2", upload_in_parts),
+    "end of parts": (b"POST ", b"uploadId", upload_in_parts),
 }
+"""How the line of a request begins, what it contains, and a verb that sends it and checks the effect."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -112,14 +106,14 @@ def test_a_spoilt_request_is_sent_again(
     """All kinds at the same time, each in a bucket of its own."""
 
     def try_kind(name: str) -> bool:
-        kind, scratch = KINDS[name], tmp_path / name
-        scratch.mkdir()
+        starts_with, contains, check = KINDS[name]
+        (tmp_path / name).mkdir()
         store = open_store(s3_url("job"), retries=QUICK)
         store.create("k", SMALL)
         store.create("large", LARGE)
-        start = kind.starts_with + f"/{store.bucket}".encode()
-        proxy.rules.append(Rule(fault, start, kind.contains))
-        return kind.check(store, scratch)
+        start = starts_with + f"/{store.bucket}".encode()
+        proxy.rules.append(Rule(fault, start, contains))
+        return check(store, tmp_path / name)
 
     with ThreadPoolExecutor(len(KINDS)) as pool:
         assert dict(zip(KINDS, pool.map(try_kind, KINDS), strict=True)) == dict.fromkeys(
@@ -176,12 +170,11 @@ def test_signals_are_heard_while_a_server_is_silent(s3_environment: str, monkeyp
 
 def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once(monkeypatch):
     """Pages of 1000, from the prefix on and not far behind it. A page that fails is asked for again behind the last."""
-    store = open_store("memory://many/job")
-    monkeypatch.setattr(store, "_cloud", Cloud("a remote one"))
-    monkeypatch.setattr(store, "_retries", QUICK)
+    client = MemoryStore()
+    store = BucketStore("s3://many/job", client, Cloud("S3"), retries=QUICK)
     for index in range(3000):
         store.create(f"outputs/part-{index:05d}", b"1")
-    pages, failing, listed = [], [], store._store.list
+    pages, failing, listed = [], [], client.list
 
     def noted(*words: Any, **options: Any) -> Iterator[Any]:
         for page in listed(*words, **options):
@@ -190,7 +183,7 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once
             pages.append(page)
             yield page
 
-    monkeypatch.setattr(store._store, "list", noted)
+    monkeypatch.setattr(client, "list", noted)
     found = [info.key[-5:] for info in store.list("outputs/part-014")]
     assert found == [f"{number:05d}" for number in range(1400, 1500)]
     assert len(pages) == 1
