@@ -83,7 +83,7 @@ def make_checkpoint(path: Path, gigabytes: float) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from composer_file import composer_content, write_composer_file
+    from composer_file import composer_content
     from models import DEMO_MODEL
 
     model = Path(shutil.copytree(DEMO_MODEL, path.parent / "tiny"))
@@ -101,7 +101,7 @@ def make_checkpoint(path: Path, gigabytes: float) -> None:
         for name, tensor in shapes.items()
         if name != "lm_head.weight"  # the config ties it to the embeddings
     }
-    write_composer_file(path, composer_content(model, weights=weights))
+    torch.save(composer_content(model, weights=weights), path)
 
 
 if __name__ == "__main__":

@@ -21,25 +21,19 @@ import torch
 from safetensors.torch import load_file
 
 
-def tokenizer_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def tokenizer_file(path: Path) -> dict[str, Any]:
     """As `HuggingFaceModel.get_metadata` reads what `save_pretrained` wrote."""
-    files = {}
-    for name in names:
-        path = folder / name
-        content: Any = path.read_text()
-        if path.suffix == ".json":
-            content = json.loads(content)
-        files[name] = {"file_extension": path.suffix, "content": content}
-    return files
+    content = path.read_text()
+    is_json = path.suffix == ".json"
+    return {"file_extension": path.suffix, "content": json.loads(content) if is_json else content}
 
 
 def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = None) -> dict:
     """Everything that the file holds; `model` is a folder of transformers'."""
     weights = load_file(model / "model.safetensors") if weights is None else weights
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    tokenizer = ["tokenizer.json", "tokenizer_config.json"]
-    if (model / "chat_template.jinja").exists():
-        tokenizer.append("chat_template.jinja")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    tokenizer = {name: tokenizer_file(model / name) for name in names if (model / name).exists()}
     config = {
         "file_extension": ".json",
         "content": json.loads((model / "config.json").read_text()) | {"_name_or_path": "org/base"},
@@ -65,12 +59,7 @@ def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = N
                 "saved_at": datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC),
             },
             "train_metrics": {"Loss": np.float64(2.5), "Perplexity": metric},
-            "integrations": {
-                "huggingface": {
-                    "model": {"config": config},
-                    "tokenizer": tokenizer_files(model, tokenizer),
-                }
-            },
+            "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": tokenizer}},
         },
         "rng": [
             {
@@ -81,12 +70,6 @@ def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = N
             }
         ],
     }
-
-
-def write_composer_file(path: Path, content: dict) -> Path:
-    """Save, as the trainer does."""
-    torch.save(content, path)
-    return path
 
 
 def _identity(value: int) -> int:

@@ -6,8 +6,8 @@ Fixtures of a subject live in `tests/fixtures_<subject>.py`; add the module to
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import importlib.util
 import logging
 import os
 import re
@@ -41,12 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("batchinfer", deadline=None)
 hypothesis.settings.load_profile("batchinfer")
 
-# tests/fixtures_*.py are loaded as plugins wherever they exist.
-pytest_plugins = sorted(
-    path.stem
-    for path in Path(__file__).parent.glob("fixtures_*.py")
-    if importlib.util.find_spec(path.stem) is not None
-)
+pytest_plugins = sorted(path.stem for path in Path(__file__).parent.glob("fixtures_*.py"))
 
 # What a developer's shell may hold and a test must not see.
 AMBIENT_PREFIXES = ("BATCHINFER_", "SKYPILOT_")
@@ -57,9 +52,7 @@ KEPT_NAMES = ("SKYPILOT_DISABLE_USAGE_COLLECTION",)
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the caller's own settings: a test states the ones that it needs."""
-    for name in list(os.environ):
-        if name in KEPT_NAMES:
-            continue
+    for name in os.environ.keys() - KEPT_NAMES:
         if name.startswith(AMBIENT_PREFIXES) or name in AMBIENT_NAMES:
             monkeypatch.delenv(name)
 
@@ -76,21 +69,21 @@ def call(capfd: pytest.CaptureFixture[str]) -> Any:
 @pytest.fixture
 def memory_url(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of a place in memory, the test's own."""
-    from fakes import forget
+    from batchinfer.storage.opening import open_store
 
     url = f"memory://{request.node.name}"
     yield url
-    forget(url)
+    store = open_store(url)
+    store.delete([info.key for info in store.list()])
 
 
 @pytest.fixture
-def echo_never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines `echo` of this process load until they are stopped."""
+def server() -> Iterator[Any]:
+    """A `WebServer`, whose answers the test writes."""
+    from web_server import WebServer
 
-    async def look(*_: Any) -> str:
-        return ""
-
-    monkeypatch.setattr("batchinfer.engines.echo.EchoTarget.look", look)
+    with contextlib.closing(WebServer()) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from aiohttp import web
@@ -23,57 +24,17 @@ from batchinfer.core import codec
 from batchinfer.core.records import Call, Reply
 from batchinfer.engines.echo import DEFAULT_MAX_NUM_SEQS, answer, latency_of, stream_of, texts_of
 from batchinfer.engines.engine_config import EngineConfig
-from web_server import LoopThread
+from web_server import Answer, HttpServer, listen, reply
 
-Outcome = Callable[[web.Request], Awaitable[web.StreamResponse]]
-"""What becomes of one request."""
 ENDPOINT = EngineConfig(engine="echo", model="echo-model", server_args=["--max-model-len", "512"])
-
-
-def reply(status: int, body: Any = "", kind: str = "application/json", **headers: str) -> Outcome:
-    """A whole answer. A body that is no text is written as JSON; in a header's name, `_` stands for `-`."""
-    text = body if isinstance(body, str) else json.dumps(body)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-
-    async def send(_: web.Request) -> web.Response:
-        return web.Response(status=status, text=text, content_type=kind, headers=named)
-
-    return send
 
 
 def refusal(
     status: int, message: str = "no", *, code: Any = None, param: str | None = None, **headers: str
-) -> Outcome:
+) -> Answer:
     """An error as the API writes it."""
     error = {"message": message, "type": "some_error", "param": param, "code": code}
     return reply(status, {"error": error}, **headers)
-
-
-def raw(data: bytes) -> Outcome:
-    """These bytes and then the end of the connection."""
-
-    async def send(request: web.Request) -> web.Response:
-        assert request.transport is not None
-        request.transport.write(data)
-        request.transport.close()
-        return web.Response()
-
-    return send
-
-
-def endless(piece: bytes, pause_seconds: float = 0.0) -> Outcome:
-    """These bytes again and again, for ever."""
-
-    async def send(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        with contextlib.suppress(ConnectionError):
-            while True:
-                await response.write(piece)
-                await asyncio.sleep(pause_seconds)
-        return response
-
-    return send
 
 
 class EchoServer:
@@ -85,7 +46,7 @@ class EchoServer:
 
     def __init__(self, config: EngineConfig = ENDPOINT) -> None:
         self.config = config
-        self.models: list[str] | Outcome | None = [*config.served_names, *config.loras]
+        self.models: list[str] | Answer | None = [*config.served_names, *config.loras]
         self.rule: Callable[[str, dict[str, Any]], Any] | None = None
         self.calls: list[Call] = []
         self.headers: list[dict[str, str]] = []
@@ -94,16 +55,6 @@ class EchoServer:
         self.delay_seconds = 0.0
         self.is_hung = False
         self._slots = asyncio.Semaphore(config.typed_number("max_num_seqs") or DEFAULT_MAX_NUM_SEQS)
-
-    async def listen(self, host: str, port: int = 0) -> web.AppRunner:
-        """Answer from now on at a host's port, or at the path of a unix socket."""
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, keepalive_timeout=3600, shutdown_timeout=0)
-        await runner.setup()
-        is_path = "/" in host
-        await (web.UnixSite(runner, host) if is_path else web.TCPSite(runner, host, port)).start()
-        return runner
 
     def answer(self, call: Call) -> Reply:
         """What a server that works answers."""
@@ -124,7 +75,7 @@ class EchoServer:
         names = [name for name in ("messages", "prompt", "input") if name in body]
         return " ".join(texts_of(body[names[0]] if names else "-"))
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
         if request.method == "GET":
             return await self._look(request)
@@ -156,7 +107,7 @@ class EchoServer:
         listed = [{"id": name, "max_model_len": length} for name in self.models]
         return web.json_response({"object": "list", "data": listed})
 
-    def _outcome_of(self, call: Call) -> Outcome | None:
+    def _outcome_of(self, call: Call) -> Answer | None:
         assert self.rule is not None
         text = self._text_of(body := json.loads(call.body))
         chosen = self.rule(text, body)
@@ -175,29 +126,20 @@ class EchoServer:
         return response
 
 
-class FakeEndpoint(EchoServer):
+class FakeEndpoint(EchoServer, HttpServer):
     """A server on 127.0.0.1 that answers from now on until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **attributes: Any) -> None:
         super().__init__()
         self.models = [self.config.model]
-        self._thread: LoopThread | None = LoopThread()
-        self._runner: web.AppRunner = self._thread.run(self.listen("127.0.0.1"))
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
-
-    def close(self) -> None:
-        if self._thread:
-            self._thread.run(self._runner.cleanup())
-            self._thread.close()
-            self._thread = None
+        vars(self).update(attributes)
+        HttpServer.__init__(self, self.handle)
+        self.url += "/v1"
 
 
-@contextlib.contextmanager
-def fake_endpoint(**attributes: Any) -> Iterator[FakeEndpoint]:
+def fake_endpoint(**attributes: Any) -> AbstractContextManager[FakeEndpoint]:
     """A running endpoint with these attributes."""
-    with contextlib.closing(FakeEndpoint()) as endpoint:
-        vars(endpoint).update(attributes)
-        yield endpoint
+    return contextlib.closing(FakeEndpoint(**attributes))
 
 
 async def serve(config: EngineConfig, place: str, kill: str = "", hang: str = "") -> None:
@@ -210,7 +152,7 @@ async def serve(config: EngineConfig, place: str, kill: str = "", hang: str = ""
         server.is_hung |= bool(hang and hang in text)
 
     server.rule = rule if kill or hang else None
-    await (server.listen("127.0.0.1", int(place)) if place.isdigit() else server.listen(place))
+    await listen(server.handle, place)
     await asyncio.Event().wait()
 
 

@@ -12,6 +12,9 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Marker, Worker, WorkerLease
 from batchinfer.storage import ObjectInfo, Store, clouds
 from batchinfer.storage.bucket import BucketStore
+from batchinfer.storage.retrying import RetryPolicy
+
+QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 
 
 class FakeClock:
@@ -62,8 +65,6 @@ def marker_record(**values: Any) -> Marker:
             "chunk_sha256": "c" * 64,
             "generation": 0,
             "rows_ok": 2,
-            "rows_error": 0,
-            "rows_resumed": 0,
             "fingerprint": "f",
             "worker": "w0",
             "start": "2026-01-01T00:00:00.000Z",
@@ -121,9 +122,3 @@ class MemoryStore(BucketStore):
         info = super()._info(key, item)
         written = _written.get((self.bucket, self._path(key), info.etag), info.modified)
         return info._replace(modified=written)
-
-
-def forget(url: str) -> None:
-    """Free every object below a memory:// URL."""
-    store = MemoryStore(url)
-    store.delete([info.key for info in store.list()])

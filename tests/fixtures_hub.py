@@ -9,11 +9,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import io
 import json
 import re
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -21,20 +18,19 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote
 
 import pytest
+from aiohttp import web
 
-from batchinfer.storage.retrying import RetryPolicy
-from web_server import Handler, HttpServer
+from fakes import QUICK
+from web_server import HttpServer, raw
 
 TOKEN = "hf_test"
-QUICK = RetryPolicy(attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 _DATA_SET = re.compile(r"^/(?:api/)?datasets/([^/]+/[^/]+?)(?:\.git)?(?:/([a-z-]+)/(.*))?$")
 
 
 class Fault(NamedTuple):
-    """What happens to one request: a status, or None for a cut connection, or a call of a function.
+    """What happens to one request: a status, or None for a cut connection, or a call of a function before its effect.
 
-    After a function that returns something true, the connection is cut. With `is_late`, the request has had its effect
-    before.
+    With `is_late`, the request has its effect, and no answer.
     """
 
     method: str
@@ -50,7 +46,7 @@ class Refusal(Exception):
         super().__init__(status, code, value)
 
 
-class Hub:
+class Hub(HttpServer):
     """Data sets by name. Uploads need `TOKEN`, and so does reading those in `gated`."""
 
     def __init__(self) -> None:
@@ -70,13 +66,11 @@ class Hub:
         """Data files of the main branch after each commit to it."""
         self.namespaces = {"org", "me"}
         self.has_rights = True
-        self.lock = threading.RLock()
+        super().__init__(self._answer)
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
-        """Serve on a free port of 127.0.0.1; yields the endpoint's URL."""
-        with contextlib.closing(HttpServer(HubHandler, hub=self)) as server:
-            yield server.url
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        found = Request(self, request, await request.read()).answer()
+        return found or await raw(b"")(request)
 
     def put(self, repo: str, branch: str, files: dict[str, bytes]) -> str:
         """Make a branch's newest commit of these files; repository and branch may be new."""
@@ -101,66 +95,48 @@ class Hub:
 
     def someone_commits(self, repo: str, path: str, data: bytes) -> None:
         """Change a file of the main branch, as another person does."""
-        with self.lock:
-            self.put(repo, "main", {**self.files(repo), path: data})
-
-    def fault_for(self, method: str, path: str) -> Fault | None:
-        """Take the fault of this request out of the list."""
-        with self.lock:
-            for fault in self.faults:
-                if fault.method == method and re.search(fault.path, path):
-                    self.faults.remove(fault)
-                    return fault
-        return None
+        self.put(repo, "main", {**self.files(repo), path: data})
 
 
-class HubHandler(Handler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # a reply in one packet: two of them would wait for each other
-    disable_nagle_algorithm = True
+class Request:
+    """What a Hub makes of one request."""
 
-    def handle_one(self) -> None:
-        self.hub: Hub = self.server.hub
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.path, _, self.query = unquote(self.path).partition("?")
-        fault = self.hub.fault_for(self.command, self.path)
-        if fault is None:
-            return self.serve()
-        if fault.is_late:
-            wfile, self.wfile = self.wfile, io.BytesIO()
-            self.serve()
-            self.wfile = wfile
-        if isinstance(fault.how, int):
-            return self.reply(fault.how, b"{}", {})
-        if fault.how is not None and not fault.how() and not fault.is_late:
-            return self.serve()
-        self.close_connection = True
-        return self.connection.shutdown(socket.SHUT_RDWR)
+    def __init__(self, hub: Hub, request: web.Request, body: bytes) -> None:
+        self.hub, self.headers, self.body = hub, request.headers, body
+        self.command, self.request = request.method, request
+        self.path, _, self.query = unquote(request.raw_path).partition("?")
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_one  # noqa: N815 - http.server's names
+    def answer(self) -> web.Response | None:
+        """Do what is asked, or what a fault makes of it. None cuts the connection."""
+        for fault in self.hub.faults:
+            if fault.method == self.command and re.search(fault.path, self.path):
+                self.hub.faults.remove(fault)
+                if callable(fault.how):
+                    fault.how()
+                    break
+                if fault.is_late:
+                    self.serve()
+                return web.json_response({}, status=fault.how) if fault.how else None
+        return self.serve()
 
-    def serve(self) -> None:
+    def serve(self) -> web.Response:
         try:
-            with self.hub.lock:
-                value, commit = self.found(), ""
-            if isinstance(value, tuple):
-                value, commit = value
+            value, commit = self.found(), ""
         except Refusal as refusal:
             status, code, value = refusal.args
-            code = {"X-Error-Code": code, "X-Error-Message": code}
-            return self.reply(status, json.dumps(value).encode(), code)
+            headers = {"X-Error-Code": code, "X-Error-Message": code}
+            return web.json_response(value, status=status, headers=headers)
+        if isinstance(value, tuple):
+            value, commit = value
         headers = {"X-Repo-Commit": commit}
         if not isinstance(value, bytes):
-            headers["Content-Type"] = "application/json"
-            return self.reply(200, json.dumps(value).encode(), headers)
+            return web.json_response(value, headers=headers)
         headers |= {"ETag": f'"{hashlib.sha1(value).hexdigest()}"', "Accept-Ranges": "bytes"}
-        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if wanted is None:
-            return self.reply(200, value, headers)
-        part = value[int(wanted[1]) : int(wanted[2] or len(value)) + 1]
-        last = int(wanted[1]) + len(part) - 1
-        headers["Content-Range"] = f"bytes {wanted[1]}-{last}/{len(value)}"
-        return self.reply(206, part, headers)
+        if "Range" not in self.headers:
+            return web.Response(body=value, headers=headers)
+        first, last, _ = self.request.http_range.indices(len(value))
+        headers["Content-Range"] = f"bytes {first}-{last - 1}/{len(value)}"
+        return web.Response(status=206, body=value[first:last], headers=headers)
 
     def found(self) -> Any:
         """Do what is asked. Returns the answer, with a commit where it is of one."""
@@ -204,8 +180,7 @@ class HubHandler(Handler):
         if verb in (None, "revision"):
             return {"id": repo, "sha": commit, "private": False, "siblings": []}, commit
         if verb == "paths-info":
-            is_form = "urlencoded" in (self.headers.get("Content-Type") or "")
-            asked = (parse_qs(self.body.decode()) if is_form else json.loads(self.body))["paths"]
+            asked = parse_qs(self.body.decode())["paths"]
             return [self.entry(files, name) for name in asked if name in {*files, *folders}], commit
         if path not in ({*folders, ""} if verb == "tree" else files):
             raise Refusal(404, "EntryNotFound")
@@ -302,10 +277,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub.utils import _http
     from huggingface_hub.utils.tqdm import progress_bar_states
 
-    found = Hub()
-    with found.serving() as endpoint:
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    with contextlib.closing(Hub()) as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setitem(progress_bar_states, "_global", False)

@@ -126,23 +126,6 @@ def demo_url(served, demo_config, tmp_path_factory):
         yield url
 
 
-class SharedEngine:
-    """An engine that is open already, and stays so when a worker closes it."""
-
-    def __init__(self, engine, info) -> None:
-        self._engine = engine
-        self._info = info
-
-    def open(self, stop):
-        return self._info
-
-    def close(self) -> None:
-        pass
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-
 @pytest.fixture(scope="session")
 def demo_engine(demo_url):
     """An open engine behind which the server of `demo_url` is. Workers may close it; it stays open."""
@@ -150,8 +133,11 @@ def demo_engine(demo_url):
     from batchinfer.engines.engine_config import EngineConfig
 
     config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])
-    with contextlib.closing(create_engine(config)) as engine:
-        yield SharedEngine(engine, engine.open(threading.Event()))
+    with contextlib.closing(create_engine(config)) as engine, pytest.MonkeyPatch.context() as patch:
+        info = engine.open(threading.Event())
+        patch.setattr(engine, "open", lambda _: info)
+        patch.setattr(engine, "close", lambda: None)
+        yield engine
 
 
 def replace_create_engine(monkeypatch, create) -> None:

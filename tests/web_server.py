@@ -4,53 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
 
-class HttpServer(ThreadingHTTPServer):
-    """A server on 127.0.0.1 that answers from now on until `close`, with a handler that tests write."""
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, handler: type[BaseHTTPRequestHandler], **attributes: Any) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
-        vars(self).update(attributes)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-
-    def handle_error(self, *_: Any) -> None:
-        pass  # clients that go away
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+"""What becomes of one request."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Writes whole answers, and nothing on the terminal."""
+def reply(status: int, body: Any = "", kind: str = "application/json", **headers: str) -> Answer:
+    """A whole answer. A body that is neither text nor bytes is written as JSON; `_` in a header's name is `-`."""
+    data = body if isinstance(body, str | bytes) else json.dumps(body)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    async def send(_: web.Request) -> web.Response:
+        return web.Response(status=status, body=data, content_type=kind, headers=named)
 
-    def reply(
-        self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    return send
+
+
+def raw(data: bytes) -> Answer:
+    """These bytes and then the end of the connection."""
+
+    async def send(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.write(data)
+        request.transport.close()
+        return web.Response()
+
+    return send
+
+
+def endless(piece: bytes, pause_seconds: float = 0.0) -> Answer:
+    """These bytes again and again, for ever."""
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(piece)
+                await asyncio.sleep(pause_seconds)
+        return response
+
+    return send
 
 
 class LoopThread:
@@ -82,42 +86,44 @@ class LoopThread:
         await asyncio.sleep(0)  # connections close in the next turn
 
 
-class WebServer:
-    """Answers by path. `seen` lists the paths that were asked for."""
+async def listen(answer: Answer, place: str = "0") -> web.AppRunner:
+    """Answer from now on at a port of 127.0.0.1, any by default, or at the path of a unix socket."""
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, keepalive_timeout=3600, shutdown_timeout=0)
+    await runner.setup()
+    is_port = place.isdigit()
+    site = web.TCPSite(runner, "127.0.0.1", int(place)) if is_port else web.UnixSite(runner, place)
+    await site.start()
+    return runner
+
+
+class HttpServer:
+    """A server on 127.0.0.1 that answers from now on until `close`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._thread = LoopThread()
+        self._runner: web.AppRunner = self._thread.run(listen(answer))
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def close(self) -> None:
+        if self._runner.server:
+            self._thread.run(self._runner.cleanup())
+            self._thread.close()
+
+
+class WebServer(HttpServer):
+    """Answers by path, with a list one after the other. `seen` lists the paths that were asked for."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.is_closed = threading.Event()
-        self.answers: dict[str, Callable[[Any], None]] = {}
-        outer = self
+        self.answers: dict[str, Answer | list[Answer]] = {}
+        super().__init__(self._answer)
 
-        class Written(Handler):
-            def do_GET(self) -> None:
-                outer.seen.append(self.path)
-                with contextlib.suppress(OSError):
-                    outer.answers.get(self.path, plain(404, b"no"))(self)
-
-        self._server = HttpServer(Written)
-        self.url = self._server.url
-
-    def close(self) -> None:
-        self.is_closed.set()
-        self._server.close()
-
-
-def plain(status: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
-    """An answer; in a header's name, `_` stands for `-`."""
-    named = {name.replace("_", "-").title(): value for name, value in headers.items()}
-    return lambda handler: handler.reply(status, body, named)
-
-
-def in_turn(*answers: Callable[[Any], None]) -> Callable[[Any], None]:
-    left = list(answers)
-
-    def send(handler: Any) -> None:
-        left.pop(0)(handler)
-
-    return send
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request.raw_path)
+        found = self.answers.get(request.raw_path, reply(404))
+        return await (found.pop(0) if isinstance(found, list) else found)(request)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -209,9 +210,8 @@ def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
 
 @pytest.mark.full
 def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path) -> None:
-    hub = Hub()
-    with hub.serving() as endpoint:
-        environment = {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    with contextlib.closing(Hub()) as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         options = ["--shard-rows", "4", "--with-source"]
         done = run_process(["collect", run, DEST, *options], environment=environment)

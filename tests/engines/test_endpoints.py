@@ -27,8 +27,9 @@ from batchinfer.engines import create_engine, endpoints, http, lists
 from batchinfer.engines.endpoints import Pace, estimate_tokens
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.replies import judge
-from echo_server import endless, fake_endpoint, raw, refusal, reply
+from echo_server import fake_endpoint, refusal
 from engine_contract import EngineContract, ListSource, body_of, call, calls, code_of, drive
+from web_server import endless, raw, reply
 
 KEY = "sk-very-secret"
 

@@ -11,8 +11,9 @@ import pytest
 
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
-from echo_server import fake_endpoint, raw
+from echo_server import fake_endpoint
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
+from web_server import raw
 
 ECHO = ["chat", "--engine", "echo"]
 

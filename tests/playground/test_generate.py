@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from batchinfer.cli.main import main
-from echo_server import fake_endpoint, reply
+from echo_server import fake_endpoint
 from making import Call
+from web_server import reply
 
 ECHO = ["--engine", "echo"]
 

@@ -36,9 +36,8 @@ from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.pipeline import launch
 from echo_server import fake_endpoint
-from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
-from fixtures_vllm import SharedEngine, replace_create_engine
+from fixtures_vllm import replace_create_engine
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import Step, steps_of
 from pictures import picture
@@ -232,14 +231,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
         "HF_TOKEN": TOKEN,
         "RUN": "RUN",
+        "BATCHINFER_ACCELERATOR": "L4",
     }
-    values |= {"BATCHINFER_ACCELERATOR": "L4", "GOOGLE_BEARER_TOKEN": "testing"}
     for name in ("CHAT", "CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         values[f"BATCHINFER_{name}_ENGINE"] = "echo"
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
-    with fake_endpoint() as endpoint, serving_gcs() as google:
-        for name, value in {**values, "ENDPOINT": endpoint.url, "GOOGLE_BASE_URL": google}.items():
+    with fake_endpoint() as endpoint:
+        for name, value in {**values, "ENDPOINT": endpoint.url}.items():
             monkeypatch.setenv(name, value)
         yield tmp_path / "here"
 
@@ -257,6 +256,8 @@ def make_world(
         shutil.copy("reviews.parquet", "data")
     if "az://" in text:
         request.getfixturevalue("azure_url")(container="my-container")
+    if "gs://" in text:
+        request.getfixturevalue("gcs_url")
     if "hf://" in text:
         Path("lmsys").mkdir()
         shutil.copy("reviews.parquet", "lmsys")
@@ -285,11 +286,12 @@ def make_world(
 
 
 def write_checkpoints() -> None:
+    import torch
     from transformers import MptConfig, MptForCausalLM
 
-    from composer_file import composer_content, write_composer_file
+    from composer_file import composer_content
 
-    write_composer_file(Path("ep0-ba2000-rank0.pt"), composer_content(DEMO_MODEL))
+    torch.save(composer_content(DEMO_MODEL), "ep0-ba2000-rank0.pt")
     Path("SOURCE").symlink_to("ep0-ba2000-rank0.pt")
     config = MptConfig(
         d_model=16, n_heads=2, n_layers=1, vocab_size=8, bos_token_id=0, eos_token_id=0
@@ -354,10 +356,11 @@ def test_the_commands_of_a_page_print_what_it_shows(
         make_world(text, reader, request, monkeypatch)
     if any(map(is_asked_of_the_model, commands)):
         engine = request.getfixturevalue("demo_engine")
-        kept = SharedEngine(engine, msgspec.structs.replace(engine.open(None), name="vllm"))
+        info = msgspec.structs.replace(engine.open(None), name="vllm")
+        monkeypatch.setattr(engine, "open", lambda _: info)
 
         def create(config: EngineConfig) -> Any:
-            return kept if config.engine == "vllm" else create_engine(config)
+            return engine if config.engine == "vllm" else create_engine(config)
 
         replace_create_engine(monkeypatch, create)
         monkeypatch.setattr("batchinfer.playground.session.create_engine", create)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner
 
 import batchinfer
@@ -18,7 +17,7 @@ from batchinfer.core.errors import BatchinferError, InputError, RowError
 from batchinfer.split.splitting import command as split
 from batchinfer.storage.opening import open_store
 from making import make_job, run_process, run_worker_here, worker_arguments
-from web_server import WebServer, plain
+from web_server import WebServer, reply
 
 PACKAGE = Path(batchinfer.__file__).parent
 SECRETS = {
@@ -89,16 +88,16 @@ def test_commands_in_messages_are_quoted() -> None:
 
 
 @pytest.fixture
-def guarded() -> Iterator[str]:
+def guarded(server: WebServer) -> str:
     """A server of ten rows, for those who bring the password and the token."""
     rows = b"".join(b'{"prompt": "%d"}\n' % row for row in range(10))
 
-    def answer(handler: Any) -> None:
-        plain(*((200, rows) if "Authorization" in handler.headers else (403, b"")))(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        known = "Authorization" in request.headers
+        return await (reply(200, rows) if known else reply(403))(request)
 
-    with contextlib.closing(WebServer()) as server:
-        server.answers["/x.jsonl?token=SECRET"] = answer
-        yield server.url.replace("//", "//user:SECRET@")
+    server.answers["/x.jsonl?token=SECRET"] = answer
+    return server.url.replace("//", "//user:SECRET@")
 
 
 def test_a_source_is_read_with_its_secrets_and_recorded_without(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import json
@@ -27,7 +26,7 @@ from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
 from fixtures_hub import Hub
-from web_server import WebServer, plain
+from web_server import WebServer, reply
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -216,28 +215,30 @@ def test_bad_input_is_refused_with_what_to_do(
     assert "\n" not in caught.value.message + caught.value.hint
 
 
-def test_an_address_is_unpacked_by_its_name_and_damage_there_is_no_fault_of_the_network() -> None:
-    with contextlib.closing(WebServer()) as server:
-        server.answers["/a.jsonl.gz?token=a.zst"] = plain(200, gzip.compress(b'{"n":1}'))
-        assert numbers(f"{server.url}/a.jsonl.gz?token=a.zst") == [1]
-        packed = zstandard.compress(b"n\n1\n" * 99)
-        for name, content in (("cut", packed[:-3]), ("wrong", b"n\n1\n" * 99)):
-            server.answers[f"/{name}.csv.zst"] = plain(200, content)
-            with pytest.raises(InputError, match="corrupt or truncated"):
-                numbers(f"{server.url}/{name}.csv.zst")
+def test_an_address_is_unpacked_by_its_name_and_damage_there_is_no_fault_of_the_network(
+    server: WebServer,
+) -> None:
+    server.answers["/a.jsonl.gz?token=a.zst"] = reply(200, gzip.compress(b'{"n":1}'))
+    assert numbers(f"{server.url}/a.jsonl.gz?token=a.zst") == [1]
+    packed = zstandard.compress(b"n\n1\n" * 99)
+    for name, content in (("cut", packed[:-3]), ("wrong", b"n\n1\n" * 99)):
+        server.answers[f"/{name}.csv.zst"] = reply(200, content)
+        with pytest.raises(InputError, match="corrupt or truncated"):
+            numbers(f"{server.url}/{name}.csv.zst")
 
 
 @pytest.mark.parametrize("header", ["etag", "last_modified"])
-def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(header: str) -> None:
-    with contextlib.closing(WebServer()) as server:
-        for n in (1, 2):
-            stamp = {header: f"Thu, 26 Nov 2026 10:00:0{n} GMT"}
-            server.answers["/a.jsonl"] = plain(200, b'{"n":%d}' % n, **stamp)
-            if n == 1:
-                counted = count_sources([f"{server.url}/a.jsonl"])
-                counted.check_unchanged()
-        with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
+def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(
+    server: WebServer, header: str
+) -> None:
+    for n in (1, 2):
+        stamp = {header: f"Thu, 26 Nov 2026 10:00:0{n} GMT"}
+        server.answers["/a.jsonl"] = reply(200, b'{"n":%d}' % n, **stamp)
+        if n == 1:
+            counted = count_sources([f"{server.url}/a.jsonl"])
             counted.check_unchanged()
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
+        counted.check_unchanged()
 
 
 def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -26,7 +25,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
 from making import run_worker_here, split
-from web_server import WebServer, plain
+from web_server import WebServer, reply
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -316,16 +315,17 @@ def test_a_changed_file_is_known_by_any_spelling_of_its_path(
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
 
 
-def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path: Path) -> None:
-    with contextlib.closing(WebServer()) as server:
-        for n, query in enumerate(("token=1", "token=2", "day=2", "day=3")):
-            server.answers[f"/a.jsonl?{query}"] = plain(200, b'{"n":%d}\n' % n)
-        split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
-        what = "has changed since its rows became a part of the job,"
-        refused(what, f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
-        split(f"{server.url}/a.jsonl?day=2", tmp_path / "days")
-        split(f"{server.url}/a.jsonl?day=3", tmp_path / "days", append=True)
-        assert [row["n"] for row in rows_at(tmp_path / "days")] == [2, 3]
+def test_a_changed_file_of_the_web_is_known_without_its_secrets(
+    tmp_path: Path, server: WebServer
+) -> None:
+    for n, query in enumerate(("token=1", "token=2", "day=2", "day=3")):
+        server.answers[f"/a.jsonl?{query}"] = reply(200, b'{"n":%d}\n' % n)
+    split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
+    what = "has changed since its rows became a part of the job,"
+    refused(what, f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
+    split(f"{server.url}/a.jsonl?day=2", tmp_path / "days")
+    split(f"{server.url}/a.jsonl?day=3", tmp_path / "days", append=True)
+    assert [row["n"] for row in rows_at(tmp_path / "days")] == [2, 3]
 
 
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fake_gcs import BUCKET, serving_gcs
 from store_contract import StoreContract
 
 
@@ -20,6 +21,21 @@ class TestLocal(StoreContract):
         return lambda: open_store(str(tmp_path / "new" / "root"))
 
 
+class TestWithoutFolderLocks(TestLocal):
+    """NFS."""
+
+    @pytest.fixture(autouse=True)
+    def refuse_folder_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flock = fcntl.flock
+
+        def files_only(handle: int, operation: int) -> None:
+            if Path(f"/proc/self/fd/{handle}").resolve().is_dir():
+                raise OSError(errno.EBADF, "Bad file descriptor")
+            flock(handle, operation)
+
+        monkeypatch.setattr(fcntl, "flock", files_only)
+
+
 class TestMemory(StoreContract):
     @pytest.fixture
     def reopen(self) -> Callable[[], Store]:
@@ -27,25 +43,8 @@ class TestMemory(StoreContract):
         return lambda: open_store(url)
 
 
-@pytest.mark.s3
-class TestS3(StoreContract):
-    @pytest.fixture
-    def reopen(self, s3_url: Callable[[str], str]) -> Callable[[], Store]:
-        url = s3_url("some/job")
+class TestBuckets(StoreContract):
+    @pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.s3), "azure", "gcs"])
+    def reopen(self, request: pytest.FixtureRequest) -> Callable[[], Store]:
+        url = request.getfixturevalue(f"{request.param}_url")("some/job")
         return lambda: open_store(url)
-
-
-class TestAzure(StoreContract):
-    @pytest.fixture
-    def reopen(self, azure_url: Callable[[str], str]) -> Callable[[], Store]:
-        url = azure_url("some/job")
-        return lambda: open_store(url)
-
-
-class TestGcs(StoreContract):
-    @pytest.fixture
-    def reopen(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Store]]:
-        with serving_gcs() as url:
-            monkeypatch.setenv("GOOGLE_BASE_URL", url)
-            monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "testing")
-            yield lambda: open_store(f"gs://{BUCKET}/some/job")

@@ -16,24 +16,20 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import check_preconditions, open_store
-from batchinfer.storage.retrying import RetryPolicy, TransientError
+from batchinfer.storage.retrying import TransientError
+from fakes import QUICK
 from fixtures_hub import Fault, Hub
 
-QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 REPOSITORY = "datasets/org/name"
 FILES = {"data/a.txt": b"alpha", "data/b/c.txt": b"gamma" * 1000, "README.md": b"# read me"}
 
 
 @pytest.fixture
-def web_url(hub: Hub, tmp_path: Path) -> str:
+def web_url(hub: Hub) -> str:
     """A folder of files on a web server, which is also the Hub."""
     from huggingface_hub import constants
 
-    for name, data in FILES.items():
-        path = tmp_path / "files" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    hub.add("org/name", "main", tmp_path / "files")
+    hub.put("org/name", "main", FILES)
     return f"{constants.ENDPOINT}/{REPOSITORY}/resolve/main"
 
 

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,30 +18,10 @@ from batchinfer.core.errors import (
     ScratchFull,
     StorageError,
 )
-from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.scratch import Scratch
-from store_contract import StoreContract, race
-
-
-class TestWithoutFolderLocks(StoreContract):
-    """NFS."""
-
-    @pytest.fixture
-    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
-        return lambda: LocalStore(tmp_path / "root" / "deeper")
-
-    @pytest.fixture(autouse=True)
-    def refuse_folder_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        flock = fcntl.flock
-
-        def files_only(handle: int, operation: int) -> None:
-            if Path(f"/proc/self/fd/{handle}").resolve().is_dir():
-                raise OSError(errno.EBADF, "Bad file descriptor")
-            flock(handle, operation)
-
-        monkeypatch.setattr(fcntl, "flock", files_only)
+from store_contract import race
 
 
 def test_a_filesystem_without_locks_is_refused(store: LocalStore, monkeypatch):

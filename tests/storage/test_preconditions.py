@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,16 +13,13 @@ from batchinfer.storage import opening
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import check_preconditions, leaving_no_folders
 from batchinfer.storage.retrying import NotSupported
-from fakes import MemoryStore, forget
+from fakes import MemoryStore
 from making import make_job, run_worker_here
 
-URL = "memory://probing"
 
-
-@pytest.fixture(autouse=True)
-def empty() -> Iterator[None]:
-    yield
-    forget(URL)
+@pytest.fixture
+def store(memory_url: str) -> MemoryStore:
+    return MemoryStore(memory_url)
 
 
 def overwrite(store: MemoryStore, key: str, data: bytes) -> str:
@@ -57,14 +54,17 @@ UNABLE = Mock(side_effect=NotSupported("501"))
     ],
 )
 def test_a_store_is_refused_with_what_was_tried_and_what_it_did(
-    monkeypatch: pytest.MonkeyPatch, verb: str, act: Callable[..., str], said: str
+    store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    act: Callable[..., str],
+    said: str,
 ):
-    store = MemoryStore(URL)
     monkeypatch.setattr(store, verb, partial(act, store))
     with pytest.raises(ConfigError, match=said) as caught:
         check_preconditions(store)
     assert caught.value.exit_status == 2
-    assert caught.value.message.startswith(URL)
+    assert caught.value.message.startswith(store.url)
     assert "conditional writes" in caught.value.hint
     assert list(store.list()) == []
 
@@ -84,8 +84,7 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
     assert tried == [run, copy]
 
 
-def test_probe_that_cannot_be_removed_is_only_a_warning(caplog, monkeypatch):
-    store = MemoryStore(URL)
+def test_probe_that_cannot_be_removed_is_only_a_warning(store: MemoryStore, caplog, monkeypatch):
     monkeypatch.setattr(store, "delete", Mock(side_effect=AccessDenied("no")))
     check_preconditions(store)
     assert "cannot remove the probe" in caplog.text

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,30 +20,22 @@ from batchinfer.prompts.types import MediaRef, RowProblem
 from batchinfer.runs.verify import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.worker.background import Background
 from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import MediaCache, MediaFetcher
 from batchinfer.worker.worker_config import Limits
 from echo_server import fake_endpoint
+from fakes import QUICK
 from making import make_job, output_lines, run_worker_here, said
 from pictures import as_data_url, as_hub, picture
-from web_server import WebServer, in_turn, plain
+from web_server import WebServer, reply
 
 RED, BLUE = picture("red"), picture("blue", 50, "JPEG")
 
 
-@pytest.fixture
-def server() -> Iterator[WebServer]:
-    found = WebServer()
-    yield found
-    found.close()
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    retries = RetryPolicy(attempts=2, first_pause_seconds=0.01, longest_pause_seconds=0.01)
-    monkeypatch.setattr(web.fetch, "__defaults__", (retries,))
+    monkeypatch.setattr(web.fetch, "__defaults__", (QUICK,))
 
 
 def fetcher(**limits: Any) -> MediaFetcher:
@@ -113,9 +104,9 @@ def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(
     server: WebServer, root: Path
 ) -> None:
     server.answers |= {
-        "/a.png": plain(200, RED),
-        "/error": plain(500),
-        "/again": in_turn(plain(502), plain(200, RED)),
+        "/a.png": reply(200, RED),
+        "/error": reply(500),
+        "/again": [reply(502), reply(200, RED)],
     }
     for place in (f"{server.url}/a.png", "memory://pictures/deep/a.png", f"{server.url}/again"):
         assert outcome(place) == RED
@@ -207,7 +198,7 @@ def option(root: Path) -> list[str]:
 
 def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(RED)
-    server.answers["/a.png"] = plain(200, RED)
+    server.answers["/a.png"] = reply(200, RED)
     bad: dict[int, tuple[Any, str]] = {
         3: (7, "invalid_media"),
         18: ("../x.png", "media_forbidden"),

@@ -13,8 +13,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from models import ROOT, sound, write_bert, write_mistral, write_vision_model, w
 from pages import steps_of
 from pictures import as_base64, as_data_url, clip, picture
 from vllm_forks import Forks
-from web_server import HttpServer
+from web_server import WebServer, reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -222,7 +220,7 @@ def follow(title: str, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_whisper_transcribes_as_the_server_does_alone(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any, server: WebServer
 ) -> None:
     """Wherever the sounds lie: in a column, in a folder, behind a link, in a bucket; and by the cookbook's recipe."""
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
@@ -232,8 +230,8 @@ def test_a_whisper_transcribes_as_the_server_does_alone(
     (tmp_path / "calls" / "a.wav").write_bytes(sounds[0])
     rows = [{"audio": base64.b64encode(each).decode()} for each in [*sounds, b"no sound at all"]]
     open_store(bucket).create("b.wav", sounds[1])
-    web = HttpServer(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    places = ("calls/a.wav", f"{web.url}/calls/a.wav", f"{bucket}/b.wav")
+    server.answers["/a.wav"] = reply(200, sounds[0], "audio/wav")
+    places = ("calls/a.wav", f"{server.url}/a.wav", f"{bucket}/b.wav")
     rows += [{"audio": each} for each in places]
     options = ("--task", "transcribe", "--column", "audio=audio", "--temperature", "0")
     options += ("--media-root", str(tmp_path), "--allow-private-urls")
@@ -243,7 +241,6 @@ def test_a_whisper_transcribes_as_the_server_does_alone(
         alone = [transcribe(url, model, each) for each in sounds]
         asked = f"--base-url {url} --model {model} --sampling language=en"
         recipe = follow("A folder of sounds to text", tmp_path, asked, monkeypatch)
-    web.close()
     assert [line["status"] for line in found] == [200, 200, 200, 400, 200, 200, 200]
     texts = [line["body"]["text"] for line in found if line["status"] == 200]
     assert texts == [each["text"] for each in [*alone, alone[0], alone[0], alone[1]]]
@@ -263,7 +260,7 @@ def describe(url: str, model: Path, kind: str, medium: str) -> Any:
 
 
 def test_images_and_videos_are_described_as_the_server_does_alone(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any, server: WebServer
 ) -> None:
     """Wherever they lie: in a column, behind a link, in a bucket, in a folder; and by the cookbook's recipe."""
     model, bucket = write_vision_model(tmp_path / "model"), s3_url()
@@ -273,10 +270,11 @@ def test_images_and_videos_are_described_as_the_server_does_alone(
     (tmp_path / "b.mp4").write_bytes(videos[1])
     open_store(bucket).create("b.mp4", videos[0])
     open_store(bucket).create("b.png", images[1])
-    web = HttpServer(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    given = [*map(as_base64, images), f"{web.url}/a.png", "a.png", as_data_url(b"no image")]
+    server.answers["/a.png"] = reply(200, images[0], "image/png")
+    server.answers["/b.mp4"] = reply(200, videos[1], "video/mp4")
+    given = [*map(as_base64, images), f"{server.url}/a.png", "a.png", as_data_url(b"no image")]
     rows: list[dict[str, Any]] = [{"image": each} for each in [*given, f"{bucket}/b.png"]]
-    places = (f"{bucket}/b.mp4", f"{web.url}/b.mp4", "b.mp4")
+    places = (f"{bucket}/b.mp4", f"{server.url}/b.mp4", "b.mp4")
     rows += [{"video": each} for each in (*map(as_base64, videos), *places)]
     rows = [{"question": "Which colour?", "image": None, "video": None, **row} for row in rows]
     options = ("--prompt-column", "question", "--as-chat", "--column", "image=image")
@@ -289,7 +287,6 @@ def test_images_and_videos_are_described_as_the_server_does_alone(
         alone += [describe(url, model, "video", as_data_url(each, "video/mp4")) for each in videos]
         asked = f"--base-url {url} --model {model} --max-tokens 12"
         recipe = follow("Captions of images and videos", tmp_path, asked, monkeypatch)
-    web.close()
     assert [line["status"] for line in found] == [200] * 5 + [400] + [200] * 6
     broken = found.pop(5)
     assert broken["error"]["code"] == "invalid_request"

@@ -72,11 +72,13 @@ class TestTheMainJob:
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
     def test_a_finished_run_does_not_wait_for_the_engine(
-        self, job: str, request: pytest.FixtureRequest
+        self, job: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A restart of a worker whose work is done must not pay for loading the model."""
         run_worker_here(job, f"{job}/runs/a")
-        request.getfixturevalue("echo_never_loads")
+        monkeypatch.setattr(
+            "batchinfer.engines.echo.EchoTarget.look", mock.AsyncMock(return_value="")
+        )
         result = run_worker_here(job, f"{job}/runs/a")
         assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
 
