@@ -11,8 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import click
 
@@ -136,7 +135,7 @@ def divide(
     return own, server
 
 
-def check_name(name: str, known: Mapping[str, Any]) -> None:
+def check_name(name: str, known: Iterable[str]) -> None:
     """Refuse what cannot be an option's name, and a name that is nearly one of ours.
 
     Raises:
@@ -160,7 +159,7 @@ def from_variables(ctx: click.Context) -> list[str]:
         ConfigError: a variable's name is nearly that of one of ours.
     """
     prefix = f"{ctx.auto_envvar_prefix}_"
-    options = {name: True for each in ctx.command.params for name in each.opts}
+    options = [name for each in ctx.command.params for name in each.opts]
     words: list[str] = []
     for name, _ in unknown_variables(ctx, os.environ):
         option = "--" + name.removeprefix(prefix).replace("_", "-").lower()

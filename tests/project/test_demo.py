@@ -14,8 +14,6 @@ import pytest
 from models import DEMO_MODEL
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-README = SCRIPTS.parent / "README.md"
-NUM_ROWS = 40
 
 
 @pytest.fixture
@@ -47,7 +45,8 @@ def test_the_demo_kills_resumes_and_passes_and_prints_what_readme_shows(
     assert (result["passed"], result["rows"]) == (True, 600)
     assert result["rows_resumed"] > 0
     printed = without_numbers((err + out).replace(f"{tmp_path}/work", "demo-run"))
-    (shown,) = re.findall(r"^    demo: (?:.*\n)+?\n", README.read_text(), re.MULTILINE)
+    readme = (SCRIPTS.parent / "README.md").read_text()
+    (shown,) = re.findall(r"^    demo: (?:.*\n)+?\n", readme, re.MULTILINE)
     for line in without_numbers(shown):
         assert line in printed
         printed = printed[printed.index(line) + 1 :]
@@ -71,7 +70,7 @@ def swap(answers):
 def test_answers_that_are_lost_doubled_swapped_or_errors_fail_the_demo(
     demo, data, damage, messages
 ):
-    examples = list(data.draw_examples(NUM_ROWS, seed=data.DEFAULT_SEED, held_out=True))
+    examples = list(data.draw_examples(40, seed=data.DEFAULT_SEED, held_out=True))
     answers = [
         {"_row": row, "_id": str(row), "status": 200, "text": example.answer}
         for row, example in enumerate(examples)

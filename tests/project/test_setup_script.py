@@ -52,11 +52,10 @@ def set_up(checkout: Path, *arguments: str, **environment: str) -> tuple[str, li
     calls = checkout.parent / "calls"
     calls.unlink(missing_ok=True)
     done = subprocess.run(
-        ["bash", checkout / "scripts" / "setup.sh", *arguments],
+        ["bash", checkout / "scripts/setup.sh", *arguments],
         env={**os.environ, "CALLS": str(calls), "FINDS_TORCH": "yes", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     message = "" if done.returncode == 0 else done.stderr
     return message, calls.read_text().splitlines() if calls.exists() else []
@@ -73,8 +72,7 @@ def test_torch_comes_first_and_never_as_a_cuda_build(checkout, finds_torch):
     _, calls = set_up(checkout, FINDS_TORCH=finds_torch)
     torch = "torch==2.13.0+cpu"
     indexed = [f"{torch} --extra-index-url https://download.pytorch.org/whl/cpu"]
-    others = indexed if finds_torch == "no" else []
-    assert installs(calls) == [torch, *others, "--editable .[cpu,dev]"]
+    assert installs(calls) == [torch, *indexed * (finds_torch == "no"), "--editable .[cpu,dev]"]
     # Only the companion that does not import goes.
     removed = [call for call in calls if "uninstall" in call]
     assert removed == ["-m pip uninstall --quiet --yes torchvision"]
@@ -119,9 +117,7 @@ def test_a_broken_environment_is_not_done(checkout, answer, said):
     answers = PYTHON_DOUBLE.replace('case "$*" in', f'case "$*" in\n  {answer}')
     put_python(checkout / ".venv/bin/python", answers)
     message, _ = set_up(checkout)
-    assert said in message
-    assert "done: " not in message
-    assert bool(message) == bool(said)
+    assert (said in message, bool(message)) == (True, bool(said))
     assert (checkout / ".venv/.batchinfer-setup").exists() == (not said)
 
 
@@ -154,8 +150,7 @@ def test_python_too_old_is_named(checkout, tmp_path):
     shutil.rmtree(checkout / ".venv")
     old = put_python(tmp_path / "python3.9", "#!/bin/sh\nexit 1\n")
     message, _ = set_up(checkout, PYTHON=str(old))
-    assert "python3.9" in message
-    assert "3.11" in message
+    assert "python3.9: is not Python 3.11" in message
 
 
 def test_the_range_of_vllm_holds_the_versions_that_passed_and_no_other():
