@@ -253,6 +253,13 @@ def put_raw(store: Store, key: str, data: bytes) -> None:
         store.put_file(key, Path(file.name))
 
 
+def put_program(path: Path, text: str) -> Path:
+    """Write a program that can be run by its name."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def free_ports() -> int:
     """Return a port of 127.0.0.1 that is free, as the next one is."""
     while True:

@@ -29,6 +29,7 @@ from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
 from engine_contract import is_running
+from making import put_program
 
 ROOT = Path(__file__).parents[2]
 HARD = 'Say "it\'s"\r\nin $HOME: \u3000$$5, $(HOME), ${HOME} ${NAME} {{ command }}\u00a0\x7f\U0001f469\u200d\U0001f680'
@@ -56,12 +57,8 @@ def plan(**changes: Any) -> Plan:
 
 def fake_client(folder: Path, name: str, script: str) -> None:
     """Put a program on the PATH that keeps its arguments, folder and standard input, and answers as `script` does."""
-    path = folder / name
-    path.write_text(
-        f'#!/bin/bash\nprintf "%s\\n" "$*" >>{folder}/{name}.calls\nprintf "%s\\0" "$@" >{folder}/{name}.words\n'
-        f"pwd >{folder}/{name}.folder\ncat >{folder}/{name}.stdin\n{script}\n"
-    )
-    path.chmod(0o755)
+    kept = 'printf "%s\\n" "$*" >>$0.calls; printf "%s\\0" "$@" >$0.words; pwd >$0.folder; cat >$0.stdin'
+    put_program(folder / name, f"#!/bin/bash\n{kept}\n{script}\n")
 
 
 @pytest.fixture
@@ -80,9 +77,8 @@ def calls(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])
 def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: Path) -> None:
-    printer = tmp_path / "printer"
-    printer.write_text('#!/bin/bash\nprintf "%s\\0" "$@" "$GREETING"\n')
-    printer.chmod(0o755)
+    text = '#!/bin/bash\nprintf "%s\\0" "$@" "$GREETING"\n'
+    printer = put_program(tmp_path / "printer", text)
     script = find_cluster(name).page(plan(on=name))
     if name == "kubernetes":  # which replaces $$, and $(NAME) of a variable
         container = yaml.safe_load(script)["spec"]["template"]["spec"]["containers"][0]
@@ -238,11 +234,10 @@ def test_slurm_queues_a_worker_again_if_that_may_help(
     status: int, signal: str, is_queued_again: bool, clients: Path, tmp_path: Path
 ) -> None:
     fake_client(clients, "scontrol", "")
-    worker = tmp_path / "worker"
     ends = f"until [ -e {tmp_path}/sent ]; do sleep 0.05; done; exit {status}"
     waits = f"trap '{ends}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    worker.write_text(f"#!/bin/bash\n{waits if signal else f'exit {status}'}\n")
-    worker.chmod(0o755)
+    text = f"#!/bin/bash\n{waits if signal else f'exit {status}'}\n"
+    worker = put_program(tmp_path / "worker", text)
     script = find_cluster("slurm").page(PLAN)
     script = script.replace(f"{sys.executable} -m batchinfer worker", str(worker))
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "77"}

@@ -39,6 +39,7 @@ from echo_server import fake_endpoint
 from fake_gcs import serving_gcs
 from fixtures_hub import TOKEN
 from fixtures_vllm import SharedEngine, replace_create_engine
+from making import put_program
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import Step, steps_of
 from pictures import picture
@@ -213,8 +214,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("examples", "scripts", "worker.yaml", "dev.yaml"):
         (tmp_path / "here" / name).symlink_to(ROOT / name)
     for name, script in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, f"#!/bin/bash\n{script}\n")
     for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin/activate").touch()

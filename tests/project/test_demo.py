@@ -90,19 +90,6 @@ def test_a_work_folder_of_somebody_else_is_left_alone(demo, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_the_victim_is_killed_once_one_chunk_is_published_and_it_is_within_another(demo, tmp_path):
-    for folder in ("outputs", "checkpoints/part-00000", "checkpoints/part-00001"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name, is_time in (
-        ("checkpoints/part-00000/w0.ab-000001.5.jsonl", False),
-        ("outputs/part-00000.succeed", False),
-        ("checkpoints/part-00001/w1.cd-000001.5.jsonl", False),
-        ("checkpoints/part-00001/w0.ab-000002.5.jsonl", True),
-    ):
-        (tmp_path / name).touch()
-        assert demo.is_in_the_middle(tmp_path) is is_time
-
-
 def test_a_worker_that_ends_before_the_kill_fails_the_demo(demo, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(demo, "worker_command", lambda *_: [sys.executable, "-c", "exit(33)"])
     assert demo.main(["--work-dir", str(tmp_path / "work"), "--rows", "400"]) == 1

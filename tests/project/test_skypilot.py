@@ -17,7 +17,7 @@ import yaml
 
 from batchinfer.core.errors import RESTART_STATUSES
 from batchinfer.core.shell import quote
-from making import finish_process, make_job, output_lines, start_process
+from making import finish_process, make_job, output_lines, put_program, start_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB_FILES = ["worker.yaml", "examples/skypilot/pool-job.yaml"]
@@ -138,8 +138,7 @@ def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
     # The hook once ended every worker on the node, at each teardown.
     (hook,) = load("worker.yaml")["config"]["hooks"]
     assert hook["events"] == ["preemption"]
-    (tmp_path / "sleep").write_text("#!/bin/bash\n")
-    (tmp_path / "sleep").chmod(0o755)
+    put_program(tmp_path / "sleep", "#!/bin/bash\n")
     environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def run_hook() -> None:
@@ -172,12 +171,12 @@ def worker(tmp_path, read):
     for folder in ("scripts", ".venv/bin"):
         (workdir / folder).mkdir(parents=True)
     shutil.copy(REPOSITORY / "scripts/skypilot_worker.sh", workdir / "scripts")
-    double, seen = workdir / ".venv/bin/batchinfer", tmp_path / "seen"
-    double.write_text(
+    seen = tmp_path / "seen"
+    text = (
         f"#!{sys.executable}\nimport json, os, sys\n"
         f"json.dump([sys.argv[1:], {{**os.environ, 'PID': str(os.getpid())}}], open({str(seen)!r}, 'w'))\n"
     )
-    double.chmod(0o755)
+    put_program(workdir / ".venv/bin/batchinfer", text)
 
     def run(name: str, **envs: str) -> tuple[list[str], dict[str, str], str]:
         task = read(name, **NEEDED | envs)
