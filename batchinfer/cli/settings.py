@@ -216,15 +216,13 @@ def _load(path: Path) -> dict[Any, Any]:
         ConfigError: the file cannot be read as one.
     """
     try:
-        loaded = parse_yaml(text_of(path), f"--config {path}")
+        loaded = parse_yaml(text_of(path), f"--config {path}") or {}
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
-    if loaded is None:
-        return {}
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise ConfigError(f"--config {path}: a {kind}, expected a mapping of options")

@@ -50,10 +50,9 @@ def test_a_variable_that_sets_no_option_is_warned_of(
         monkeypatch.setenv(f"BATCHINFER_{name}", "1")
     err = call("split", tmp_path / "a.jsonl", "--output", tmp_path / "job").err
     said = [line.partition(" BATCHINFER_")[2] for line in err.splitlines() if "sets no" in line]
-    assert said == [
-        "SPLIT_NUM_CHUNKZ: sets no option; did you mean 'BATCHINFER_SPLIT_NUM_CHUNKS'?",
-        "SPLIT_ZZZ: sets no option; see --help",
-    ]
+    hint = "did you mean 'BATCHINFER_SPLIT_NUM_CHUNKS'?"
+    assert said[0] == f"SPLIT_NUM_CHUNKZ: sets no option; {hint}", "its value may be a secret"
+    assert [line.partition(":")[0] for line in said[1:]] == ["SPLIT_ZZZ"]
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
