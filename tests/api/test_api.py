@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from batchinfer import errors
 from batchinfer.api import process
 from batchinfer.api.data import sources_of
 from echo_server import fake_endpoint
+from making import wait_for
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
@@ -280,8 +280,7 @@ def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Pa
     slow = {"echo_latency_seconds": 9.0, "checkpoint_seconds": 0.2, "grace_seconds": 1.0}
     code = f"{rows}, output='a.parquet', engine='echo', max_num_seqs=2, **{slow}"
     with started(tmp_path, code) as program:
-        while not any(tmp_path.glob("a.parquet.batchinfer/run/checkpoints/*/*")):
-            time.sleep(0.05)
+        wait_for(lambda: any(tmp_path.glob("a.parquet.batchinfer/run/checkpoints/*/*")))
         program.send_signal(signal.SIGINT)
         _, shown = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in shown

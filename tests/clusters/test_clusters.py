@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from batchinfer.core.errors import (
 from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
-from engine_contract import is_running
-from making import put_program
+from engine_contract import are_gone
+from making import put_program, wait_for
 
 ROOT = Path(__file__).parents[2]
 HARD = 'Say "it\'s"\r\nin $HOME: \u3000$$5, $(HOME), ${HOME} ${NAME} {{ command }}\u00a0\x7f\U0001f469\u200d\U0001f680'
@@ -206,19 +205,14 @@ def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(
 
 def test_a_client_ends_with_the_process_that_started_it(clients: Path) -> None:
     """A killed `launch` left its client behind, which then submitted the workers."""
-    fake_client(clients, "sky", f"echo $$ >{clients}/pid; exec sleep 60")
+    fake_client(clients, "sky", f"echo $$ >{clients}/pid; exec sleep 600")
     program = "from batchinfer import clusters; clusters.run_client('sky')"
     parent = subprocess.Popen([sys.executable, "-c", program])
-    until = time.monotonic() + 60
-    (clients / "pid").touch()
-    while not (clients / "pid").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    (pid := clients / "pid").touch()
+    wait_for(pid.read_text)
     parent.kill()
     parent.wait()
-    while is_running(int((clients / "pid").read_text())):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    assert are_gone([int(pid.read_text())])
 
 
 # --------------------------------------------------------------------------- Slurm

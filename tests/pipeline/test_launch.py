@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +32,12 @@ from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
 from engine_contract import is_running
-from making import ECHO, Call, make_job
+from making import ECHO, Call, make_job, wait_for
 
 SLOW = (
     *("--echo-latency-seconds", "0.3", "--max-num-seqs", "4", "--lease-seconds", "3"),
     *("--grace-seconds", "1", "--checkpoint-seconds", "1"),
 )
-WAIT_SECONDS = 120.0
 
 
 def other(run: Path, **changes: Any) -> Plan:
@@ -82,14 +80,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for task in fake_slurm.tasks():
         subprocess.run(["scancel", f"--name={task['name']}"], check=True)
     wait_for(lambda: not alive())
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds, at most WAIT_SECONDS."""
-    until = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def alive() -> list[int]:
