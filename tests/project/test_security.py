@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import batchinfer
-from batchinfer.core.errors import RowError
+from batchinfer.core.errors import ConfigError, RowError
 from making import Call, make_job, run_process, worker_arguments
 from web_server import WebServer, plain
 
@@ -82,6 +82,9 @@ def test_a_source_is_read_with_its_secrets_and_recorded_without(tmp_path: Path, 
         assert call(*words).result["status"] == "unchanged"
 
 
-def test_an_error_row_shows_its_own_text_whole() -> None:
+def test_an_error_shows_no_secret_of_an_address_and_that_of_a_row_its_own_text_whole() -> None:
+    refused = ConfigError("http://me:SECRET@host/x?token=SECRET: no", hint="s3://id:SECRET@b/x")
+    assert str(refused) == refused.message == "http://…@host/x?token=…: no"
+    assert refused.hint == "s3://…@b/x"
     error = RowError("invalid_request", "image http://h/x?size=2: not there")
     assert str(error) == error.message == "image http://h/x?size=2: not there"
