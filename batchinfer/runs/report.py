@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
@@ -45,10 +44,8 @@ MAX_WORKER_ROWS = 300
 MAX_TEXT, MAX_SETTINGS = 2000, 40_000
 """Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
 MOST_BINS = 180
-_LAST_YEAR = 2**32 / 60
-"""Minutes since 1970 after which a time in a record counts as damaged."""
-_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 360, 720, 1440, 2880, 10_080, 43_200, 525_600)
-"""Minutes between two labels of the time axis."""
+_MOST_MINUTES = 2**32 / 60
+"""Length in minutes above which the times of a run count as damaged."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
@@ -104,8 +101,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
         version=__version__,
         seen=seen,
         figures=list(figures_of(seen)),
-        drawings=(drawings := draw(snapshot.workers, seen)),
-        ticks=ticks_of(seen) if drawings else [],
+        drawings=draw(snapshot.workers, seen),
         columns=COLUMNS,
         workers=seen.workers[:MAX_WORKER_ROWS],
         examples=examples,
@@ -154,10 +150,12 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
 
     A run of less than a minute, or without a finished row, has no drawing.
     """
-    begin, length = _minutes(seen)
+    begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
+    if not 1 < length < _MOST_MINUTES:
+        return []
     bins = min(math.ceil(length), MOST_BINS)
     tokens, rows, errors = sums = [[0.0] * bins for _ in range(3)]
-    for record, modified in workers if length else ():
+    for record, modified in workers:
         shift = offset_of(record, modified) / 60 - begin
         for one in record.minutes:
             parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
@@ -177,12 +175,6 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
     return drawings + [_drawing("Failed rows", list(accumulate(errors)))] * any(errors)
 
 
-def _minutes(seen: Overview) -> tuple[float, float]:
-    """Return the run's begin in minutes since 1970, and its length in minutes: 0 if it is too short, or damaged."""
-    begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
-    return (begin, length) if length > 1 and 0 <= begin <= begin + length <= _LAST_YEAR else (0, 0)
-
-
 def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, str, str]:
     top = max(top, *numbers) or 1.0
     corners = [
@@ -190,20 +182,6 @@ def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, s
         for index, value in enumerate(numbers, 1)
     ]
     return title, f"M0 100{''.join(corners)}L1000 100Z", units.short(top)
-
-
-def ticks_of(seen: Overview) -> list[tuple[float, str]]:
-    """Return round moments of the time axis, as positions in percent and labels."""
-    begin, length = _minutes(seen)
-    step = next((step for step in _STEPS if length / step <= 5), _STEPS[-1])
-    form = "%d %b" if step >= 1440 else "%H:%M"
-    return [
-        (
-            100 * (at - begin) / length,
-            datetime.fromtimestamp(at * 60, UTC).strftime(form),
-        )
-        for at in range(math.ceil(begin / step) * step, math.floor(begin + length) + 1, step)
-    ]
 
 
 # --------------------------------------------------------------------------- rows to read
