@@ -29,6 +29,7 @@ from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Marker, Record
 from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, split_name
 from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.ledger.spending import offset_of
@@ -44,8 +45,6 @@ MAX_WORKER_ROWS = 300
 MAX_TEXT, MAX_SETTINGS = 2000, 40_000
 """Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
 MOST_BINS = 180
-_MOST_MINUTES = 2**32 / 60
-"""Length in minutes above which the times of a run count as damaged."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
@@ -151,7 +150,7 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
     A run of less than a minute, or without a finished row, has no drawing.
     """
     begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
-    if not 1 < length < _MOST_MINUTES:
+    if not 1 < length < math.inf:
         return []
     bins = min(math.ceil(length), MOST_BINS)
     tokens, rows, errors = sums = [[0.0] * bins for _ in range(3)]
@@ -163,7 +162,7 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
             for n in range(parts):
                 place = max(0.0, one.minute + shift + n * one.length / parts)
                 if place <= length:
-                    index = min(bins - 1, int(place * bins / length))
+                    index = min(bins - 1, int(place / length * bins))
                     for numbers, count in zip(sums, counts, strict=True):
                         numbers[index] += count / parts
     if not any(rows):
@@ -212,13 +211,12 @@ def _read_samples(
     """
     refs = job_chunks(snapshot.job, snapshot.job_url)
     names = [name for name in refs if name in snapshot.markers]
+    ends = {name: snapshot.markers[name].generation for name in [*names[:1], *names[-1:]]}
     found: list[Sample] = []
-    for name in dict.fromkeys([*names[:1], *names[-1:]]) if num_rows else ():
+    for name, marker in read_markers(store, ends).items() if num_rows else ():
         # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
         ref = refs[name]._replace(rows=None, sha256=None)
-        key = layout.marker_key(name, snapshot.markers[name].generation)
         try:
-            marker = codec.decode(store.get(key).data, Marker, name=key)
             found += _read_pair(ref, marker, store, open_store(ref.root), num_rows)
         except BatchinferError as error:
             logger.warning("%s: no sample of it (%s)", name, error)
