@@ -100,9 +100,10 @@ UNSAFE = {
 
 @pytest.mark.parametrize("typed", UNSAFE)
 def test_no_code_is_run_because_run_json_says_so(typed: str) -> None:
-    recorded = {"server_args": [*SAFE, *typed.split(" "), "--max-model-len", "8"]}
-    config = {"server_command": "evil {model} {port}"}
-    command = worker_command(run_of(config, recorded), "/run", "/job")
+    options = {"server_command": "evil {model} {port}"}
+    words = [*SAFE, *typed.split(" "), "--max-model-len", "8"]
+    recorded = {"options": options, "server_args": words}
+    command = worker_command(run_of({}, recorded), "/run", "/job")
     safe = f"batchinfer worker --job /job --output /run {' '.join(SAFE)} --max-model-len 8"
-    left_out = f"{UNSAFE[typed]} left out: add it only if you trust the code that it runs"
+    left_out = f"--server-command, {UNSAFE[typed]} left out: add it only if you trust the code that it runs"
     assert command == f"{safe} # {left_out}"
