@@ -6,6 +6,8 @@ compared with each other, or converted to storage's clock by adding the offset o
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -24,9 +26,13 @@ RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""
 STALL_SECONDS = 600.0
 """Seconds without a finished row after which a worker with open chunks counts as stalled."""
+SLOW_SHARE = 0.5
+"""Share of the median rate of its like below which a worker counts as slow."""
 _NEW_SECONDS = 5.0
 """Seconds after loading in which a worker without an open chunk counts as running: it is about to open its first."""
-ALIVE_STATES = ("running", "loading", "stalled", "waiting")
+_JUDGED_SECONDS, _FEWEST_LIKE = 60.0, 3
+"""Fewest seconds of a rate by which a worker is called slow, and fewest workers that it is compared with."""
+ALIVE_STATES = ("running", "slow", "loading", "stalled", "waiting")
 
 
 class Rate(Record, frozen=True, kw_only=True):
@@ -41,7 +47,7 @@ class Rate(Record, frozen=True, kw_only=True):
 class WorkerView(Worker, frozen=True, kw_only=True):
     """A worker's record, without its minutes, and what follows from it.
 
-    `state` is that of the record, or waiting, stalled or gone. `money` has the price and the cost wherever these are
+    `state` is that of the record, or slow, stalled or gone. `money` has the price and the cost wherever these are
     known. `clock_offset_seconds`: seconds that storage's clock is ahead of the worker's; 0 if they hardly differ.
     """
 
@@ -157,7 +163,7 @@ def overview(
     times += [marker.modified for marker in snapshot.markers.values()]
     now = max(snapshot.taken, *times, 0.0)
     views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in snapshot.workers]
-    views.sort(key=lambda view: view.id)
+    views = _with_slow(sorted(views, key=lambda view: view.id))
     totals = add_up(views)
     chunks, rows = _progress(snapshot, views)
     recent = Rate(
@@ -291,6 +297,22 @@ def _rate(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int)
         input_tokens=prompt_tokens / seconds,
         output_tokens=completion_tokens / seconds,
     )
+
+
+def _with_slow(views: list[WorkerView]) -> list[WorkerView]:
+    """Call a running worker slow if it makes less than half of the tokens of the median of the same machines."""
+    rates: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for view in views:
+        if view.state == "running" and view.recent.seconds >= _JUDGED_SECONDS:
+            like = rates[view.machine.accelerator, view.machine.gpus]
+            like[view.id] = view.recent.input_tokens + view.recent.output_tokens
+    slow = {
+        name
+        for like in rates.values()
+        for name, rate in like.items()
+        if len(like) >= _FEWEST_LIKE and rate < SLOW_SHARE * statistics.median(like.values())
+    }
+    return [msgspec.structs.replace(v, state="slow") if v.id in slow else v for v in views]
 
 
 # --------------------------------------------------------------------------- the run

@@ -39,13 +39,14 @@ STATE_STYLES = {
     "running": "bold green",
     "loading": "cyan",
     "waiting": "cyan",
+    "slow": "bold yellow",
     "stalled": "bold yellow",
     "idle": "bold yellow",
     "gone": "red",
     "failed": "bold red",
 }
 """Colours of states. The name of the state is always shown, too."""
-_NAMED_STATES = ("stalled", "gone", "failed")
+_NAMED_STATES = ("slow", "stalled", "gone", "failed")
 """States of workers that somebody should look at, so the workers are named."""
 _MOST_MARKERS = 2000
 """Most markers that `status` reads, where it has to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from batchinfer.core.counts import Counts
@@ -124,6 +125,17 @@ def test_states_of_workers_and_run(case: str) -> None:
     workers, values, state, states = STATES[case]
     seen = look(*workers, **values)
     assert (seen.state, [view.state for view in seen.workers]) == (state, states)
+
+
+def test_a_worker_with_half_the_speed_of_its_like_is_slow() -> None:
+    fast = [running(id=f"a{index}") for index in range(3)]
+    slow = running(id="b", minutes=minutes(rows=10))
+    other = running(id="c", minutes=minutes(rows=10), engine={"device": "NVIDIA L4"})
+    states = [view.state for view in look(*fast, slow, other).workers]
+    assert states == ["running"] * 3 + ["slow", "running"], "another machine is compared with none"
+    assert look(fast[0], slow).workers[1].state == "running", "two tell nothing"
+    just_loaded = msgspec.structs.replace(slow, engine={"load_seconds": 690.0})
+    assert look(*fast, just_loaded).workers[3].state == "running", "it has had no minute yet"
 
 
 def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock() -> None:
