@@ -126,8 +126,12 @@ class Verdict(NamedTuple):
 
         `fix` is the name of the fix, and `subjects` are the chunks or keys of the findings.
         """
-        place = shlex.quote(self.run)
-        redo = " ".join(f"--redo {shlex.quote(name)}" for name in dict.fromkeys(subjects))
+        names, place = list(dict.fromkeys(subjects)), shlex.quote(self.run)
+        scheme = self.run.partition("://")[0] if "://" in self.run else ""
+        remove = {"": "rm", "s3": "aws s3 rm", "gs": "gcloud storage rm"}.get(scheme, "remove")
+        redo = " ".join(f"--redo {shlex.quote(name)}" for name in names)
+        # The command line of AWS takes one object.
+        removals = "; ".join(f"{remove} {shlex.quote(f'{self.run}/{name}')}" for name in names)
         return {
             "worker": self.worker,
             "redo": f"batchinfer clean {place} {redo} --yes",
@@ -136,7 +140,7 @@ class Verdict(NamedTuple):
             "run": "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made",
             "job": f"batchinfer verify --job JOB {place}  # with the job that the run is of",
             "chunk": "restore the chunk as job.json describes it, or split again into another job",
-            "hand": "remove it by hand, unless somebody needs it",
+            "hand": f"{removals}  # unless somebody needs it",
         }[fix]
 
 
