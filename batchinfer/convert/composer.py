@@ -181,8 +181,10 @@ def _write_weights(
     for name, tensor in tensors.items():
         if dtype and tensor.is_floating_point():
             tensors[name] = tensor.to(getattr(torch, _DTYPES[dtype]))
-            if lost := int((tensors[name].isinf() & ~tensor.isinf()).sum()):
+            lost = int((tensors[name].isinf() & ~tensor.isinf()).sum())
+            if lost:
                 logger.warning("%s: %d values are too large for %s", name, lost, dtype)
-    save_torch_state_dict(tensors, folder, shared_tensors_to_discard=tied or None)
+    discarded = {"shared_tensors_to_discard": tied} if tied else {}
+    save_torch_state_dict(tensors, folder, **discarded)
     for path in folder.glob("*.safetensors"):
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it

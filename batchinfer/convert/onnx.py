@@ -31,6 +31,8 @@ _PACKAGES = ["torch==2.13.0+cpu", "optimum-onnx==0.1.0", "onnxruntime>=1.20"]
 @click.argument("model", required=False)
 @click.argument("dest", required=False)
 @click.option("--verify", is_flag=True, help="Compare answers with torch before DEST is made.")
+@click.option("--batch-size", type=click.IntRange(1), help="Rows of the example that is traced.")
+@click.option("--max-seq-len", "sequence_length", type=click.IntRange(1), help="Its tokens.")
 @click.option("--setup", is_flag=True, help="Make the exporter's environment first (1.3 GB).")
 @click.option(
     "--environment",
@@ -40,7 +42,7 @@ _PACKAGES = ["torch==2.13.0+cpu", "optimum-onnx==0.1.0", "onnxruntime>=1.20"]
 )
 @common_options
 def hf_to_onnx(
-    model: str | None, dest: str | None, setup: bool, environment: Path, verify: bool
+    model: str | None, dest: str | None, setup: bool, environment: Path, verify: bool, **sizes: Any
 ) -> dict[str, Any]:
     """Turn a model into ONNX, in float32 and with a cache of keys and values.
 
@@ -57,15 +59,16 @@ def hf_to_onnx(
             hint=f"make it once: batchinfer convert hf-to-onnx --setup --environment {quote(str(environment))}",
         )
     with result_at(dest) as folder:
-        path, made = str(fetch_model(model)), str(folder)
-        options = ["--task=text-generation-with-past", "--dtype=fp32", f"--model={path}", made]
-        _run(
-            environment, f"{model}: the exporter failed", "optimum-cli", "export", "onnx", *options
-        )
+        path = str(fetch_model(model))
+        options = [f"--{name}={size}" for name, size in sizes.items() if size]
+        options += ["--task=text-generation-with-past", "--dtype=fp32", f"--model={path}"]
+        what = f"{model}: the exporter failed"
+        _run(environment, what, "optimum-cli", "export", "onnx", *options, str(folder))
         if verify:
             what = f"{model}: the ONNX model answers otherwise than the model before"
             script = str(Path(__file__).with_name("onnx_verify.py"))
-            say(_run(environment, what, "python", "-I", script, path, made))
+            rows = str(sizes["batch_size"] or 1)
+            say(_run(environment, what, "python", "-I", script, path, str(folder), rows))
     return {"status": "SUCCESS", "dest": dest}
 
 

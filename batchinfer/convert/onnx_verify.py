@@ -1,6 +1,7 @@
 """A script that compares an ONNX model with the one before. It runs in the exporter's environment, without batchinfer.
 
-Its arguments are the two models' folders. It prints one line, and ends with status 1 if the answers differ.
+Its arguments are the two models' folders and the number of rows to compare. It prints one line, and ends with status 1
+if the answers differ.
 """
 
 import sys
@@ -9,15 +10,15 @@ import torch
 from optimum.onnxruntime import ORTModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-_ROWS, _TOKENS = 2, 16
+_TOKENS = 16
 
 
-def main(source: str, dest: str) -> None:
+def main(source: str, dest: str, rows: str) -> None:
     """Compare logits for random tokens, and the tokens that the two models generate greedily after these."""
     before = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
     after = ORTModelForCausalLM.from_pretrained(dest)
     torch.manual_seed(0)
-    tokens = torch.randint(before.config.vocab_size, (_ROWS, _TOKENS))
+    tokens = torch.randint(before.config.vocab_size, (int(rows), _TOKENS))
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         logits = before(tokens, attention_mask=mask).logits

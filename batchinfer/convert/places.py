@@ -109,9 +109,10 @@ def _check_bucket(store: Store) -> None:
 
 
 def _upload(store: Store, folder: Path) -> None:
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name in _UPLOADED_LAST, path)):
-        logger.info("uploading %s", path.name)
-        store.put_file(path.name, path)
+    names = {path.name for path in folder.iterdir()}
+    for name in sorted(names, key=lambda name: (name in _UPLOADED_LAST, name)):
+        logger.info("uploading %s", name)
+        store.put_file(name, folder / name)
 
 
 def _taken(dest: str) -> InputError:

@@ -220,6 +220,7 @@ def test_other_and_damaged_files(state: State, tmp_path: Path, capsys: Capture) 
         path.write_bytes(data)
         assert "cannot be read" in refused(capsys, path, dest)
     assert "is compressed" in refused(capsys, tmp_path / "packed", dest)
+    assert "no such file" in refused(capsys, tmp_path / "absent.pt", dest)
     assert "dcp_to_torch" in refused(capsys, tmp_path, dest)
 
 
