@@ -171,7 +171,8 @@ def metric(port: int, name: str, **labels: str) -> float:
 def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server's core is killed, and the server started again within the worker. Then the worker is stopped, and another one goes on.
+    """The server's core is killed, and a server started again within the worker. Then the worker is stopped, and
+    another one goes on.
 
     P1 and P9: each row is there once and in place. It has the texts that it has in an undisturbed run with another
     number of rows at once. The rows are one chunk, which is not complete at the stop; so every row that was finished,
