@@ -1,4 +1,7 @@
-"""The real vLLM, on the CPU: its answers, its refusals, and its errors of loading. Its death: tests/worker/test_worker_vllm.py."""
+"""The real vLLM, on the CPU: its answers, its refusals, and its errors of loading.
+
+Its death: tests/worker/test_worker_vllm.py.
+"""
 
 from __future__ import annotations
 
