@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.records import ErrorExample, Minute, Worker
 from batchinfer.storage import Store
-from batchinfer.storage.opening import open_store
 from fakes import MemoryStore, put_worker, worker_record
 from finished_run import chat, finish_run
 from making import put_job
@@ -80,10 +76,17 @@ def make_workers(shape: Shape) -> list[Worker]:
     ]
 
 
-def _write(job: str, run: str, shape: Shape, open_store: Callable[[str], Store]) -> str:
+def in_memory(url: str) -> Store:
+    """Opens memory stores whose objects were written at NOW."""
+    return MemoryStore(url, clock=lambda: NOW)
+
+
+def write_in_memory(job: str, shape: Shape) -> str:
+    """Write the job and, as of NOW, its run to memory; returns the run's URL."""
     lines = (f'{{"prompt": "question {row} </script"}}\n' for row in range(shape.rows_per_chunk))
     chunks = ["".join(lines).encode()] * shape.num_chunks
-    put_job(open_store(job).create, chunks, workers=shape.num_workers, columns=["prompt"])
+    put_job(in_memory(job).create, chunks, workers=shape.num_workers, columns=["prompt"])
+    run = f"{job}/runs/a"
     finish_run(
         job,
         run,
@@ -91,29 +94,11 @@ def _write(job: str, run: str, shape: Shape, open_store: Callable[[str], Store])
         prompt={"system_prompt": HOSTILE},
         leave_out=range(shape.num_done, shape.num_chunks),
         model=MODEL,
-        open_store=open_store,
+        open_store=in_memory,
     )
-    store = open_store(run)
+    store = in_memory(run)
     for worker in make_workers(shape):
         put_worker(store, worker)
         for chunk, rows in worker.open_chunks.items():
             store.create(layout.segment_key(chunk, f"{worker.id}.n", 1, rows), b"finished rows")
-    return run
-
-
-def in_memory(url: str) -> Store:
-    """Opens memory stores whose objects were written at NOW."""
-    return MemoryStore(url, clock=lambda: NOW)
-
-
-def write_in_memory(root: str, shape: Shape) -> str:
-    """Write it to memory, as of NOW; returns the run's URL."""
-    return _write(root, f"{root}/runs/a", shape, in_memory)
-
-
-def write_local(folder: Path, shape: Shape) -> str:
-    """Write it as plain files, as of NOW; returns the run's folder."""
-    run = _write(str(folder), f"{folder}/runs/big", shape, open_store)
-    for path in Path(run).rglob("*.*"):
-        os.utime(path, (NOW - 10, NOW - 10))
     return run

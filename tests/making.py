@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -251,6 +252,21 @@ def put_raw(store: Store, key: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         store.put_file(key, Path(file.name))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds, two minutes at most."""
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def put_program(path: Path, text: str) -> Path:
+    """Write a program that can be run by its name."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def free_ports() -> int:

@@ -100,7 +100,7 @@ def _as_settings(command: str, options: Mapping[str, Any], folder: Path) -> str:
 
     found = group.get_command(click.Context(group), command)
     assert found is not None
-    flags = {flag: True for each in found.params for flag in each.opts}
+    flags = [flag for each in found.params for flag in each.opts]
     known = {flag.lstrip("-").replace("-", "_") for flag in flags}
     own: dict[str, Any] = {}
     server: dict[str, Any] = {}

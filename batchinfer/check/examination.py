@@ -108,8 +108,6 @@ class Examination:
         self.prompt: PromptConfig | None = None
         self.model: ModelInfo | None = None
         self.data: Data | None = None
-        self.tokens: float | None = None
-        """Mean length of a prompt, in tokens."""
 
     def run(self) -> dict[str, Any]:
         """Run every step and return the result, whose entry `problems` lists all problems, errors first.
@@ -289,10 +287,9 @@ class Examination:
         if not lengths:
             return refused
         lengths.sort()
-        self.tokens = sum(lengths) / len(lengths)
         self.result["lengths"] = {
             "is_estimate": counter.is_estimate,
-            "mean": round(self.tokens, 1),
+            "mean": round(sum(lengths) / len(lengths), 1),
             "p95": lengths[-(-len(lengths) * 19 // 20) - 1],
             "longest": lengths[-1],
         }
@@ -306,10 +303,9 @@ class Examination:
     def _ask_for_memory(self) -> None:
         gpu, engine = self.options.get("gpu"), self.engine
         if gpu not in (None, "", "none") and self.model is not None and engine is not None:
+            tokens = self.result.get("lengths", {}).get("mean")
             answer = 0 if engine.is_pooling else self.options["max_tokens"] or 512
-            found = [
-                memory_on(one, engine, self.model, self.tokens, answer) for one in gpu.split(",")
-            ]
+            found = [memory_on(one, engine, self.model, tokens, answer) for one in gpu.split(",")]
             self.result["memory"] = min(found, key=lambda one: one["cache_tokens"])
 
     def _estimate(self) -> None:

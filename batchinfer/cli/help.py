@@ -94,15 +94,15 @@ class SectionCommand(click.Command):
         """
         formatter = ctx.make_formatter()
         self.format_usage(ctx, formatter)
-        sections = self.sections(ctx)
+        sections = shown = self.sections(ctx)
         if section and section != _ALL:
             if section not in sections:
                 ctx.fail(f"No such section: {section}. (One of {', '.join(sections)}, all.)")
-            _write(formatter, section, sections[section], ctx)
-            return formatter.getvalue().rstrip("\n")
-        self.format_help_text(ctx, formatter)
-        if section == _ALL:
-            for name, options in sections.items():
+            shown = {section: sections[section]}
+        else:
+            self.format_help_text(ctx, formatter)
+        if section:
+            for name, options in shown.items():
                 _write(formatter, name, options, ctx)
             return formatter.getvalue().rstrip("\n")
         first = [one for options in sections.values() for one in options if _is_first(one)]
@@ -120,22 +120,19 @@ class SectionCommand(click.Command):
         found: dict[str, list[click.Option]] = {}
         for option in self.get_params(ctx):
             if isinstance(option, click.Option) and not option.hidden:
-                section = option.section if isinstance(option, SectionOption) else _OWN
-                found.setdefault(section, []).append(option)
+                found.setdefault(getattr(option, "section", _OWN), []).append(option)
         return {name: found[name] for name in sorted(found, key=_ORDER.index)}
 
 
 def _is_first(option: click.Option) -> bool:
-    return isinstance(option, SectionOption) and option.is_first
+    return getattr(option, "is_first", False)
 
 
 def _write(
     formatter: click.HelpFormatter, name: str, options: list[click.Option], ctx: click.Context
 ) -> None:
-    records = [record for one in options if (record := one.get_help_record(ctx))]
-    if records:
-        with formatter.section(name.capitalize()):
-            formatter.write_dl(records)
+    with formatter.section(name.capitalize()):
+        formatter.write_dl([record for one in options if (record := one.get_help_record(ctx))])
 
 
 def _show(ctx: click.Context, _option: click.Parameter, section: str | None) -> None:

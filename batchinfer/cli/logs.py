@@ -37,9 +37,6 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """Writes each log record as text for people: its time, level and message."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
         return one_entry(super().format(record))
@@ -48,7 +45,7 @@ class TextFormatter(logging.Formatter):
 def configure_logging() -> None:
     """Send batchinfer's own log to stderr. The command line calls it once."""
     handler = StderrHandler()
-    handler.setFormatter(TextFormatter())
+    handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("batchinfer")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)

@@ -164,15 +164,13 @@ def _show_click_error(error: click.ClickException) -> None:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command line, flush stdout and stderr, and end the process. `batchinfer.cli.entry.start` calls this.
 
-    The process ends by os._exit. Otherwise the threads of an object-store client, or an engine that did not close,
-    could keep a paid machine running.
+    `start` sees to a Ctrl-C that comes before or after the command; click does while it runs. The process ends
+    by os._exit. Otherwise the threads of an object-store client, or an engine that did not close, could keep a paid
+    machine running.
     """
     try:
         _open_closed_streams()
         status = main(arguments)
-    except KeyboardInterrupt:  # before or after the command; while it runs, click handles Ctrl-C
-        say("error: interrupted")
-        status = INTERRUPTED
     except Exception:  # noqa: BLE001 - a bug; Python would print its traceback with the secrets of URLs
         for line in traceback.format_exc().rstrip().split("\n"):
             say(line)

@@ -51,11 +51,6 @@ class Option:
         return f"{self.flag}/--no-{self.flag[2:]}" if is_negatable else self.flag
 
     @property
-    def spellings(self) -> list[str]:
-        """Everything that click must know of the option's spelling, and the name of its parameter."""
-        return [*filter(None, [self.mark.short]), self.flags, self.field]
-
-    @property
     def section(self) -> str:
         """Section in help and in settings files."""
         return self.mark.section or getattr(self.struct, "SECTION", "")
@@ -66,11 +61,8 @@ class Option:
         settings = self.kind.click
         if settings.get("multiple"):
             return ()
-        if settings.get("is_flag"):
-            return self.default
-        is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
-        is_text = isinstance(self.default, str) and not isinstance(settings["type"], click.Path)
-        return self.default if is_number or is_text else None
+        is_path = isinstance(settings.get("type"), click.Path)
+        return self.default if isinstance(self.default, int | float | str) and not is_path else None
 
     def read(self, given: Any) -> Any:
         """Convert the value that click has parsed to the configuration's value. Reads the file if the value names one.
@@ -99,7 +91,7 @@ class Option:
         """Add the option to a command."""
         default = self.value_if_not_given
         return click.option(
-            *self.spellings,
+            *filter(None, (self.mark.short, self.flags, self.field)),
             cls=SectionOption,
             section=self.section,
             is_first=self.mark.is_first,

@@ -11,8 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import click
 
@@ -28,27 +27,20 @@ _NEARLY = 0.85
 _NO_MISSPELLING = ("--load-format", "--worker-cls")
 """Options of vLLM's server whose names are nearly ours."""
 _MANAGED = {
-    **dict.fromkeys(
-        ("--uds", "--host", "--port"), "the worker chooses where its server listens; leave it out"
+    "the worker chooses where its server listens; leave it out": "--uds --host --port",
+    "only the worker reaches its server": "--api-key --ssl-keyfile --root-path",
+    "write --replicas: a server is started for each": "--data-parallel-size -dp",
+    "a server's GPUs are those of --tensor-parallel-size and --pipeline-parallel-size": (
+        "--prefill-context-parallel-size -pcp"
     ),
-    **dict.fromkeys(
-        ("--api-key", "--ssl-keyfile", "--root-path"), "only the worker reaches its server"
-    ),
-    **dict.fromkeys(
-        ("--data-parallel-size", "-dp"), "write --replicas: a server is started for each"
-    ),
-    **dict.fromkeys(
-        ("--prefill-context-parallel-size", "-pcp"),
-        "a server's GPUs are those of --tensor-parallel-size and --pipeline-parallel-size",
-    ),
-    "--disable-log-stats": "the server's statistics tell the worker that it goes on; leave it out",
-    "--grpc": "the worker speaks HTTP with its server; leave it out",
-    "-tp": "write --tensor-parallel-size",
-    "-pp": "write --pipeline-parallel-size",
-    "-n": "write --nnodes",
-    "-r": "write --node-rank",
+    "the server's statistics tell the worker that it goes on; leave it out": "--disable-log-stats",
+    "the worker speaks HTTP with its server; leave it out": "--grpc",
+    "write --tensor-parallel-size": "-tp",
+    "write --pipeline-parallel-size": "-pp",
+    "write --nnodes": "-n",
+    "write --node-rank": "-r",
 }
-"""Options of vLLM's server that the worker sets itself, each with what to do."""
+"""Options of vLLM's server that the worker sets itself, by what to do instead."""
 
 
 class ServerCommand(SectionCommand):
@@ -143,7 +135,7 @@ def divide(
     return own, server
 
 
-def check_name(name: str, known: Mapping[str, Any]) -> None:
+def check_name(name: str, known: Iterable[str]) -> None:
     """Refuse what cannot be an option's name, and a name that is nearly one of ours.
 
     Raises:
@@ -167,7 +159,7 @@ def from_variables(ctx: click.Context) -> list[str]:
         ConfigError: a variable's name is nearly that of one of ours.
     """
     prefix = f"{ctx.auto_envvar_prefix}_"
-    options = {name: True for each in ctx.command.params for name in each.opts}
+    options = [name for each in ctx.command.params for name in each.opts]
     words: list[str] = []
     for name, _ in unknown_variables(ctx, os.environ):
         option = "--" + name.removeprefix(prefix).replace("_", "-").lower()
@@ -189,5 +181,6 @@ def check_server_args(words: Sequence[str], engine: str) -> None:
         hint = "--engine openai starts no server that could take it; see --help"
         raise ConfigError(f"No such option: {names[0]}", hint=hint)
     for name in names:
-        if advice := _MANAGED.get(name.replace("_", "-")):
-            raise ConfigError(f"{name}: is not an option here", hint=advice)
+        for advice, managed in _MANAGED.items():
+            if name.replace("_", "-") in managed.split():
+                raise ConfigError(f"{name}: is not an option here", hint=advice)

@@ -84,40 +84,33 @@ def common_options(function: F) -> F:
             logger.warning("%s: sets no option%s", name, hint or "; see --help")
         return function(*arguments, **given)
 
-    result = cast("F", called)
     shared: dict[str, Any] = {"cls": SectionOption, "section": COMMON, "is_eager": True}
-    shared["expose_value"] = False
-    for option in (
-        click.option(
-            "--log-level",
-            type=click.Choice(["debug", "info", "warning", "error"]),
-            default="info",
-            show_default=True,
-            callback=lambda _context, _option, value: set_level(value),
-            **shared,
-            help="How much to log (to stderr).",
-        ),
-        click.option(
-            "--log-format",
-            type=click.Choice(["text", "json"]),
-            default="text",
-            show_default=True,
-            callback=lambda _context, _option, value: set_format(value),
-            **shared,
-            help="Log lines for people, or one JSON object a line.",
-        ),
-        click.option(
-            "--config",
-            "config_file",
-            type=click.Path(path_type=Path),
-            envvar="BATCHINFER_CONFIG",
-            callback=_read_config,
-            **shared,
-            help="YAML file with options; flags and environment variables win over it.",
-        ),
-    ):
-        result = option(result)
-    return result
+    option = functools.partial(click.option, **shared, expose_value=False)
+    level = option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        callback=lambda _context, _option, value: set_level(value),
+        help="How much to log (to stderr).",
+    )
+    log_format = option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        callback=lambda _context, _option, value: set_format(value),
+        help="Log lines for people, or one JSON object a line.",
+    )
+    config = option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        envvar="BATCHINFER_CONFIG",
+        callback=_read_config,
+        help="YAML file with options; flags and environment variables win over it.",
+    )
+    return cast("F", config(log_format(level(called))))
 
 
 def unknown_variables(
@@ -133,9 +126,8 @@ def unknown_variables(
         return []
     known = set()
     for option in context.command.params:
-        if isinstance(option, click.Option):
-            named = option.envvar or f"{prefix}_{option.name or ''}".upper()
-            known |= {named} if isinstance(named, str) else set(named)
+        named = option.envvar or ()
+        known |= {named} if isinstance(named, str) else set(named)
     return [
         (name, near(name, known))
         for name in sorted(environment)
@@ -178,12 +170,15 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
             continue  # the section of a run, and this command makes none
         inside = is_section or (isinstance(value, dict) and name == command.name)
         for inner, each in value.items() if inside else [(key, value)]:
-            shown = f"{key}.{inner}" if inside else str(key)
-            if is_section and str(inner).replace("-", "_") in left_out:
+            name = str(inner).replace("-", "_")
+            if is_section and name in left_out:
                 continue
-            option = _named(options, str(inner), shown, path)
+            if name not in options:
+                shown = repr(f"{key}.{inner}" if inside else str(key))
+                message = f"--config {path}: unknown key {shown}{near(name, options)}"
+                raise ConfigError(message, hint="every key is the name of an option; see --help")
             if each is not None:  # else as if the file did not have the key
-                values[str(option.name)] = _click_value(option, each)
+                values[str(options[name].name)] = _click_value(options[name], each)
     return values
 
 
@@ -221,15 +216,13 @@ def _load(path: Path) -> dict[Any, Any]:
         ConfigError: the file cannot be read as one.
     """
     try:
-        loaded = parse_yaml(text_of(path), f"--config {path}")
+        loaded = parse_yaml(text_of(path), f"--config {path}") or {}
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
-    if loaded is None:
-        return {}
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise ConfigError(f"--config {path}: a {kind}, expected a mapping of options")
@@ -248,22 +241,12 @@ def _options(command: click.Command) -> dict[str, click.Option]:
     }
 
 
-def _named(options: Mapping[str, click.Option], key: str, shown: str, path: Path) -> click.Option:
-    name = key.replace("-", "_")
-    if name not in options:
-        message = f"--config {path}: unknown key {shown!r}{near(name, options)}"
-        raise ConfigError(message, hint="every key is the name of an option; see --help")
-    return options[name]
-
-
 def _click_value(option: click.Option, value: Any) -> Any:
     """Convert a value from YAML to the form that it would have on the command line."""
     if option.multiple:
         if isinstance(value, dict):
             return [f"{key}={json.dumps(item)}" for key, item in value.items()]
         return [_text(item) for item in value] if isinstance(value, list) else [value]
-    if isinstance(value, dict):
-        return json.dumps(value)
     if isinstance(value, list):
         return ",".join(_text(item) for item in value)
     if isinstance(value, bool) or option.is_flag:

@@ -87,25 +87,17 @@ def _whole_or(least: int | None = None, **words: Any) -> Kind:
     def read(flag: str, given: Any) -> Any:
         if (word := str(given).lower()) in words:
             return words[word]
-        return _integer(flag, given, alternative, least)
+        with contextlib.suppress(ValueError):
+            if least is None or int(given) >= least:
+                return int(given)
+        start = "" if least is None else f" from {least}"
+        raise ConfigError(f"{flag}: is {given!r}, expected a whole number{start}{alternative}")
 
     return Kind({"type": str}, read, lambda value: [written.get(value, str(value))])
 
 
-def _integer(flag: str, text: Any, alternative: str = "", least: int | None = None) -> int:
-    with contextlib.suppress(TypeError, ValueError):
-        if least is None or int(text) >= least:
-            return int(text)
-    start = "" if least is None else f" from {least}"
-    raise ConfigError(f"{flag}: is {text!r}, expected a whole number{start}{alternative}")
-
-
-def _split_commas(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _write_commas(value: Any) -> list[str]:
-    return [",".join(map(str, value))]
+def _split_commas(_flag: str, text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 _REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)
@@ -305,12 +297,10 @@ def _read_delimiter(flag: str, given: str) -> str:
 
 
 _PATH: dict[str, Any] = {"type": click.Path(path_type=Path)}
-_WORDS_OF_PAIRS: dict[str, Any] = {"type": str, "multiple": True}
-
 FORMS = {
     # NAME=PATH, once for each adapter
     "adapters": Kind(
-        _WORDS_OF_PAIRS,
+        _REPEATED.click,
         _read_adapters,
         lambda value: [f"{name}={source}" for name, source in value.items()],
     ),
@@ -318,7 +308,7 @@ FORMS = {
     "auto": _whole_or(1, auto="auto"),
     # KIND=NAME, which may be repeated for a kind
     "columns": Kind(
-        _WORDS_OF_PAIRS,
+        _REPEATED.click,
         _read_columns,
         lambda value: [f"{kind}={_json(names)}" for kind, names in value.items()],
     ),
@@ -336,12 +326,12 @@ FORMS = {
     "folder": Kind(_PATH, lambda _flag, given: str(given), _write_plain),
     "json": Kind({"type": str}, _read_object, lambda value: [_json(value)]),
     # names with commas between
-    "names": Kind({"type": str}, lambda _flag, given: _split_commas(given), _write_commas),
+    "names": Kind({"type": str}, _split_commas, lambda value: [",".join(value)]),
     # the name of a file with a JSON list of objects, which is the value
     "objects": Kind(_PATH, _read_objects, lambda value: [FromFile(_json(value))]),
     # NAME=VALUE with commas between
     "pairs": Kind(
-        _WORDS_OF_PAIRS,
+        _REPEATED.click,
         read_pairs,
         lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
     ),

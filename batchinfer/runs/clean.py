@@ -22,7 +22,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import NO_OPTION, NotNegative, Opt
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import Inventory, take_inventory
-from batchinfer.ledger.runs import no_run, refuse_newer
+from batchinfer.runs.stop import require_run
 from batchinfer.storage import ObjectInfo, Store
 
 DEFAULT_AGE_SECONDS = 3600.0
@@ -71,12 +71,10 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
         InputError: there is no run, or the run is of a newer format version, or a chunk to do again has neither a
             marker nor segments.
     """
-    refuse_newer(store)  # only a newer batchinfer knows which objects of a newer run may be removed
+    require_run(store)
     now = _time_of(store) if config.yes else clock.now()
     age_seconds = config.older_than_seconds
     inventory = take_inventory(store, now=now, patience_seconds=age_seconds)
-    if inventory.is_empty:
-        raise no_run(store)
     removed: dict[str, list[ObjectInfo]] = defaultdict(list)
     plan = list(find_removals(inventory, config))
     for what, info, least_age in plan:
@@ -108,13 +106,7 @@ def _time_of(store: Store) -> float:
     """Return the time by the store's clock: write an object, read its modification time and remove it again.
 
     If this machine's clock were used and were an hour ahead, every worker would look dead and every object old.
-
-    Raises:
-        InputError: there is no run at this place. Nothing is written in that case.
     """
-    places = (layout.RUN_KEY, layout.WORKERS, layout.OUTPUTS)
-    if not any(next(iter(store.list(place)), None) for place in places):
-        raise no_run(store)
     key = f"{layout.PROBES}{secrets.token_hex(8)}"
     try:
         store.create(key, b"clean: what time is it\n")

@@ -15,7 +15,7 @@ from batchinfer.clusters import (
 from batchinfer.core import errors, layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import FINAL_STATUSES, BatchinferError, Interrupted
-from batchinfer.runs.overview import ALIVE_STATES, LaunchView, Overview, WorkerView
+from batchinfer.runs.overview import LaunchView, Overview, WorkerView
 from batchinfer.storage import Store
 
 LAUNCHING_SECONDS = 900.0
@@ -49,10 +49,10 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
             for rank, name in enumerate(names)
             if name not in replaced and _is_away(workers.get(name))
         }
-        fates, more = (
-            _ask(store, launch, namespace) if away and seen.state != "done" else (None, [])
-        )
-        notes += more
+        fates = None
+        if away and seen.state != "done":
+            fates, more = _ask(store, launch, namespace)
+            notes += more
         is_new = seen.time - recorded < LAUNCHING_SECONDS
         said: dict[str, list[int]] = {}
         lost, coming = list[str](), list[str]()
@@ -69,7 +69,7 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
                 coming.append(names[rank])
             elif kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
                 lost.append(names[rank])
-        busy = [name for name in names if name in workers and workers[name].state in ALIVE_STATES]
+        busy = [name for name in names if name in workers and workers[name].is_alive]
         view = LaunchView(
             id=launch.id,
             cluster=launch.on,

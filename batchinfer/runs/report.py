@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Marker, Record
 from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, split_name
 from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.ledger.spending import offset_of
@@ -45,10 +45,6 @@ MAX_WORKER_ROWS = 300
 MAX_TEXT, MAX_SETTINGS = 2000, 40_000
 """Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
 MOST_BINS = 180
-_LAST_YEAR = 2**32 / 60
-"""Minutes since 1970 after which a time in a record counts as damaged."""
-_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 360, 720, 1440, 2880, 10_080, 43_200, 525_600)
-"""Minutes between two labels of the time axis."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
@@ -104,8 +100,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
         version=__version__,
         seen=seen,
         figures=list(figures_of(seen)),
-        drawings=(drawings := draw(snapshot.workers, seen)),
-        ticks=ticks_of(seen) if drawings else [],
+        drawings=draw(snapshot.workers, seen),
         columns=COLUMNS,
         workers=seen.workers[:MAX_WORKER_ROWS],
         examples=examples,
@@ -154,10 +149,12 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
 
     A run of less than a minute, or without a finished row, has no drawing.
     """
-    begin, length = _minutes(seen)
+    begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
+    if not 1 < length < math.inf:
+        return []
     bins = min(math.ceil(length), MOST_BINS)
     tokens, rows, errors = sums = [[0.0] * bins for _ in range(3)]
-    for record, modified in workers if length else ():
+    for record, modified in workers:
         shift = offset_of(record, modified) / 60 - begin
         for one in record.minutes:
             parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
@@ -165,7 +162,7 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
             for n in range(parts):
                 place = max(0.0, one.minute + shift + n * one.length / parts)
                 if place <= length:
-                    index = min(bins - 1, int(place * bins / length))
+                    index = min(bins - 1, int(place / length * bins))
                     for numbers, count in zip(sums, counts, strict=True):
                         numbers[index] += count / parts
     if not any(rows):
@@ -177,12 +174,6 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
     return drawings + [_drawing("Failed rows", list(accumulate(errors)))] * any(errors)
 
 
-def _minutes(seen: Overview) -> tuple[float, float]:
-    """Return the run's begin in minutes since 1970, and its length in minutes: 0 if it is too short, or damaged."""
-    begin, length = (seen.started or 0.0) / 60, seen.overall.seconds / 60
-    return (begin, length) if length > 1 and 0 <= begin <= begin + length <= _LAST_YEAR else (0, 0)
-
-
 def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, str, str]:
     top = max(top, *numbers) or 1.0
     corners = [
@@ -190,20 +181,6 @@ def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, s
         for index, value in enumerate(numbers, 1)
     ]
     return title, f"M0 100{''.join(corners)}L1000 100Z", units.short(top)
-
-
-def ticks_of(seen: Overview) -> list[tuple[float, str]]:
-    """Return round moments of the time axis, as positions in percent and labels."""
-    begin, length = _minutes(seen)
-    step = next((step for step in _STEPS if length / step <= 5), _STEPS[-1])
-    form = "%d %b" if step >= 1440 else "%H:%M"
-    return [
-        (
-            100 * (at - begin) / length,
-            datetime.fromtimestamp(at * 60, UTC).strftime(form),
-        )
-        for at in range(math.ceil(begin / step) * step, math.floor(begin + length) + 1, step)
-    ]
 
 
 # --------------------------------------------------------------------------- rows to read
@@ -234,13 +211,12 @@ def _read_samples(
     """
     refs = job_chunks(snapshot.job, snapshot.job_url)
     names = [name for name in refs if name in snapshot.markers]
+    ends = {name: snapshot.markers[name].generation for name in [*names[:1], *names[-1:]]}
     found: list[Sample] = []
-    for name in dict.fromkeys([*names[:1], *names[-1:]]) if num_rows else ():
+    for name, marker in read_markers(store, ends).items() if num_rows else ():
         # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
         ref = refs[name]._replace(rows=None, sha256=None)
-        key = layout.marker_key(name, snapshot.markers[name].generation)
         try:
-            marker = codec.decode(store.get(key).data, Marker, name=key)
             found += _read_pair(ref, marker, store, open_store(ref.root), num_rows)
         except BatchinferError as error:
             logger.warning("%s: no sample of it (%s)", name, error)

@@ -39,9 +39,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     Raises:
         InputError: there is no run, or the run is of a newer format version.
     """
-    if not has_begun(store):
-        raise no_run(store)
-    refuse_newer(store)  # workers of a newer batchinfer may need another kind of stop request
+    require_run(store)
     was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
     if config.resume:
         store.delete([layout.STOP_KEY])
@@ -56,6 +54,17 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         "stopped": not config.resume,
         "was_stopped": was_stopped,
     }
+
+
+def require_run(store: Store) -> None:
+    """Refuse what is no run, and one of a newer format version: only a newer batchinfer knows its objects.
+
+    Raises:
+        InputError: there is no run, or the run is of a newer format version.
+    """
+    if not has_begun(store):
+        raise no_run(store)
+    refuse_newer(store)
 
 
 def has_begun(store: Store) -> bool:

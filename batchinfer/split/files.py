@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import logging
 import os
 import posixpath
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +42,7 @@ FORMATS = {
     ".txt": "text",
 }
 """Formats by the ends of files' names."""
+_PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 _NOTES = (".json", ".txt")
 """Ends of files that describe the data if other files lie beside them."""
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
@@ -84,16 +83,12 @@ def ending(url: str) -> str:
 
 
 def packing_of(url: str) -> str:
-    """Return the end of a file's name that tells how it is compressed; "" if it is not.
+    """Return how a file is compressed, by its name and in Arrow's words; "" if it is not.
 
-    >>> (
-    ...     packing_of("s3://b/Rows.JSONL.GZ"),
-    ...     packing_of("https://host/a.zst?b=c.gz"),
-    ...     packing_of("a.csv"),
-    ... )
-    ('.gz', '.zst', '')
+    >>> [packing_of(url) for url in ("s3://b/A.JSONL.GZ", "https://host/a.zst?b=c.gz", "a.csv")]
+    ['gzip', 'zstd', '']
     """
-    return next((end for end in (".gz", ".zst") if _name(url).endswith(end)), "")
+    return next((how for end, how in _PACKINGS.items() if _name(url).endswith(end)), "")
 
 
 def _name(url: str) -> str:
@@ -135,7 +130,7 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             folders = [path] if is_folder else []
         for folder in folders if is_local(argument) else ():
             _look_into(folder)
-        found, hidden, lost = list[DataFile](), list[DataFile](), list[str]()
+        found, hidden = list[DataFile](), list[DataFile]()
         # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
         named = "._" if posixpath.basename(path).startswith(".") else "_"
         hiding = r"/[._]" if is_folder else rf"/(?![{named}][^/]*$)[._]"
@@ -147,11 +142,8 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             if info and info["type"] == "file":
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
             elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
-                lost.append(name)
-    has_data = any(file.format and ending(file.url) not in _NOTES for file in found)
-    if lost := [name for name in lost if not has_data or ending(name) not in _NOTES]:
-        hint = "fetch the file, or remove the link"
-        raise InputError(f"{lost[0]}: is a link to nothing", hint=hint)
+                hint = "fetch the file, or remove the link"
+                raise InputError(f"{name}: is a link to nothing", hint=hint)
     if left_out := [redact(file.url) for file in hidden if file.format]:
         text = "%s: left out %s whose name or folder begins with . or _, %s first"
         logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])
@@ -264,14 +256,10 @@ def opened(url: str) -> Iterator[Any]:
         system, path = _filesystem(url)
         raw = stack.enter_context(system.open(path, "rb"))
         file: Any = io.BufferedReader(raw, _BUFFER_BYTES)  # raw lacks some methods of Python's own
-        packing = packing_of(url)
-        if packing == ".gz":
-            unpacked = stack.enter_context(gzip.open(file, "rb"))
-            file = io.BufferedReader(unpacked, _BUFFER_BYTES)
-        elif packing == ".zst":
+        if packing := packing_of(url):
             import pyarrow
 
-            unpacked = pyarrow.input_stream(file, compression="zstd")
+            unpacked = pyarrow.input_stream(file, compression=packing)
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         try:
             yield file
@@ -330,9 +318,7 @@ def reading(url: str) -> Iterator[None]:
 def _translated(url: str, error: Exception) -> BatchinferError | None:
     """Return our error for one of a filesystem or a parser; None for any other."""
     package = type(error).__module__.partition(".")[0]
-    # UnicodeDecodeError is of names of columns.
-    broken = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError)
-    if isinstance(error, broken) or package == "pyarrow":
+    if package == "pyarrow" or isinstance(error, UnicodeDecodeError):  # of names of columns
         return damaged(url, str(error))
     if isinstance(error, PermissionError):
         return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
@@ -341,8 +327,6 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
         if re.fullmatch(r"[\w-]+/[\w-]+", url):
             hint += f"; a data set of the Hub is hf://datasets/{url}"
         return InputError(f"{url}: no such file, folder or bucket", hint=hint)
-    if isinstance(error, io.UnsupportedOperation) and packing_of(url):  # of parquet, to seek
-        return InputError(f"{url}: can only be read unpacked", hint="unpack it: zstd -d FILE")
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

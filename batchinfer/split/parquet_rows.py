@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
-from batchinfer.core.json_text import raw_members
 from batchinfer.split.files import DataFile, changed, opened
 from batchinfer.split.rows import Block, Wanted
 
@@ -77,7 +76,7 @@ def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
                 ids = column.cast(pl.String).cast(pl.Binary)
             kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
             found = encoded(frame.select(*kept, number.alias("_row"), own.alias("_id")), where)
-            yield Block(frame.height, found, ids, _num_broken(found))
+            yield Block(frame.height, found, ids)
             row += frame.height
 
 
@@ -117,18 +116,6 @@ def encoded(frame: pl.DataFrame, where: str) -> bytes:
     return lines.getvalue()
 
 
-def _num_broken(lines: bytes) -> int:
-    """Return the number of rows that are no UTF-8, of which the worker makes error rows.
-
-    Arrow does not check texts when it reads them, nor does polars when it writes them.
-    """
-    try:  # polars looks at many bytes at once; Python's own decoder took a sixth of the time of `split`
-        pl.Series([lines], dtype=pl.Binary).cast(pl.String)
-    except pl.exceptions.ComputeError:
-        return sum(raw_members(line) is None for line in lines.split(b"\n")[:-1])
-    return 0
-
-
 def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr], pl.Expr] | None]:
     """Return the type that a column is cast to, and what then makes texts of its bytes, if it has any, at any depth.
 
@@ -147,8 +134,11 @@ def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr
     if hasattr(kind, "value_type"):  # lists of every kind
         inner, text = _form(kind.value_type, where)
         return pa.list_(inner), text and (lambda value: value.list.eval(text(pl.element())))
-    if isinstance(kind, pa.StructType):
-        return _form_of_struct(kind, where)
+    if isinstance(kind, pa.StructType) and len({field.name for field in kind}) == kind.num_fields:
+        forms = {field.name: _form(field.type, where) for field in kind}
+        plain = pa.struct([(name, inner) for name, (inner, _) in forms.items()])
+        texts = [text(pl.field(name)) for name, (_, text) in forms.items() if text]
+        return plain, (lambda value: value.struct.with_fields(texts)) if texts else None
     if pa.types.is_floating(kind):  # polars would shorten those of 32 bits
         return pa.float64(), None
     # pyarrow cannot cast nulls within a part of a struct.
@@ -162,17 +152,3 @@ def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr
             hint="leave it out: --columns A,B,…",
         )
     return kind, (lambda value: value.bin.encode("base64")) if "binary" in str(kind) else None
-
-
-def _form_of_struct(
-    kind: pa.StructType, where: str
-) -> tuple[pa.DataType, Callable[[pl.Expr], pl.Expr] | None]:
-    forms = {field.name: _form(field.type, where) for field in kind}
-    if len(forms) != kind.num_fields:
-        raise InputError(
-            f"{where} holds {kind}, in which a name is there twice",
-            hint="leave it out: --columns A,B,…",
-        )
-    plain = pa.struct([(name, inner) for name, (inner, _) in forms.items()])
-    texts = [text(pl.field(name)) for name, (_, text) in forms.items() if text]
-    return plain, (lambda value: value.struct.with_fields(texts)) if texts else None

@@ -20,13 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import (
-    AlreadyExists,
-    ConfigError,
-    InputError,
-    ObjectNotFound,
-    PreconditionFailed,
-)
+from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Chunk, Job
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
@@ -103,8 +97,7 @@ class _Rows:
     def __init__(self, sources: Sources) -> None:
         self._blocks = sources.blocks()
         self._lines, self._num_left = io.BytesIO(), 0
-        self._ids: list[pl.Series] = []
-        self._num_ids = 0
+        self._ids: pl.Series | None = None
         self.num_broken = 0
 
     def take(self, count: int) -> Iterator[bytes]:
@@ -121,19 +114,15 @@ class _Rows:
         block = next(self._blocks)
         self._lines, self._num_left = io.BytesIO(block.lines), block.num_rows
         self.num_broken += block.num_broken
-        if len(block.ids) and self._num_ids < _MOST_IDS:
+        if len(block.ids) and (self._ids is None or len(self._ids) < _MOST_IDS):
             import polars as pl
 
-            self._ids.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
-            self._num_ids += len(self._ids[-1])
+            hashes = pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash()
+            self._ids = hashes if self._ids is None else self._ids.append(hashes)
 
     def num_repeated(self) -> int:
         """Return the number of rows whose id an earlier row has, by hashes, among the first `_MOST_IDS` ids."""
-        if not self._ids:
-            return 0
-        import polars as pl
-
-        return self._num_ids - pl.concat(self._ids).n_unique()
+        return 0 if self._ids is None else len(self._ids) - self._ids.n_unique()
 
 
 def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]) -> Job:
@@ -229,15 +218,12 @@ def complete_job(store: Store, job: Job) -> None:
     """Check that the job's chunks are there, remove others of `split`, write the manifests and, last, job.json.
 
     Raises:
-        InputError: Another split wrote to the same place meanwhile.
+        InputError, AlreadyExists: Another split wrote to the same place meanwhile.
     """
     _require_chunks(store, job)
     write_manifests(store, job)
     _require_chunks(store, job)  # another split may have replaced some of them meanwhile
-    try:
-        store.create(layout.JOB_KEY, codec.encode_pretty(job))
-    except AlreadyExists as error:
-        raise _another(store) from error
+    store.create(layout.JOB_KEY, codec.encode_pretty(job))
 
 
 def _require_chunks(store: Store, job: Job) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from batchinfer import errors
 from batchinfer.api import process
 from batchinfer.api.data import sources_of
 from echo_server import fake_endpoint
+from making import wait_for
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
@@ -93,17 +93,6 @@ def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (["What is 1 + 1?", "And [2] * 2?"], ["What is 1 + 1?", "And [2] * 2?"]),
-        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], ["a", "b"]),
-    ],
-)
-def test_texts_and_conversations_are_data(data: Any, expected: list[str]) -> None:
-    assert texts(run(data, quiet=True)) == expected
-
-
-@pytest.mark.parametrize(
     "make",
     [
         pytest.param(lambda: TABLE["text"], id="arrow"),
@@ -120,8 +109,8 @@ def test_a_column_is_a_list_of_its_values(make: Callable[[], Any]) -> None:
     assert [row.get("prompt") or row["messages"][0]["content"] for row in rows] == TEXTS
 
 
-@pytest.mark.parametrize("text", ["~5 apples cost how much?", "~\0"])
-def test_a_text_that_names_no_home_is_a_prompt(text: str) -> None:
+@pytest.mark.parametrize("text", ["~5 apples cost how much?", "~\0", "And [2] * 2?"])
+def test_a_text_that_names_nothing_here_is_a_prompt(text: str) -> None:
     with sources_of([text]) as ([path], _):
         assert json.loads(Path(path).read_text()) == {"prompt": text}
 
@@ -231,6 +220,7 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
         ({"data": MixedFrame()}, errors.InputError, "data: cannot be written as parquet"),
+        ({"data": {"train": TABLE}}, errors.InputError, "has the splits train, expected one"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
@@ -256,14 +246,6 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     assert notes == ([f"hint: {hint}"] if hint else []), "a traceback shows the hint"
     assert not re.search(said, shown)
     assert not (quiet and shown)
-
-
-@pytest.mark.full
-def test_a_data_set_of_several_splits_is_refused() -> None:
-    import datasets
-
-    with pytest.raises(errors.InputError, match="has the splits train, expected one"):
-        run(datasets.DatasetDict({"train": data_set()}))
 
 
 def test_an_error_has_all_lines_that_the_command_says() -> None:
@@ -298,8 +280,7 @@ def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Pa
     slow = {"echo_latency_seconds": 9.0, "checkpoint_seconds": 0.2, "grace_seconds": 1.0}
     code = f"{rows}, output='a.parquet', engine='echo', max_num_seqs=2, **{slow}"
     with started(tmp_path, code) as program:
-        while not any(tmp_path.glob("a.parquet.batchinfer/run/checkpoints/*/*")):
-            time.sleep(0.05)
+        wait_for(lambda: any(tmp_path.glob("a.parquet.batchinfer/run/checkpoints/*/*")))
         program.send_signal(signal.SIGINT)
         _, shown = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in shown

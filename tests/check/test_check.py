@@ -112,21 +112,6 @@ def test_rows_that_the_model_s_chat_template_refuses_are_a_problem_in_its_words(
     assert another.status == 0, "the server uses another template"
 
 
-@pytest.mark.full
-def test_lengths_of_unusual_bodies_are_told(check: Call, tmp_path: Path) -> None:
-    source = tmp_path / "batch.jsonl"
-    chat = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": None}
-    bodies = {"completions": {"prompt": [[1, 2], [3, 4]]}, "chat/completions": chat}
-    lines = [
-        {"custom_id": url, "method": "POST", "url": f"/v1/{url}", "body": body}
-        for url, body in bodies.items()
-    ]
-    source.write_text("\n".join(map(json.dumps, lines)))
-    done = check(str(source), "--model", MODEL, "--request-format", "openai-batch")
-    assert (done.status, messages(done.result)) == (0, [])
-    assert done.result["lengths"]["longest"] > 1
-
-
 @pytest.mark.parametrize("kind", ["constraint", "tools"])
 def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
     kind: str, check: Call, tmp_path: Path
@@ -197,45 +182,52 @@ def test_memory_of_a_model_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "length"),
+    ("gpu", "typed", "length", "hint"),
     [
-        ("--max-model-len 4096", 4096),
-        ("--max-model-len 4K", 4096),
-        ("--max-model-len 2.5k", 2500),
-        ("--max-model-len auto", 8192),
-        ("--max-model-len -1", 8192),
-        ("--max-model-len 1k --max-model-len 2k", 2000),
-        ("--gpu-memory-utilization 0.9x", 8192),
-        ("--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192),
+        ("T4", "--max-model-len 40000", 40_000, "more or larger GPUs, or a quantized model"),
+        ("L4", "--max-model-len 40000", 40_000, "--max-model-len 22112, or more or larger GPUs"),
+        ("V100", "--max-model-len 4K", 4096, ""),
+        ("V100", "--max-model-len 2.5k", 2500, ""),
+        ("V100", "--max-model-len auto", 8192, ""),
+        ("V100", "--max-model-len -1", 8192, ""),
+        ("V100", "--max-model-len 1k --max-model-len 2k", 2000, ""),
+        ("V100", "--gpu-memory-utilization 0.9x", 8192, ""),
+        ("V100", "--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192, ""),
     ],
 )
-def test_options_are_read_as_vllm_reads_them_and_its_own_parser_refuses_others(
-    typed: str, length: int
+def test_memory_that_is_not_enough_is_said_by_options_as_vllm_reads_them(
+    gpu: str, typed: str, length: int, hint: str
 ) -> None:
+    """Values that vLLM's own parser refuses are left to it."""
     config = EngineConfig(model="m", server_args=typed.split())
-    with pytest.raises(ConfigError, match=f"less than one row of {length:,}"):
-        memory_on("V100", config, LLAMA_8B, None, 0)
+    with pytest.raises(ConfigError, match=f"less than one row of {length:,}") as caught:
+        memory_on(gpu, config, LLAMA_8B, None, 0)
+    assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("gpu", "hint"), [("T4", "more or larger GPUs, or"), ("L4", "--max-model-len 22112")]
-)
-def test_memory_that_is_not_enough_is_said_with_its_sums(gpu: str, hint: str) -> None:
-    long = EngineConfig(model="m", server_args=["--max-model-len", "40000"])
-    with pytest.raises(ConfigError, match="less than one row") as caught:
-        memory_on(gpu, long, LLAMA_8B, None, 0)
-    assert caught.value.hint.startswith(hint)
+SIDES = [
+    {"text_1": "a" * 35, "text_2": "b" * 35},
+    {"query": "a" * 35, "documents": ["b" * 35]},
+    {"messages": [{"role": "user", "content": "a" * 70}], "documents": [{"text": "b"}]},
+]
+UNUSUAL = [
+    {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": None},
+    {"prompt": [[1, 2], [3, 4]]},
+]
+
+
+def counted(bodies: list[dict[str, Any]], config: EngineConfig | None = None) -> list[int]:
+    calls = [records.Call(key=("c", 0), path="", body=msgspec.json.encode(each)) for each in bodies]
+    return [*map(Counter(config).count, calls)]
 
 
 def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not() -> None:
-    count = Counter(None).count
-    for body in (
-        {"text_1": "a" * 35, "text_2": "b" * 35},
-        {"query": "a" * 35, "documents": ["b" * 35]},
-        {"messages": [{"role": "user", "content": "a" * 70}], "documents": [{"text": "b"}]},
-    ):
-        call = records.Call(key=("c", 0), path="/score", body=msgspec.json.encode(body))
-        assert count(call) == 20
+    assert counted(SIDES) == [20, 20, 20]
+
+
+@pytest.mark.full
+def test_lengths_of_unusual_bodies_are_told() -> None:
+    assert counted(UNUSUAL, EngineConfig(model=MODEL))[0] > 1
 
 
 def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> None:

@@ -120,14 +120,10 @@ def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
     assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
 
 
-@pytest.mark.parametrize("name", ["run", "axolotl-guide", "completions-requests", "openai-batch"])
+@pytest.mark.parametrize("name", ["axolotl-guide", "completions-requests", "openai-batch"])
 def test_example_settings_are_read(name: str, call: Call) -> None:
     found = call("worker", "--config", EXAMPLES / f"{name}.yaml", "--show-config").result
     assert found["options"]["model"]["from"] == "settings file"
-    if name == "axolotl-guide":
-        body = found["resolved"]["prompt"]["body"]
-        assert (body["n"], body["max_tokens"], body["top_k"]) == (3, 500, 20)
-        assert (body["repetition_penalty"], body["temperature"], body["top_p"]) == (1.18, 0.5, 0.5)
 
 
 def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path) -> None:
@@ -138,8 +134,3 @@ def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path)
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
     found = call("worker", "--config", tmp_path / "run.yaml", "--show-config").result
     assert found["options"]["system-prompt"]["from"] == "settings file"
-
-
-def test_a_word_that_is_not_utf8_is_refused(call: Call) -> None:
-    """A file of a name in Latin-1 ended every command in a traceback."""
-    assert "'caf\\udce9.csv': is not UTF-8" in call("run", "caf\udce9.csv", "-o", "a.csv").err

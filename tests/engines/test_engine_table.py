@@ -45,10 +45,6 @@ def test_typed_options_are_read_as_a_server_reads_them():
         "middleware": ["m1", "m2"],
         "hf_overrides.rope.factor": 4,
     }
-    config = EngineConfig(model="m", server_args=typed)
-    assert config.served_names == ["a", "b"]
-    assert EngineConfig(model="m").served_names == ["m"]
-    assert "quantization" in config.answer_options
 
 
 def test_options_that_fit_a_server_to_its_machine_are_not_the_runs():
@@ -139,33 +135,6 @@ L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, expected):
     model = ModelInfo(identity="", max_model_len=length)
     assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
-
-
-BAD = {
-    "--base-url: is no URL": [
-        {"engine": "openai", "base_urls": [url]}
-        for url in (
-            "here",
-            "http://[::1/v1",
-            "http://a:99999",
-            "http://k@a",
-            "http://a/v1?b=c",
-            "http://a/v1#b",
-        )
-    ],
-    "add --engine openai": [{"base_urls": ["http://a/v1"]}],
-    "No closing quotation": [{"server_command": "serve '{port}"}],
-    "expected --master-addr": [{"node_rank": 1}],
-}
-
-
-@pytest.mark.parametrize(
-    ("said", "options"), [(said, x) for said, each in BAD.items() for x in each]
-)
-def test_a_configuration_that_cannot_work_is_said_before_anything_is_started(said, options):
-    with pytest.raises(ConfigError) as caught:
-        create_engine(EngineConfig(model="m", **options))
-    assert said in caught.value.message + caught.value.hint
 
 
 def test_any_servers_command_has_its_places_filled(tmp_path):

@@ -17,7 +17,7 @@ import textwrap
 import time
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -28,6 +28,7 @@ from batchinfer.engines import create_engine, http
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.server import Launch, OwnServer
+from batchinfer.engines.targets import Answer
 from batchinfer.storage.opening import open_store
 from engine_contract import (
     EngineContract,
@@ -68,7 +69,6 @@ def model(tmp_path):
 @pytest.fixture
 def open_engine(tmp_path, model):
     """A function that opens an engine of two servers, by default echo's, with these options. All are closed."""
-    engines = []
 
     def open_one(*, kill="", hang="", latency_seconds=0.0, **options):
         fields = {
@@ -79,14 +79,12 @@ def open_engine(tmp_path, model):
             "scratch_dir": str(tmp_path / "scratch"),
             **options,
         }
-        engine = create_engine(EngineConfig(**fields))
-        engines.append(engine)
+        engine = stack.enter_context(contextlib.closing(create_engine(EngineConfig(**fields))))
         engine.open(Event())
         return engine
 
-    yield open_one
-    for engine in engines:
-        engine.close()
+    with contextlib.ExitStack() as stack:
+        yield open_one
 
 
 def command(tmp_path, script: str) -> str:
@@ -112,6 +110,12 @@ def echo_command(place: str, *marks: str, latency_seconds: float = 0.0) -> str:
     options = {"server_args": length, "echo_latency_seconds": latency_seconds}
     given = msgspec.json.encode(EngineConfig(engine="echo", **options)).decode()
     return shlex.join([sys.executable, echo_server.__file__, given, place, *marks])
+
+
+def own_server(tmp_path, *command: str) -> OwnServer:
+    """A server that is not started yet."""
+    launch = Launch(name="replica 0", command=[*command], environment={}, slots=1)
+    return OwnServer(launch, tmp_path / "log")
 
 
 def pids(engine) -> list[int]:
@@ -210,15 +214,14 @@ def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open
 
 
 def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp_path):
-    launch = Launch(name="replica 0", command=[], environment={}, slots=1)
-    server, pauses = OwnServer(launch, tmp_path / "log"), []
+    server, pauses = own_server(tmp_path), []
     for server.num_answered in (0, 0, 0, 7, 0, 0):
         pauses.append(server.note_death("killed", may_start=True))
         assert not server.is_lost
     assert pauses == [0, 0.05, 0.1, 0, 0.05, 0.1]
     server.note_death("killed", may_start=True)
     assert server.is_lost
-    one_of_several_nodes = OwnServer(launch, tmp_path / "log")
+    one_of_several_nodes = own_server(tmp_path)
     one_of_several_nodes.note_death("killed", may_start=False)
     assert one_of_several_nodes.is_lost
 
@@ -274,14 +277,8 @@ def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
 
 
 def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_has(tmp_path):
-    server = OwnServer(
-        Launch(name="a", command=["true"], environment={}, slots=1), tmp_path / "log"
-    )
-
-    async def get(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(body=METRICS)
-
-    server.get = get
+    server = own_server(tmp_path, "true")
+    server.get = AsyncMock(return_value=Answer(200, METRICS))
     asyncio.run(server.read_counters())
     assert server.counters == {"rows": 9, "completion_tokens": 100, "steps": 41}
     server.start()
@@ -321,9 +318,7 @@ def test_a_command_that_is_not_there_is_the_users_fault(open_engine):
 
 def test_a_program_of_another_environment_does_not_get_our_packages(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    shown = ["sh", "-c", "echo has [$PYTHONPATH]"]
-    launch = Launch(name="replica 0", command=shown, environment={}, slots=1)
-    server = OwnServer(launch, tmp_path / "log")
+    server = own_server(tmp_path, "sh", "-c", "echo has [$PYTHONPATH]")
     server.start()
     server.guard.wait()
     server.end()
@@ -350,10 +345,7 @@ ODD = """
         if "row 1 " in text:
             return web.Response(text="<html>", content_type="text/html")
         if "row 2 " in text:
-            response = web.StreamResponse(headers={"Content-Length": "99"})
-            await response.prepare(request)
             request.transport.close()
-            return response
         if "row 9 " in text:
             os._exit(3)
         return web.json_response({"choices": [{"message": {"content": "yes"}}]})

@@ -1,16 +1,15 @@
-"""The real vLLM, on the CPU: its answers, its refusals, its errors of loading, and its death at every place."""
+"""The real vLLM, on the CPU: its answers, its refusals, and its errors of loading.
+
+Its death: tests/worker/test_worker_vllm.py.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from batchinfer.core.errors import ConfigError
@@ -26,14 +25,12 @@ from engine_contract import (
     call,
     descendants,
     drive,
-    drive_again,
 )
 from fixtures_vllm import SMALL
 from models import DEMO_MODEL, write_adapter
 from vllm_forks import SERVE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
-NUM_ROWS = 1500
 CAPITALS = {
     "France": "Paris",
     "Japan": "Tokyo",
@@ -52,11 +49,6 @@ def ask_capital(index: int, **body):
 def is_right(index: int, reply) -> bool:
     text = body_of(reply)["choices"][0]["message"]["content"]
     return text == CAPITALS[list(CAPITALS)[index % len(CAPITALS)]]
-
-
-def named(pids, name: str) -> int:
-    """The process that vLLM has given this name."""
-    return next(pid for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 class TestShared(EngineContract):
@@ -94,47 +86,6 @@ class TestShared(EngineContract):
         assert all(text in CAPITALS.values() for text in texts[names[0]].values())
 
 
-# --------------------------------------------------------------------------- death
-
-
-@pytest.fixture
-def demo_server(tmp_path):
-    """Options of a server of its own with the demo's model."""
-    return EngineConfig(
-        model=str(DEMO_MODEL),
-        server_args=["--max-model-len", "256", *SMALL],
-        scratch_dir=str(tmp_path / "scratch"),
-    )
-
-
-def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
-    """That of the server itself: tests/worker/test_worker_vllm.py."""
-    engine = create_engine(demo_server)
-    info = engine.open(threading.Event())
-    assert (info.version, info.device, info.max_num_seqs) != ("", "", None)
-    rows = [ask_capital(index) for index in range(NUM_ROWS)]
-    server = engine.targets[0]
-    seen = descendants(server.guard.pid)
-
-    def kill():
-        while server.num_answered < NUM_ROWS // 4:
-            time.sleep(0.01)
-        os.kill(named(seen, "EngineCore"), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    found, deaths = drive_again(engine, rows)
-    killer.join(1)
-    assert len(found) == NUM_ROWS
-    assert all(is_right(key[1], reply) for key, reply in found.items())
-    assert deaths
-    assert engine.stats().restarts == 1
-    assert engine.stats().completion_tokens > NUM_ROWS
-    seen.update(descendants(server.guard.pid))
-    engine.close()
-    assert are_gone(seen)
-
-
 # --------------------------------------------------------------------------- loading
 
 
@@ -142,8 +93,8 @@ def test_a_kill_of_the_servers_core_loses_no_row(demo_server):
 def load_error(forks, tmp_path):
     """Starts a server in a fork, and gives the error with which an engine would not open."""
 
-    def error_of(config, server_args=(), **changes):
-        config = msgspec.structs.replace(config, server_args=list(server_args), **changes)
+    def error_of(*server_args, **options):
+        config = EngineConfig(model=str(DEMO_MODEL), server_args=list(server_args), **options)
         [launch] = plan(config, tmp_path)
         server = OwnServer(launch, tmp_path / "log")
         status = forks.run(SERVE, launch.command[3:], tmp_path / "log")
@@ -155,25 +106,25 @@ def load_error(forks, tmp_path):
     return error_of
 
 
-def test_an_option_that_does_not_fit_the_model_is_the_users_fault(demo_server, load_error):
-    assert "max_model_len" in load_error(demo_server, ["--max-model-len", "99999"])
+def test_an_option_that_does_not_fit_the_model_is_the_users_fault(load_error):
+    assert "max_model_len" in load_error(*SMALL, "--max-model-len", "99999")
 
 
 @pytest.mark.parametrize("option", ["--no-such-option", "--tensor-parallel"])
-def test_an_option_that_vllm_does_not_know_is_the_users_fault(demo_server, load_error, option):
+def test_an_option_that_vllm_does_not_know_is_the_users_fault(load_error, option):
     dotted = ["--structured-outputs-config.backend", "xgrammar"]
-    said = load_error(demo_server, [*dotted, option, "1"])
+    said = load_error(*dotted, option, "1")
     assert f"unrecognized arguments: {option} 1" in said
 
 
-def test_a_cache_that_holds_no_sequence_is_the_users_fault(demo_server, load_error):
+def test_a_cache_that_holds_no_sequence_is_the_users_fault(load_error):
     tiny = ["--kv-cache-memory-bytes", "65536", "--max-model-len", "512"]
-    assert "does not fit into memory" in load_error(demo_server, tiny)
+    assert "does not fit into memory" in load_error(*tiny)
 
 
-def test_an_adapter_that_vllm_refuses_is_the_users_fault(demo_server, load_error, tmp_path):
+def test_an_adapter_that_vllm_refuses_is_the_users_fault(load_error, tmp_path):
     folder = write_adapter(tmp_path / "dora", use_dora=True)
-    assert "DoRA" in load_error(demo_server, SMALL, loras={"odd": str(folder)})
+    assert "DoRA" in load_error(*SMALL, loras={"odd": str(folder)})
 
 
 def test_another_server_from_pypi_runs_in_vllms_place():

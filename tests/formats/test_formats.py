@@ -80,184 +80,187 @@ def response(number: int) -> dict[str, Any]:
     }
 
 
-class TestEqualAnswersAreEqualBytes:
-    def test_two_answers_with_ids_and_times_of_their_own(self) -> None:
-        answers: list[Callable[[int], Any]] = [
-            chat,
-            lambda n: chat(n, tool_calls=[call(n), call(n + 2)]),
-            response,
-            lambda n: {"id": f"embd-{n}", "created": n, "data": []},
-            lambda n: {"id": f"score-{n}", "results": []},
-        ]
-        for make in answers:
-            assert encoded(make(1)) == encoded(make(2))
-
-    def test_ids_follow_from_the_row_and_keep_the_servers_prefix(self) -> None:
-        line = encoded(chat(tool_calls=[call(1), call(2), call(1) | {"id": "functions.add:2"}]))
-        body = msgspec.json.decode(line.line)["body"]
-        calls = [each["id"] for each in body["choices"][0]["message"]["tool_calls"]]
-        assert body["id"].startswith("chatcmpl-")
-        assert "created" not in body
-        assert len({body["id"], *calls}) == 4
-        other = Reply(key=("part-00000", 4), status=200, body=msgspec.json.encode(chat()))
-        found = encode_row(Prepared(key=other.key, row=3, id="a"), other)
-        assert found.line != encoded(chat()).line
-        assert b'{"id":"mine"}' in encoded(response(1) | {"metadata": {"id": "mine"}}).line
-        assert calls[2] == "functions.add:2"
-
-    def test_what_the_server_wrote_stays_as_it_wrote_it(self) -> None:
-        body = b'{"choices":[{"text":"\\u00e9 \xc3\xa9","x":1.10,"y":12345678901234567890123}],"z":1e-7}'
-        assert encoded(body).line == b'{"_row":3,"_id":"a","status":200,"body":%b}' % body
+# ------------------------------------------------------------------ bodies
 
 
-class TestLine:
-    def test_counts_of_an_answer(self) -> None:
-        for body, reason in ((chat(), "stop"), (response(1), "length")):
-            found = encoded(body)
-            assert (found.ok, found.code, found.finish_reason) == (True, "", reason)
-            assert found.usage == Usage(
-                prompt_tokens=7, cached_tokens=4, completion_tokens=5, reasoning_tokens=2
-            )
+def test_equal_answers_with_ids_and_times_of_their_own_are_equal_bytes() -> None:
+    answers: list[Callable[[int], Any]] = [
+        chat,
+        lambda n: chat(n, tool_calls=[call(n), call(n + 2)]),
+        response,
+        lambda n: {"id": f"embd-{n}", "created": n, "data": []},
+        lambda n: {"id": f"score-{n}", "results": []},
+    ]
+    for make in answers:
+        assert encoded(make(1)) == encoded(make(2))
 
-    @pytest.mark.parametrize(
-        "other",
-        [
-            {"input_tokens": 0, "output_tokens": 0, "input_tokens_details": None},
-            {"completion_tokens_details": []},
-            {"input_tokens_details": {"cached_tokens": 4}, "prompt_tokens_details": []},
-        ],
+
+def test_ids_follow_from_the_row_and_keep_the_servers_prefix() -> None:
+    line = encoded(chat(tool_calls=[call(1), call(2), call(1) | {"id": "functions.add:2"}]))
+    body = msgspec.json.decode(line.line)["body"]
+    calls = [each["id"] for each in body["choices"][0]["message"]["tool_calls"]]
+    assert body["id"].startswith("chatcmpl-")
+    assert "created" not in body
+    assert len({body["id"], *calls}) == 4
+    other = Reply(key=("part-00000", 4), status=200, body=msgspec.json.encode(chat()))
+    found = encode_row(Prepared(key=other.key, row=3, id="a"), other)
+    assert found.line != encoded(chat()).line
+    assert b'{"id":"mine"}' in encoded(response(1) | {"metadata": {"id": "mine"}}).line
+    assert calls[2] == "functions.add:2"
+
+
+def test_what_the_server_wrote_stays_as_it_wrote_it() -> None:
+    body = (
+        b'{"choices":[{"text":"\\u00e9 \xc3\xa9","x":1.10,"y":12345678901234567890123}],"z":1e-7}'
     )
-    def test_counts_in_both_spellings_or_without_details(self, other: dict[str, Any]) -> None:
-        details = {"prompt_tokens_details": {"cached_tokens": 4}}
-        usage = {"prompt_tokens": 7, "completion_tokens": 5, **details, **other}
-        found = encoded(chat() | {"usage": usage}).usage
-        assert found == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
+    assert encoded(body).line == b'{"_row":3,"_id":"a","status":200,"body":%b}' % body
 
-    def test_a_row_of_a_shared_request_has_its_own_count(self) -> None:
-        found = encoded(
-            {"data": [{"embedding": "AACAPw=="}], "usage": {"prompt_tokens": 90}}, prompt_tokens=9
+
+# ------------------------------------------------------------------ lines
+
+
+def test_counts_of_an_answer() -> None:
+    for body, reason in ((chat(), "stop"), (response(1), "length")):
+        found = encoded(body)
+        assert (found.ok, found.code, found.finish_reason) == (True, "", reason)
+        assert found.usage == Usage(
+            prompt_tokens=7, cached_tokens=4, completion_tokens=5, reasoning_tokens=2
         )
-        assert found.usage == Usage(prompt_tokens=9)
-        assert "usage" not in msgspec.json.decode(found.line)["body"]
 
-    def test_a_failure_says_why(self) -> None:
-        failure = Failure(code=Code.PROMPT_TOO_LONG, message="too \ud800 long", param="messages")
-        found = encode_row(row(), failure)
-        assert (found.ok, found.code, found.failure) == (False, "prompt_too_long", failure)
-        assert msgspec.json.decode(found.line) == {
-            "_row": 3,
-            "_id": "a",
-            "status": 400,
-            "error": {"code": "prompt_too_long", "message": "too \ufffd long", "param": "messages"},
-        }
-        assert answer_of(read_line(found.line)) == Answer()
 
-    @pytest.mark.parametrize(
-        "body",
-        [
-            b"",
-            b"<html>",
-            b'{"text": "a\\ud800b"}',
-            b'{"text": "a", "score": NaN, "less": -Infinity}',
-            b"[1]",
-            b'{"a":' * 200 + b"1" + b"}" * 200,
-            b"{" * 100_000,
-        ],
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"input_tokens": 0, "output_tokens": 0, "input_tokens_details": None},
+        {"completion_tokens_details": []},
+        {"input_tokens_details": {"cached_tokens": 4}, "prompt_tokens_details": []},
+    ],
+)
+def test_counts_in_both_spellings_or_without_details(other: dict[str, Any]) -> None:
+    details = {"prompt_tokens_details": {"cached_tokens": 4}}
+    usage = {"prompt_tokens": 7, "completion_tokens": 5, **details, **other}
+    found = encoded(chat() | {"usage": usage}).usage
+    assert found == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
+
+
+def test_a_row_of_a_shared_request_has_its_own_count() -> None:
+    found = encoded(
+        {"data": [{"embedding": "AACAPw=="}], "usage": {"prompt_tokens": 90}}, prompt_tokens=9
     )
-    def test_a_body_that_is_no_json_is_an_error_row(self, body: bytes) -> None:
-        found = encoded(body)
-        assert (found.code, found.ok) == ("invalid_answer", False)
-        assert read_line(found.line).code == "invalid_answer"
-
-    @pytest.mark.parametrize(
-        ("body", "text"),
-        [
-            (b'{"text": "a\xffb"}', "a�b"),
-            (b'{"text": "a\\\\ud800b"}', "a\\ud800b"),
-            (b'{\n "text": "a\\nb",\n "more": [1,\n2]}\n', "a\nb"),
-            ('{"text": "a\u2028b 😀"}'.encode(), "a\u2028b 😀"),
-            (b'{"text": "a", "choices": [7]}', ""),
-            (b'{"text": "a", "usage": "much", "id": 7, "output": "no"}', ""),
-            (b'{"text": "a", "usage": {"prompt_tokens": -3, "completion_tokens": 2}}', "a"),
-            (b'{"text": "a", "usage": {"completion_tokens": 1%b}}' % (b"0" * 400), "a"),
-        ],
-    )
-    def test_odd_bodies_stay_one_line_that_is_read_back(self, body: bytes, text: str) -> None:
-        found = encoded(body)
-        assert found.ok
-        assert found.usage == Usage(), "a marker could not hold its sum"
-        assert b"\n" not in found.line
-        found.line.decode()
-        assert "".join(answer_of(read_line(found.line)).texts) == text
-
-    def test_every_depth_that_is_written_can_be_read(self) -> None:
-        found = [encoded(b'{"a":' * depth + b"1" + b"}" * depth) for depth in range(90, 110)]
-        for each in found:
-            read_line(each.line)
-        assert {each.ok for each in found} == {True, False}
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            b"",
-            b"{}",
-            b"[]",
-            b'{"_row": 1, "_id": "a", "status": 200}',
-            b'{"_row": 1, "_id": "a", "status": 200, "body": {}, "error": {"code": "x"}}',
-            b'{"_row": 1, "_id": "a", "status": 200, "body": ' + b"[" * 200 + b"]" * 200 + b"}",
-        ],
-    )
-    def test_other_lines_are_refused(self, line: bytes) -> None:
-        with pytest.raises(InputError):
-            read_line(line)
+    assert found.usage == Usage(prompt_tokens=9)
+    assert "usage" not in msgspec.json.decode(found.line)["body"]
 
 
-class TestBestOf:
-    @staticmethod
-    def choices(is_chat: bool) -> list[dict[str, Any]]:
-        found = []
-        for index, logprobs in enumerate(([-9.0, None], [-1.0, -0.1], [-1.0])):
-            if is_chat:
-                positions = [{"token": "x", "logprob": each} for each in logprobs]
-                found.append({"index": index, "logprobs": {"content": positions}})
-            else:
-                found.append({"index": index, "logprobs": {"token_logprobs": logprobs}})
-        return found
-
-    @pytest.mark.parametrize(
-        ("is_chat", "keeps_logprobs"), [(False, True), (True, True), (False, False)]
-    )
-    def test_the_most_likely_answers_to_each_prompt_are_kept(
-        self, is_chat: bool, keeps_logprobs: bool
-    ) -> None:
-        choices = [each | {"index": n} for n, each in enumerate(self.choices(is_chat) * 2)]
-        best = BestOf(n=2, asked=3, keeps_logprobs=keeps_logprobs)
-        found = encoded({"choices": choices}, best_of=best)
-        own = {} if keeps_logprobs else {"logprobs": None}
-        expected = [choices[n] | {"index": i} | own for i, n in enumerate((1, 2, 4, 5))]
-        assert msgspec.json.decode(found.line)["body"]["choices"] == expected
+def test_half_a_character_in_the_message_of_a_failure_breaks_no_line() -> None:
+    failure = Failure(code=Code.PROMPT_TOO_LONG, message="too \ud800 long")
+    line = read_line(encode_row(row(), failure).line)
+    assert (line.error.message, answer_of(line)) == ("too \ufffd long", Answer())
 
 
-class TestAnswer:
-    @pytest.mark.parametrize(
-        ("body", "texts", "reason"),
-        [
-            (chat(), ["hello"], "stop"),
-            (response(1), ["hello"], "length"),
-            ({"choices": [{"message": {"tool_calls": []}}, {"message": {"content": "a"}}]}, ["", "a"], ""),
-            ({"choices": [{"text": each, "finish_reason": "length"} for each in "ab"]}, ["a", "b"], "length"),
-            ({"data": [{"embedding": "AACAPw=="}]}, ["AACAPw=="], ""),
-            ({"data": [{"data": [1.0, -0.5]}]}, ["[1.0, -0.5]"], ""),
-            ({"data": [{"label": "good", "probs": [0.9]}]}, ["good", "[0.9]"], ""),
-            ({"results": [{"index": 1, "relevance_score": 0.5}]}, ["0.5"], ""),
-            ({"text": "spoken", "usage": {"type": "duration", "seconds": 1}}, ["spoken"], ""),
-            ({"other": 1}, [], ""),
-        ],
-    )  # fmt: skip
-    def test_every_kind_of_answer_has_a_text(
-        self, body: Any, texts: list[str], reason: str
-    ) -> None:
-        found = encoded(body)
-        answer = answer_of(read_line(found.line))
-        assert (answer.texts, answer.finish_reason) == (texts, reason)
-        assert answer.usage.completion_tokens == found.usage.completion_tokens
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b'{"text": "a\\ud800b"}',
+        b'{"text": "a", "score": NaN, "less": -Infinity}',
+        b"[1]",
+        b'{"a":' * 200 + b"1" + b"}" * 200,
+        b"{" * 100_000,
+    ],
+)
+def test_a_body_that_is_no_json_is_an_error_row(body: bytes) -> None:
+    found = encoded(body)
+    assert (found.code, found.ok) == ("invalid_answer", False)
+    assert read_line(found.line).code == "invalid_answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"text": "a\xffb"}', "a�b"),
+        (b'{"text": "a\\\\ud800b"}', "a\\ud800b"),
+        (b'{\n "text": "a\\nb",\n "more": [1,\n2]}\n', "a\nb"),
+        ('{"text": "a\u2028b 😀"}'.encode(), "a\u2028b 😀"),
+        (b'{"text": "a", "choices": [7]}', ""),
+        (b'{"text": "a", "usage": "much", "id": 7, "output": "no"}', ""),
+        (b'{"text": "a", "usage": {"prompt_tokens": -3, "completion_tokens": 2}}', "a"),
+        (b'{"text": "a", "usage": {"completion_tokens": 1%b}}' % (b"0" * 400), "a"),
+    ],
+)
+def test_odd_bodies_stay_one_line_that_is_read_back(body: bytes, text: str) -> None:
+    found = encoded(body)
+    assert found.ok
+    assert found.usage == Usage(), "a marker could not hold its sum"
+    assert b"\n" not in found.line
+    found.line.decode()
+    assert "".join(answer_of(read_line(found.line)).texts) == text
+
+
+def test_every_depth_that_is_written_can_be_read() -> None:
+    found = [encoded(b'{"a":' * depth + b"1" + b"}" * depth) for depth in range(90, 110)]
+    for each in found:
+        read_line(each.line)
+    assert {each.ok for each in found} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"_row": 1, "_id": "a", "status": 200}',
+        b'{"_row": 1, "_id": "a", "status": 200, "body": {}, "error": {"code": "x"}}',
+        b'{"_row": 1, "_id": "a", "status": 200, "body": ' + b"[" * 200 + b"]" * 200 + b"}",
+    ],
+)
+def test_other_lines_are_refused(line: bytes) -> None:
+    with pytest.raises(InputError):
+        read_line(line)
+
+
+# ------------------------------------------------------------------ the best of several
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "keeps_logprobs"), [(False, True), (True, True), (False, False)]
+)
+def test_the_most_likely_answers_to_each_prompt_are_kept(
+    is_chat: bool, keeps_logprobs: bool
+) -> None:
+    choices: list[dict[str, Any]] = []
+    for index, logprobs in enumerate(([-9.0, None], [-1.0, -0.1], [-1.0]) * 2):
+        positions = [{"token": "x", "logprob": each} for each in logprobs]
+        held = {"content": positions} if is_chat else {"token_logprobs": logprobs}
+        choices.append({"index": index, "logprobs": held})
+    best = BestOf(n=2, asked=3, keeps_logprobs=keeps_logprobs)
+    found = encoded({"choices": choices}, best_of=best)
+    own = {} if keeps_logprobs else {"logprobs": None}
+    expected = [choices[n] | {"index": i} | own for i, n in enumerate((1, 2, 4, 5))]
+    assert msgspec.json.decode(found.line)["body"]["choices"] == expected
+
+
+# ------------------------------------------------------------------ what an answer says
+
+
+@pytest.mark.parametrize(
+    ("body", "texts", "reason"),
+    [
+        (chat(), ["hello"], "stop"),
+        (response(1), ["hello"], "length"),
+        ({"choices": [{"message": {"tool_calls": []}}, {"message": {"content": "a"}}]}, ["", "a"], ""),
+        ({"choices": [{"text": each, "finish_reason": "length"} for each in "ab"]}, ["a", "b"], "length"),
+        ({"data": [{"embedding": "AACAPw=="}]}, ["AACAPw=="], ""),
+        ({"data": [{"data": [1.0, -0.5]}]}, ["[1.0, -0.5]"], ""),
+        ({"data": [{"label": "good", "probs": [0.9]}]}, ["good", "[0.9]"], ""),
+        ({"results": [{"index": 1, "relevance_score": 0.5}]}, ["0.5"], ""),
+        ({"text": "spoken", "usage": {"type": "duration", "seconds": 1}}, ["spoken"], ""),
+        ({"other": 1}, [], ""),
+    ],
+)  # fmt: skip
+def test_every_kind_of_answer_has_a_text(body: Any, texts: list[str], reason: str) -> None:
+    found = encoded(body)
+    answer = answer_of(read_line(found.line))
+    assert (answer.texts, answer.finish_reason) == (texts, reason)
+    assert answer.usage.completion_tokens == found.usage.completion_tokens

@@ -11,11 +11,9 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.codec import raw
-from batchinfer.ledger import checkpoints
 from batchinfer.ledger.checkpoints import (
     FinishedRow,
     Segments,
-    batches,
     encode_deaths,
     encode_rows,
     write_segment,
@@ -61,6 +59,17 @@ def test_a_segment_has_the_bytes_that_the_format_says(store: MemoryStore) -> Non
     assert store.get(key).data == header % sums + records
 
 
+SILENT = [
+    encoded(row(0), row(1)),
+    b"not json\n" + encoded(row(0)),
+    b"\xff\n",
+    b"\n",
+    b"{}\n",
+    b'{"chunk_sha256":"%s","fingerprint":"f"}\n' % SHA256.encode() + encoded(row(0)),
+]
+"""Segments that do not say what they answer."""
+
+
 def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,40 +80,14 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
         segment(store, encoded(row(2)), 4, fingerprint="of another configuration"),
         segment(store, encoded(row(2)), 5, fingerprint=""),
     ]
+    for seq, data in enumerate(SILENT, 6):
+        keys.append(layout.segment_key(CHUNK, "w0", seq))
+        store.create(keys[-1], data)
     store.create(f"checkpoints/{CHUNK}/notes.txt", b"mine")
     segment_of_another = layout.segment_key(f"{CHUNK}1", "w0", 1)
     write_segment(store, segment_of_another, encoded(row(1)), chunk_sha256=SHA256, fingerprint="f")
     found, lines = read(store)
     assert lines == [0]
-    assert (found.deaths, found.num_outdated) == ({}, 4)
+    assert (found.deaths, found.num_outdated) == ({}, 10)
     assert sorted(found.keys) == keys
-    assert "part-00000: 4 checkpoint segments answer another text" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        encoded(row(0), row(1)),
-        b"not json\n" + encoded(row(0)),
-        b"\xff\n",
-        b"\n",
-        b"{}\n",
-        b'{"chunk_sha256":"%s","fingerprint":"f"}\n' % SHA256.encode() + encoded(row(0)),
-    ],
-)
-def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
-    store: MemoryStore, data: bytes
-) -> None:
-    key = layout.segment_key(CHUNK, "w0", 1)
-    store.create(key, data)
-    found, lines = read(store)
-    assert (lines, found.num_outdated, found.keys) == ([], 1, [key])
-
-
-def test_batches_are_small_in_rows_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(line) for line in range(7)]
-    monkeypatch.setattr(checkpoints, "_BATCH_ROWS", 3)
-    assert list(batches(iter(rows))) == [rows[:3], rows[3:6], rows[6:]]
-    monkeypatch.setattr(checkpoints, "_BATCH_BYTES", 2 * len(b'{"t":"x"}'))
-    assert [len(batch) for batch in batches(rows)] == [2, 2, 2, 1]
-    assert list(batches([])) == []
+    assert "part-00000: 10 checkpoint segments answer another text" in caplog.text

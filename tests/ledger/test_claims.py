@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ from batchinfer.core.errors import LeaseLapsed, PreconditionFailed, StorageError
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
-from fakes import FakeClock, MemoryStore, worker_record
+from fakes import FakeClock, MemoryStore, meanwhile, worker_record
 from making import put_raw
 
 
@@ -59,110 +58,109 @@ def lose_record(store: MemoryStore, damage: bytes | None) -> None:
         put_raw(store, layout.worker_key("a"), damage)
 
 
-class TestLease:
-    def test_a_lease_ends_with_its_closing(
-        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """An upload that was still under way published its chunk, which others had taken over by the record."""
-        lease = take_lease(store, "w0", clock)
-        seen: list[bool] = []
-        replace = mock.Mock(wraps=store.replace)
-        replace.side_effect = lambda *_: seen.append(lease.is_held()) or mock.DEFAULT
-        monkeypatch.setattr(store, "replace", replace)
-        lease.close(worker_record())
-        assert seen == [False]
-        with pytest.raises(LeaseLapsed, match="has ended"):
-            lease.require()
-        lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
-        assert not lease.is_held()
-
-    def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
-        self, store: MemoryStore, clock: FakeClock
-    ) -> None:
-        lease = take_lease(store, "w0", clock)
-        with mock.patch.object(store, "replace", side_effect=StorageError("away")):
-            clock.sleep(100)
-            assert not lease.renew(worker_record())
-        clock.sleep(30)
-        assert not lease.is_held(), "a renewal that failed must not count"
-        assert lease.renew(worker_record())
-        assert lease.is_held()
-
-    @pytest.mark.parametrize("damage", [None, b"", b"{}"])
-    def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
-        self, store: MemoryStore, clock: FakeClock, damage: bytes | None
-    ) -> None:
-        """It wrote its own record anew, and the successor took itself for superseded."""
-        earlier = take_lease(store, "a", clock)
-        lease = take_lease(store, "a", clock)
-        with pytest.raises(Superseded):
-            earlier.renew(worker_record())
-        lose_record(store, damage)
-        for write in (earlier.renew, earlier.close):
-            with pytest.raises(Superseded):
-                write(worker_record())
-        with pytest.raises(Superseded):
-            earlier.require()
-        lease.renew(worker_record())
-        assert lease.is_held()
+def test_a_lease_ends_with_its_closing(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload that was still under way published its chunk, which others had taken over by the record."""
+    lease = take_lease(store, "w0", clock)
+    seen: list[bool] = []
+    meanwhile(monkeypatch, store, "replace", lambda: seen.append(lease.is_held()))
+    lease.close(worker_record())
+    assert seen == [False]
+    with pytest.raises(LeaseLapsed, match="has ended"):
+        lease.require()
+    lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
+    assert not lease.is_held()
 
 
-class TestClaims:
-    @pytest.mark.parametrize("how", ["released", "ended", "restarted", "silent", "damaged", "lost"])
-    def test_a_claim_is_held_until_its_owner_is_gone(
-        self, store: MemoryStore, clock: FakeClock, how: str
-    ) -> None:
-        skewed = FakeClock(now=clock.seconds - 7 * 86_400)
-        owner, lease = claims_of(store, "a", skewed)
-        etag = taken(owner.take("part-00000")).etag
-        observer, _ = claims_of(store, "b", clock)
-        for _ in range(10):
-            clock.sleep(60)
-            lease.renew(worker_record())
-            held(observer.take("part-00000"))
-        if how == "released":
-            assert owner.release("part-00000", etag)
-        elif how == "ended":
-            lease.close(worker_record(state="stopped"))
-        elif how == "restarted":
-            take_lease(store, "a", skewed)
-        elif how != "silent":
-            lose_record(store, b"{" if how == "damaged" else None)
-        else:
-            clock.sleep(119)
-            held(observer.take("part-00000"))
-            clock.sleep(1)
-        taken(observer.take("part-00000"))
-        assert not owner.release("part-00000", etag), "it is another's by now"
-        assert claim_of(store).worker == "b"
-
-    @pytest.mark.parametrize("listed", ["{}", '{};"7"', '"other"'])
-    def test_who_watches_the_workers_takes_a_lapsed_claim_at_its_first_look(
-        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, listed: str
-    ) -> None:
-        """Among 100 blocks of chunks an idle worker came to a block for the second time after minutes."""
-        owner, lease = claims_of(store, "a", clock)
-        taken(owner.take("part-00000"))
-        observer, _ = claims_of(store, "b", clock)
-        get = store.get
-
-        def get_version(key: str) -> Object:
-            """A listing shows the same etag, or a part of it, or one of another form."""
-            found = get(key)
-            return found._replace(etag=listed.format(found.etag))
-
-        monkeypatch.setattr(store, "get", get_version)
-        observer.watch()
+def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    lease = take_lease(store, "w0", clock)
+    with mock.patch.object(store, "replace", side_effect=StorageError("away")):
         clock.sleep(100)
+        assert not lease.renew(worker_record())
+    clock.sleep(30)
+    assert not lease.is_held(), "a renewal that failed must not count"
+    assert lease.renew(worker_record())
+    assert lease.is_held()
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}"])
+def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
+    store: MemoryStore, clock: FakeClock, damage: bytes | None
+) -> None:
+    """It wrote its own record anew, and the successor took itself for superseded."""
+    earlier = take_lease(store, "a", clock)
+    lease = take_lease(store, "a", clock)
+    with pytest.raises(Superseded):
+        earlier.renew(worker_record())
+    lose_record(store, damage)
+    for write in (earlier.renew, earlier.close):
+        with pytest.raises(Superseded):
+            write(worker_record())
+    with pytest.raises(Superseded):
+        earlier.require()
+    lease.renew(worker_record())
+    assert lease.is_held()
+
+
+@pytest.mark.parametrize("how", ["released", "ended", "restarted", "silent", "damaged", "lost"])
+def test_a_claim_is_held_until_its_owner_is_gone(
+    store: MemoryStore, clock: FakeClock, how: str
+) -> None:
+    skewed = FakeClock(now=clock.seconds - 7 * 86_400)
+    owner, lease = claims_of(store, "a", skewed)
+    etag = taken(owner.take("part-00000")).etag
+    observer, _ = claims_of(store, "b", clock)
+    for _ in range(10):
+        clock.sleep(60)
         lease.renew(worker_record())
-        for seconds in (0, 20, 99):
-            clock.sleep(seconds)
-            observer.watch()
-        held(claims_of(store, "c", clock)[0].take("part-00000"))
+        held(observer.take("part-00000"))
+    if how == "released":
+        assert owner.release("part-00000", etag)
+    elif how == "ended":
+        lease.close(worker_record(state="stopped"))
+    elif how == "restarted":
+        take_lease(store, "a", skewed)
+    elif how != "silent":
+        lose_record(store, b"{" if how == "damaged" else None)
+    else:
+        clock.sleep(119)
         held(observer.take("part-00000"))
         clock.sleep(1)
-        look = held if listed == '"other"' else taken
-        look(observer.take("part-00000"))
+    taken(observer.take("part-00000"))
+    assert not owner.release("part-00000", etag), "it is another's by now"
+    assert claim_of(store).worker == "b"
+
+
+@pytest.mark.parametrize("listed", ["{}", '{};"7"', '"other"'])
+def test_who_watches_the_workers_takes_a_lapsed_claim_at_its_first_look(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    """Among 100 blocks of chunks an idle worker came to a block for the second time after minutes."""
+    owner, lease = claims_of(store, "a", clock)
+    taken(owner.take("part-00000"))
+    observer, _ = claims_of(store, "b", clock)
+    get = store.get
+
+    def get_version(key: str) -> Object:
+        """A listing shows the same etag, or a part of it, or one of another form."""
+        found = get(key)
+        return found._replace(etag=listed.format(found.etag))
+
+    monkeypatch.setattr(store, "get", get_version)
+    observer.watch()
+    clock.sleep(100)
+    lease.renew(worker_record())
+    for seconds in (0, 20, 99):
+        clock.sleep(seconds)
+        observer.watch()
+    held(claims_of(store, "c", clock)[0].take("part-00000"))
+    held(observer.take("part-00000"))
+    clock.sleep(1)
+    look = held if listed == '"other"' else taken
+    look(observer.take("part-00000"))
 
 
 def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
@@ -170,14 +168,7 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
 ) -> None:
     """The heartbeat's thread may be writing while the main thread writes that the worker is done."""
     lease = take_lease(store, "w0", clock)
-    replace = store.replace
-
-    def overtaken(key: str, data: bytes, etag: str) -> str:
-        monkeypatch.setattr(store, "replace", replace)
-        lease.renew(worker_record(state="running"))
-        return replace(key, data, etag)
-
-    monkeypatch.setattr(store, "replace", overtaken)
+    meanwhile(monkeypatch, store, "replace", lambda: lease.renew(worker_record(state="running")))
     lease.renew(worker_record(state="done"))
     assert codec.decode(store.get("workers/w0.json").data, WorkerLease, name="w").state == "done"
 
@@ -209,15 +200,12 @@ def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
 ) -> None:
     """Threads of chunks look at the record, too, and a heartbeat may come between reading and comparing."""
     old, new = take_lease(store, "a", clock), take_lease(store, "a", clock)
-    decode = codec.decode
 
-    def slow(*given: Any, **named: Any) -> Any:
-        monkeypatch.setattr(codec, "decode", decode)
+    def beat() -> None:
         with pytest.raises(Superseded):
             old.renew(worker_record())
-        return decode(*given, **named)
 
-    monkeypatch.setattr(codec, "decode", slow)
+    meanwhile(monkeypatch, codec, "decode", beat)
     with pytest.raises(Superseded):
         old.confirm()
     record = codec.decode(store.get(layout.worker_key("a")).data, WorkerLease, name="record")

@@ -25,11 +25,11 @@ from batchinfer.ledger.jobs import (
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
-from making import make_job
+from making import make_job, overwrite
 
 
-def read(*manifests: str, job: str | None = None, limit: int | None = None) -> Assignment:
-    return read_assignment(manifests, job_url=job, limit=limit, open_store=open_store)
+def read(*manifests: str, job: str | None = None) -> Assignment:
+    return read_assignment(manifests, job_url=job, open_store=open_store)
 
 
 @pytest.fixture
@@ -54,20 +54,15 @@ def test_a_job_in_a_bucket_names_no_file_elsewhere() -> None:
     url = "memory://references"
     job = msgspec.structs.replace(make_job(url, rows=1, per_chunk=1), num_workers=1)
     chunks = [msgspec.structs.replace(each, file="/etc/passwd") for each in job.chunks]
-    store = MemoryStore(url)
-    store.delete(["job.json"])
-    store.create("job.json", codec.encode(msgspec.structs.replace(job, chunks=chunks)))
+    changed = msgspec.structs.replace(job, chunks=chunks)
+    overwrite(MemoryStore(url), "job.json", codec.encode(changed))
     with pytest.raises(InputError, match="/etc/passwd, which is not in the job's bucket"):
         read(f"{url}/manifests/all.txt")
 
 
-def test_a_limit_cuts_the_job_not_the_manifest(job: str) -> None:
-    limits = {"part-00000": 10, "part-00001": 5}
-    chunks = read(f"{job}/manifests/worker-00000.txt", limit=15).chunks
-    assert {ref.name: ref.row_limit for ref in chunks} == limits
-    assert read(f"{job}/manifests/worker-00001.txt", limit=15).chunks == []
+def test_a_limit_cuts_the_last_chunk(job: str) -> None:
     [loaded, _] = load_job(job, open_store) or ()
-    assert rows_by_chunk(loaded, 15) == limits
+    assert rows_by_chunk(loaded, 15) == {"part-00000": 10, "part-00001": 5}
 
 
 def test_every_chunk_has_one_rank_and_more_ranks_than_manifests_are_refused(job: str) -> None:
@@ -85,28 +80,20 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
+    source = {"url": "data", "format": "jsonl", "files": []}
+    columns = {"sources": [source], "columns": ["prompt", "answer"]}
+    job = msgspec.convert(_full_job() | columns, Job)
     monkeypatch.setattr(jobs.logger, "warning", lambda text, *values: said.append(text % values))
     config = PromptConfig(blank_columns=["answer", "_id", "promt"], columns={"tools": ["x"]})
-    check_columns(job_of("jsonl"), {"--prompt-column": ["prompt"]}, config.optional_columns)
+    check_columns(job, {"--prompt-column": ["prompt"]}, config.optional_columns)
     start, seen = "in none of the rows that split looked at", "(prompt, answer)"
     assert said == [
         f"--blank-columns promt: {start} {seen}; did you mean 'prompt'?",
         f"--column tools x: {start} {seen}",
     ]
     with pytest.raises(ConfigError, match="did you mean 'prompt'") as caught:
-        check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]}, {})
+        check_columns(job, {"--prompt-column": ["promt"]}, {})
     assert "split again with --columns" in caught.value.hint
-
-
-def job_of(source_format: str) -> Job:
-    return Job(
-        format_version=1,
-        sources=[Source(url="data", format=source_format, files=[])],
-        columns=["prompt", "answer"],
-        rows=0,
-        chunks=[],
-        num_workers=1,
-    )
 
 
 def test_a_relative_job_is_known_by_its_whole_path(
@@ -144,8 +131,7 @@ def _full_job() -> dict[str, Any]:
 
 def _load(content: dict[str, Any]) -> Job:
     store = MemoryStore("memory://numbers")
-    store.delete(["job.json"])
-    store.create("job.json", codec.encode(content))
+    overwrite(store, "job.json", codec.encode(content))
     found = load_job("memory://numbers", lambda _: store)
     assert found is not None
     return found[0]

@@ -1,17 +1,21 @@
-"""Promise P6: one configuration per run."""
+"""Promise P6: one configuration per run. And its job: it is found wherever it lies, and another is not taken for it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, RunMismatch
-from batchinfer.ledger.runs import UNKNOWN, check_same, differing_keys, edit_of, join_run, read_run
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Run
+from batchinfer.ledger.runs import edit_of, find_job, job_places, join_run, read_run
+from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
+from making import make_job, overwrite
 
 CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
 
@@ -28,29 +32,11 @@ def test_the_first_worker_writes_it_and_others_read_it_though_what_is_only_recor
     assert "H100" not in caplog.text
 
 
-def test_files_of_a_model_that_have_changed_are_named_as_such(store: MemoryStore) -> None:
-    run = join_run(store, {"model_identity": "a1"}, {}, nonce="a")
-    with pytest.raises(RunMismatch, match=r'"b2" \(the model.s files are not those with which'):
-        check_same(run, {"model_identity": "b2"}, url="u")
-
-
-def test_what_is_not_known_yet_is_not_compared(store: MemoryStore) -> None:
-    run = join_run(store, CONFIG, {}, nonce="a")
-    check_same(run, {**CONFIG, "dtype": UNKNOWN}, url="u")
-    with pytest.raises(RunMismatch):
-        check_same(run, {**CONFIG, "dtype": UNKNOWN, "model": "m2"}, url="u")
-
-
-def test_a_key_that_only_one_side_has_is_a_difference() -> None:
-    assert differing_keys({"a": 1}, {"b": None}) == [("a", "1", "null")]
-
-
 def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
     """Write run.json anew, as somebody with an editor would."""
     contents = json.loads(store.get(layout.RUN_KEY).data)
     change(contents)
-    store.delete([layout.RUN_KEY])
-    store.create(layout.RUN_KEY, codec.encode(contents))
+    overwrite(store, layout.RUN_KEY, codec.encode(contents))
 
 
 def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
@@ -89,3 +75,42 @@ def test_what_is_no_number_or_mapping_is_damage(
     with pytest.raises(InputError, match=rf"\$\.config\.{key}") as caught:
         read_run(store, may_be_edited=True)
     assert "verify" not in caught.value.hint
+
+
+def test_of_two_jobs_a_run_is_of_the_one_whose_checksum_it_has(tmp_path: Path) -> None:
+    job, other = str(tmp_path / "job"), str(tmp_path / "other")
+    make_job(job, rows=30, per_chunk=10)
+    make_job(other, rows=5, per_chunk=5)
+    config = {"job_sha256": codec.sha256(open_store(job).get(layout.JOB_KEY).data)}
+    run = Run(format_version=1, fingerprint="f", nonce="n", config=config, recorded={"job": job})
+    assert find_job(run, f"{other}/runs/a", open_store).url == job
+
+
+@pytest.mark.parametrize(
+    ("recorded", "run_url", "is_followed"),
+    [
+        ("/data/job", "/out", True),
+        ("file:///data/job", "/out", True),
+        ("s3://b/job", "s3://b/out", True),
+        ("r2://b/job", "s3://b/out", True),
+        ("hf://datasets/o/n/job", "hf://datasets/o/n/out", True),
+        ("http://127.0.0.1:1/d", "/out", False),
+        ("s3://other/job", "s3://b/out", False),
+        ("s3://b", "gs://b/out", False),
+        ("s3://b/job", "/out", False),
+        ("/data/job", "s3://b/out", False),
+        ("hf://datasets/o/other/job", "hf://datasets/o/n/out", False),
+        ("", "s3://b/elsewhere", False),
+    ],
+)
+def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
+    recorded: str, run_url: str, *, is_followed: bool
+) -> None:
+    """Who can write run.json must not choose whom we ask."""
+    places = {"job": recorded} if recorded else {}
+    run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded=places)
+    assert job_places(run, run_url) == ([recorded] if is_followed else [])
+    places["job"] = "s3://b/job/"
+    assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"], "it is named once"
+    assert job_places(run, "s3://b/moved/runs/a") == ["s3://b/moved", "s3://b/job"]
+    assert job_places(None, "s3://b/a.batchinfer/run") == ["s3://b/a.batchinfer/job"]  # it loads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -276,20 +275,14 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
     assert done.result["worker"]["request_count"] == 60
 
 
-def test_a_full_disk_is_told_by_what_needs_it_and_not_by_the_lock(
+def test_the_lock_needs_no_room_on_the_disk_but_a_filesystem_with_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(os, "write", full)
-        stack.enter_context(running_alone(tmp_path))
-
-
-def test_a_filesystem_without_locks_is_said_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """A full disk is told by what needs it for more than the number of the process."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "")))
+        with running_alone(tmp_path):
+            pass
     refuses = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr("batchinfer.pipeline.running.fcntl.flock", refuses)
     said = "its filesystem has no locks .No locks available., expected one that has"

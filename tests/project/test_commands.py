@@ -38,6 +38,7 @@ from batchinfer.pipeline import launch
 from echo_server import fake_endpoint
 from fixtures_hub import TOKEN
 from fixtures_vllm import replace_create_engine
+from making import put_program
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import Step, steps_of
 from pictures import picture
@@ -87,18 +88,16 @@ def with_all(command: str) -> str:
 
 def is_asked_of_the_model(command: str) -> bool:
     """Whether the demo's model answers. It would take minutes for all rows of a worker."""
-    return is_ours(command) and bool(
-        re.match(rf"batchinfer (run|generate) .*{MODEL}", command, re.DOTALL)
-    )
+    pattern = rf"batchinfer (run|generate) .*{MODEL}"
+    return is_ours(command) and bool(re.match(pattern, command, re.DOTALL))
 
 
 def units() -> Iterator[Any]:
     """Each page; of the cookbook each section."""
     for path in PAGES:
-        text = path.read_text()
-        parts = (
-            re.split(r"^## ", text, flags=re.MULTILINE)[1:] if path.stem == "cookbook" else [text]
-        )
+        parts = [path.read_text()]
+        if path.stem == "cookbook":
+            parts = re.split(r"^## ", parts[0], flags=re.MULTILINE)[1:]
         for part in parts:
             if steps_of(part):
                 title = f"{path.stem}: {part.splitlines()[0]}" if len(parts) > 1 else path.stem
@@ -127,11 +126,10 @@ def words_of(command: str) -> list[str]:
 
 # --------------------------------------------------------------------------- what the reader has
 
+ASKED = ("text", "review", "letter", "question", "query", "prompt")
 ROWS = [
     {
-        **dict.fromkeys(
-            ("text", "review", "letter", "question", "query", "prompt"), f"What is {n}?"
-        ),
+        **dict.fromkeys(ASKED, f"What is {n}?"),
         "document": f"It is {n}.",
         "adapter": "sql",
         "conversation": [{"role": "user", "content": f"Count to {n}."}],
@@ -212,33 +210,29 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the pages' reader is, with a server behind $ENDPOINT."""
     for name in ("here", "bin"):
         (tmp_path / name).mkdir()
-    for name in ("examples", "scripts"):
-        (tmp_path / "here" / name).symlink_to(ROOT / name)
-    for name in ("worker.yaml", "dev.yaml"):
+    for name in ("examples", "scripts", "worker.yaml", "dev.yaml"):
         (tmp_path / "here" / name).symlink_to(ROOT / name)
     for name, script in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, f"#!/bin/bash\n{script}\n")
     for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin/activate").touch()
     (tmp_path / "lib/sglang").mkdir(parents=True)
     (tmp_path / "lib/sglang/launch_server.py").write_text(OTHER_SERVER)
-    path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    values = {
-        "COLUMNS": "100",
-        "PATH": path,
-        "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
-        "HF_TOKEN": TOKEN,
-        "RUN": "RUN",
-        "BATCHINFER_ACCELERATOR": "L4",
-    }
     for name in ("CHAT", "CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
-        values[f"BATCHINFER_{name}_ENGINE"] = "echo"
+        monkeypatch.setenv(f"BATCHINFER_{name}_ENGINE", "echo")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
     with fake_endpoint() as endpoint:
-        for name, value in {**values, "ENDPOINT": endpoint.url}.items():
+        for name, value in {
+            "COLUMNS": "100",
+            "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
+            "HF_TOKEN": TOKEN,
+            "RUN": "RUN",
+            "BATCHINFER_ACCELERATOR": "L4",
+            "ENDPOINT": endpoint.url,
+        }.items():
             monkeypatch.setenv(name, value)
         yield tmp_path / "here"
 
@@ -303,11 +297,9 @@ def write_checkpoints() -> None:
 
 
 def run_in_bash(command: str) -> str:
-    done = subprocess.run(
-        ["bash", "-euc", with_all(command)],
-        capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"HOME": str(Path.cwd().parent)},
-    )  # fmt: skip
+    environment = os.environ | {"HOME": str(Path.cwd().parent)}
+    words = ["bash", "-euc", with_all(command)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
 

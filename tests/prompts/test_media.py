@@ -47,7 +47,6 @@ def asking(*parts: Any) -> list[dict[str, Any]]:
         (as_base64(RED), [as_data_url(RED)]),
         ("DATA:image/png;name=a.png;base64,AAAA", ["data:image/png;name=a.png;base64,AAAA"]),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
     assert read_media(value, "image") == found
@@ -56,15 +55,19 @@ def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(7, "", "  ", {}, {"bytes": None, "path": None}, {"url": 5}, "data:image/png,AAAA"),
+        7,
+        "",
+        "  ",
+        {},
+        {"bytes": None, "path": None},
+        {"url": 5},
+        "data:image/png,A",
         "data:;base64,",
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(Unfit):
         read_media(value, "image")
-    assert len(str(caught.value)) < 200
 
 
 # ------------------------------------------------------------------ columns

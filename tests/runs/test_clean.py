@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.storage import Store
@@ -161,11 +160,6 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     clean(run, redo=[CHUNK])
     assert SEGMENT in doomed
     assert doomed[-1] == MARKER
-
-
-def test_a_chunk_to_do_again_must_be_known(run: Store) -> None:
-    with pytest.raises(InputError, match="no chunk of this name"):
-        clean(run, redo=[UNDONE])
 
 
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:

@@ -14,13 +14,11 @@ from batchinfer.runs.verify import worker_command
 HOSTILE = (
     "0; touch hurt",
     "$(touch hurt)",
-    "`touch hurt`",
-    "' ; touch hurt ; '",
+    "' ; touch hurt ; `touch hurt`",
     "a\n touch hurt\n",
     "# \x1b[2K\\' ; touch hurt ; $'",
     "\N{RIGHT-TO-LEFT OVERRIDE}| touch hurt",
     "--trust-remote-code",
-    "x & touch hurt",
 )
 
 
@@ -66,11 +64,9 @@ FORGED = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit":
     ("prompt", "recorded", "words"),
     [
         ({"body": "x"}, {}, "…"),
-        ({}, {"server_args": 5}, "…"),
         ({}, {"server_args": ["--seed-x", 5]}, "…"),
         ({}, {"options": [5]}, "…"),
         ({}, {"options": {"limit": "many"}}, "…"),
-        ({}, {"options": {"model": {"a": 5}}}, "…"),
         ({}, {"options": {"loras": 5}}, "…"),
         ({}, {"options": FORGED}, "--limit 3"),
     ],
@@ -82,43 +78,32 @@ def test_values_of_other_types_leave_a_gap_and_only_recorded_options_are_taken(
     assert command == f"batchinfer worker --job /job --output /run {words}"
 
 
-UNSAFE = (
-    *("--trust-remote-code", "--trust_remote_code=true", "--plugin\nevil #"),
-    *("--tool-parser-plugin", "evil.py", "--middleware", "evil.Evil"),
-)
+SAFE = ["--reasoning-parser", "qwen3", "--stop", "-", "-O3"]
+UNSAFE = {
+    # words of the server, which vLLM's parser takes for the whole name, too, and what is named of them
+    "--trust-remote-code": "--trust-remote-code",
+    "--trust_remote_code=true": "--trust-remote-code",
+    "--trust-rem": "--trust-rem",
+    "--plugin\nevil=#": "--plugin\\nevil",
+    "--tool-p=x": "--tool-p",
+    "--reasoning-parser-p evil.py": "--reasoning-parser-p",
+    "--logits evil.Evil": "--logits",
+    "--middleware evil.Evil": "--middleware",
+    "--worker-extension-cls evil.Evil": "--worker-extension-cls",
+    "--scheduler_cls evil.Evil": "--scheduler-cls",
+    "--distributed-executor-backend=evil.Evil": "--distributed-executor-backend",
+    "--kv-transfer-config {}": "--kv-transfer-config",
+    "--kv-t.kv_connector_module_path evil": "--kv-t.kv-connector-module-path",
+    "--ec-transfer-config.ec_connector evil": "--ec-transfer-config.ec-connector",
+}
 
 
-def test_no_code_is_run_because_run_json_says_so(tmp_path: Path) -> None:
-    recorded = {"server_args": ["--seed-x", "1", *UNSAFE, "--max-model-len", "8"]}
-    config = {"model": "m", "server_command": "evil {model} {port}"}
-    command, comment = worker_command(run_of(config, recorded), "/run", "/job").split(" # ", 1)
-    assert comment.startswith(
-        "--trust-remote-code, --trust-remote-code, --plugin\\nevil #, "
-        "--tool-parser-plugin, --middleware left out"
-    )
-    given = words_of(command, tmp_path)
-    assert given[-4:] == ["--seed-x", "1", "--max-model-len", "8"]
-    assert not [word for word in given if "evil" in word or "trust" in word]
-    assert "left out" not in worker_command(run_of({"model": "m"}, {}), "/run", "/job")
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        *(
-            "--trust-rem",
-            "--tool-p=x",
-            "--reasoning-parser-p",
-            "--logits",
-            "--worker-extension-cls",
-        ),
-        *("--scheduler_cls", "--distributed-executor-backend=evil.Evil", "--kv-transfer-config"),
-        *("--kv-t.kv_connector_module_path", "--ec-transfer-config.ec_connector"),
-    ],
-)
-def test_beginnings_and_members_of_such_options_are_left_out_too(word: str) -> None:
-    """vLLM's parser takes them for the whole name."""
-    safe = ["--reasoning-parser", "qwen3", "--stop", "-", "-O3"]
-    recorded = {"server_args": [*safe, word, "evil"]}
-    command = worker_command(run_of({}, recorded), "/run", "/job").partition(" # ")[0]
-    assert command == f"batchinfer worker --job /job --output /run {' '.join(safe)}"
+@pytest.mark.parametrize("typed", UNSAFE)
+def test_no_code_is_run_because_run_json_says_so(typed: str) -> None:
+    options = {"server_command": "evil {model} {port}"}
+    words = [*SAFE, *typed.split(" "), "--max-model-len", "8"]
+    recorded = {"options": options, "server_args": words}
+    command = worker_command(run_of({}, recorded), "/run", "/job")
+    safe = f"batchinfer worker --job /job --output /run {' '.join(SAFE)} --max-model-len 8"
+    left_out = f"--server-command, {UNSAFE[typed]} left out: add it only if you trust the code that it runs"
+    assert command == f"{safe} # {left_out}"

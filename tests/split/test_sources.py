@@ -24,7 +24,6 @@ from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore
 from fixtures_hub import Hub
 from web_server import WebServer, reply
 
@@ -70,8 +69,6 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
         ("**/*.parquet", [9, 1, 2, 3]),
     ):
         assert numbers(f"{data}/{pattern}") == expected
-    (data / "note.txt").symlink_to("gone")
-    assert numbers(data) == [1, 2, 3], "a note is no data"
     (data / "nowhere.parquet").symlink_to("gone")
     for source in (data, data / "*.parquet"):
         with pytest.raises(InputError, match=r"nowhere\.parquet: is a link to nothing"):
@@ -151,18 +148,14 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
         assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
 
 
-@pytest.mark.parametrize(
-    ("end", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
-)
 def test_a_json_array_is_told_by_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, pack: Callable[[bytes], bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     monkeypatch.setattr(text_lines, "raw_members", lambda line: seen.append(len(line)))
-    path = tmp_path / f"a.json{end}"
-    path.write_bytes(pack(b"[" + b'{"n":1},' * 10**6 + b"{}]"))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"[" + b'{"n":1},' * 10**6 + b"{}]"))
     with pytest.raises(InputError, match="is a JSON array"):
-        numbers(path)
+        numbers(tmp_path)
     assert seen[0] <= 1 << 20
 
 
@@ -193,8 +186,8 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
-    "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
     "b.jsonl.gz": (b'{"n":1}', "corrupt or truncated", "again"),
+    "b.csv.zst": (zstandard.compress(b"n\n1\n" * 99)[:-3], "corrupt or truncated", "again"),
     "nothing://b/x.csv": (None, "no filesystem for nothing://", "s3://"),
 }
 
@@ -213,18 +206,6 @@ def test_bad_input_is_refused_with_what_to_do(
     assert what in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
-
-
-def test_an_address_is_unpacked_by_its_name_and_damage_there_is_no_fault_of_the_network(
-    server: WebServer,
-) -> None:
-    server.answers["/a.jsonl.gz?token=a.zst"] = reply(200, gzip.compress(b'{"n":1}'))
-    assert numbers(f"{server.url}/a.jsonl.gz?token=a.zst") == [1]
-    packed = zstandard.compress(b"n\n1\n" * 99)
-    for name, content in (("cut", packed[:-3]), ("wrong", b"n\n1\n" * 99)):
-        server.answers[f"/{name}.csv.zst"] = reply(200, content)
-        with pytest.raises(InputError, match="corrupt or truncated"):
-            numbers(f"{server.url}/{name}.csv.zst")
 
 
 @pytest.mark.parametrize("header", ["etag", "last_modified"])
@@ -246,20 +227,8 @@ def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:200] = b"\xff" * 196
     path.write_bytes(data)
-    MemoryStore("memory://damaged").create("x.parquet", bytes(data))
-    for source in (str(path), "memory://damaged/x.parquet"):
-        with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
-            rows_of(count_sources([source]))
-
-
-def test_a_missing_column_is_named_with_a_near_one(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "x.parquet", prompt=["a"], n=[1])
-    (tmp_path / "x.csv").write_text("prompt,n\na,1\n")
-    (tmp_path / "x.jsonl").write_text('{"prompt":"a"}\n{"n":1}\n')
-    for path in tmp_path.iterdir():
-        for options in ({"columns": ["promt"]}, {"id_column": "promt"}):
-            with pytest.raises(InputError, match=r"has no column 'promt'.*did you mean 'prompt'"):
-                count_sources([str(path)], **options)
+    with pytest.raises(InputError, match=r"x\.parquet: corrupt or truncated"):
+        rows_of(count_sources([str(path)]))
 
 
 def test_a_column_that_only_some_files_have_is_told_or_refused(
@@ -274,9 +243,13 @@ def test_a_column_that_only_some_files_have_is_told_or_refused(
     assert numbers(tmp_path, columns=["n"]) == [1, 2]
 
 
-def test_a_column_that_only_a_late_line_has_is_found(tmp_path: Path) -> None:
+def test_a_column_that_only_a_late_line_has_is_found_and_one_that_none_has_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "x.jsonl").write_text('{"n":1}\n' * 3000 + '{"late":2}')
-    assert len(rows_of(count_sources([str(tmp_path / "x.jsonl")], columns=["late"]))) == 3001
+    assert len(rows_of(count_sources([str(tmp_path)], columns=["late"]))) == 3001
+    with pytest.raises(InputError, match="has no column 'm'"):
+        count_sources([str(tmp_path)], columns=["m"])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -302,15 +275,12 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(
             rows_of(counted)
 
 
-def test_an_output_in_a_source_or_around_it_is_refused(tmp_path: Path) -> None:
+def test_an_output_around_a_source_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
-    for source, output in (
-        (tmp_path / "d", tmp_path / "d/job"),
-        (tmp_path / "d/*.parquet", tmp_path),
-    ):
-        with pytest.raises(InputError, match="is not apart from the source"):
-            count_sources([str(source)]).check_apart(str(output))
-    count_sources([str(tmp_path / "d/*.parquet")]).check_apart(str(tmp_path / "d/job"))
+    counted = count_sources([str(tmp_path / "d/*.parquet")])
+    counted.check_apart(str(tmp_path / "d/job"))
+    with pytest.raises(InputError, match="is not apart from the source"):
+        counted.check_apart(str(tmp_path))
 
 
 @pytest.mark.s3

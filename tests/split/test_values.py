@@ -125,33 +125,24 @@ def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> Non
     texts = pa.array(values, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"c": texts}), tmp_path / "x.parquet")
     assert lines_of(tmp_path)[1] == b'{"c":"\xff bad","_row":1,"_id":"1"}'
-    assert sum(block.num_broken for block in count_sources([str(tmp_path)]).blocks()) == 1
+
+
+def test_dates_out_of_range_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"c": pa.array([0, 2**31 - 1], pa.date32())}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="rows 0 to 1 hold dates or times out of range"):
+        lines_of(tmp_path)
+
+
+TWICE = pa.struct([("a", pa.int8()), ("a", pa.int8())])
 
 
 @pytest.mark.parametrize(
-    ("column", "what"),
-    [
-        (
-            pa.StructArray.from_arrays([[1], [3]], names=["a", "a"]),
-            r"column 'c' holds struct.* there twice",
-        ),
-        (pa.array([0, 2**31 - 1], pa.date32()), "rows 0 to 1 hold dates or times out of range"),
-    ],
+    "kind", [pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())]), TWICE]
 )
-def test_values_that_no_row_can_hold_are_refused(
-    tmp_path: Path, column: pa.Array, what: str
-) -> None:
-    pq.write_table(pa.table({"c": column}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match=what) as caught:
-        lines_of(tmp_path)
+def test_a_type_without_a_form_is_refused_with_its_column(kind: pa.DataType) -> None:
+    with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
+        _form(pa.struct([("in", pa.list_(kind))]), "a.parquet: column 'odd'")
     assert "--columns" in caught.value.hint
-
-
-def test_a_type_without_a_form_is_refused_with_its_column() -> None:
-    for kind in (pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())])):
-        with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
-            _form(pa.struct([("in", pa.list_(kind))]), "a.parquet: column 'odd'")
-        assert "--columns" in caught.value.hint
 
 
 def test_columns_are_taken_by_name_even_with_dots_and_quotes(tmp_path: Path) -> None:
@@ -248,12 +239,6 @@ def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
         first, last = rows_of(tmp_path, id_column=name)
         texts = (first[name], json.dumps(first[name], ensure_ascii=False, separators=(",", ":")))
         assert (first["_id"] in texts, last["_id"]) == (True, "1")
-
-
-def test_the_custom_id_names_a_batch_request(tmp_path: Path) -> None:
-    request = {"custom_id": "r1", "method": "POST", "url": "/v1/completions", "body": {}, "id": 5}
-    (tmp_path / "x.jsonl").write_text(json.dumps(request))
-    assert rows_of(tmp_path)[0]["_id"] == "r1"
 
 
 def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from batchinfer.core.errors import ErrorRateExceeded, RunMismatch
-from batchinfer.core.records import Run
-from batchinfer.runs.verify import worker_command
 from making import make_job, output_lines, run_worker_here
 from models import write_adapter
 
@@ -85,14 +81,9 @@ def test_adapters_are_part_of_the_run_by_their_content(tmp_path: Path) -> None:
     make_job(job, rows=4, per_chunk=4)
     column = ("--column", "lora=c")
     run_worker_here(job, run, *column, "--lora", f"sql={first}")
-    recorded = json.loads((run / "run.json").read_text())
-    assert [one["name"] for one in recorded["config"]["adapters"]] == ["sql"]
-    assert recorded["recorded"]["options"]["loras"] == {"sql": str(first)}
     moved = first.rename(tmp_path / "moved")
     assert run_worker_here(job, run, *column, "--lora", f"sql={moved}")["status"] == "SUCCESS"
     other = write_adapter(tmp_path / "other", seed=2)
     for options in ((*column, "--lora", f"sql={other}"), (*column, "--lora", f"poems={moved}"), ()):
         with pytest.raises(RunMismatch, match="adapters"):
             run_worker_here(job, run, *options)
-    command = worker_command(msgspec.convert(recorded, Run), str(run), "job")
-    assert f"--lora sql={first}" in command

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -21,29 +19,19 @@ def background() -> Iterator[Background]:
     made.close()
 
 
-def finish(background: Background, *jobs: Future[Any]) -> None:
-    for _ in range(100):
-        if all(job.done() for job in jobs):
-            return
-        background.wait(30)
-    raise AssertionError("the work is not done")
-
-
 def test_work_beside_does_not_wait_for_other_work(background: Background) -> None:
     release = threading.Event()
     other = background.submit(release.wait)
-    finish(background, background.beside(1).submit(lambda: None))
+    background.beside(1).submit(lambda: None).result(30)
     assert not other.done()
     release.set()
-    finish(background, other)
 
 
 def test_as_many_threads_work_at_once_as_there_may_be(background: Background) -> None:
     beside = background.beside(3)
     meeting = threading.Barrier(3)
     jobs = [beside.submit(lambda: meeting.wait(30)) for _ in range(3)]
-    finish(background, *jobs)
-    assert sorted(job.result() for job in jobs) == [0, 1, 2]
+    assert sorted(job.result(60) for job in jobs) == [0, 1, 2]
 
 
 def test_threads_end_after_the_work_submitted_so_far() -> None:

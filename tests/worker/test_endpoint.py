@@ -41,15 +41,12 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def asked_of(endpoint: FakeEndpoint) -> list[str]:
-    return ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-
-
-def worker(job: Path, endpoint: FakeEndpoint, *more: str, run: str = "runs/a") -> list[str]:
-    """The words of a worker over the job's prompts, if `more` does not name another column."""
-    base = ["worker", "--job", str(job), "--output", str(job / run), *asked_of(endpoint)]
+def worker(job: Path, endpoint: FakeEndpoint, *more: str) -> list[str]:
+    """The words of a worker over the job's prompts."""
+    base = ["worker", "--job", str(job), "--output", str(job / "runs/a"), "--engine", "openai"]
+    asked = ["--base-url", endpoint.url, "--model", "echo-model", "--prompt-column", "prompt"]
     length = [] if "--as-chat" in more else ["--max-tokens", "99"]
-    return [*base, "--prompt-column", "prompt", *length, *more]
+    return [*base, *asked, *length, *more]
 
 
 Told = Callable[..., tuple[int, dict[str, Any], str]]
@@ -66,12 +63,6 @@ def call(call: Call) -> Told:
         return done.status, done.result, done.err
 
     return run
-
-
-def has_key(folder: Path) -> list[Path]:
-    return [
-        path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
-    ]
 
 
 # --------------------------------------------------------------------------- what comes out
@@ -99,61 +90,6 @@ def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
     assert "<dt>reasoning</dt><dd>80 tokens</dd>" in page.read_text()
 
 
-def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
-    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "word {i} b"}}\n' for i in range(20)))
-    dest = tmp_path / "a.jsonl"
-    endpoint.rule = lambda text, _body: refusal(400, f"no {KEY}") if text == "word 7 b" else None
-    words = ["run", str(tmp_path / "x.jsonl"), "-o", str(dest), *asked_of(endpoint)]
-    status, result, log = call(*words)
-    assert (status, result["rows"], result["rows_error"]) == (0, 20, 1), log
-    rows = [json.loads(line) for line in dest.read_text().splitlines()]
-    assert [row["text"] for row in rows] == [None if i == 7 else f"word {i} b" for i in range(20)]
-    assert rows[7]["error_code"] == "invalid_request"
-    assert all("messages" in body for body in endpoint.bodies), "an endpoint is sent chats"
-    run = str(tmp_path / "a.jsonl.batchinfer/run")
-    for after in ("status", "verify"):
-        assert call(after, run)[0] == 0
-    assert call("report", run, "-o", str(tmp_path / "page.html"))[0] == 0
-    assert json.loads(Path(run, "run.json").read_text())["recorded"]["options"]["base_urls"] == [
-        endpoint.url
-    ]
-    assert has_key(tmp_path) == []
-
-
-def test_lines_of_a_batch_file_go_where_they_say_and_come_back_as_they_are(
-    endpoint, tmp_path, call
-):
-    chat = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2}
-    asked = [
-        ("/v1/chat/completions", {**chat, "logprobs": True, "n": 2, "temperature": 1.0}),
-        ("/v1/completions", {"prompt": "d e f", "max_tokens": 2, "logprobs": 1, "echo": True}),
-        ("/v1/chat/completions", {**chat, "of_this_server_alone": ["x"]}),
-        ("/v1/embeddings", {"input": "x"}),
-        ("/v1/responses", {"input": "g h"}),
-        ("/v1/no-such", {"input": "x"}),
-    ]
-
-    def make_row(index: int) -> dict[str, Any]:
-        url, body = asked[index]
-        return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": body}
-
-    job = tmp_path / "job"
-    make_job(job, rows=6, per_chunk=6, make_row=make_row)
-    batch = ("--prompt-column", "", "--request-format", "openai-batch", "--temperature", "0")
-    status, result, log = call(*worker(job, endpoint, *batch))
-    assert (status, result["errors"]) == (0, {"unknown_url": 1}), log
-    found = output_lines(job / "runs/a")
-    assert [line["_id"] for line in found] == [f"r{index}" for index in range(6)]
-    assert [choice["text"] for choice in found[1]["body"]["choices"]] == ["d e fd e"]
-    assert len(found[0]["body"]["choices"]) == 2
-    assert len(found[3]["body"]["data"][0]["embedding"]) > 0
-    assert found[4]["body"]["output"][0]["content"][0]["text"] == "g h"
-    by_text = {str(body.get("logprobs")): body for body in endpoint.bodies if "messages" in body}
-    assert by_text["None"]["of_this_server_alone"] == ["x"]
-    assert (by_text["True"]["temperature"], by_text["None"]["temperature"]) == (1.0, 0.0)
-    assert {body["model"] for body in endpoint.bodies} == {"echo-model"}
-
-
 # --------------------------------------------------------------------------- what goes wrong
 
 
@@ -174,7 +110,8 @@ def test_after_a_refused_key_or_an_outage_the_next_start_goes_on_at_any_url(
         assert (found, result["error_count"]) == (0, 0), log
         assert 0 < len(moved.texts) < 40, "rows that were finished are kept"
     assert [line["_row"] for line in output_lines(job / "runs/a")] == list(range(40))
-    assert has_key(job) == []
+    files = filter(Path.is_file, job.rglob("*"))
+    assert not any(KEY.encode() in path.read_bytes() for path in files)
 
 
 def test_options_that_the_endpoint_refuses_end_with_2_before_a_row_is_asked(endpoint, job, call):

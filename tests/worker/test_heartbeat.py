@@ -27,35 +27,36 @@ def run(stage: Stage, *, kill_after: float | None = None, max_attempts: int = 2)
     return stage.run(max_attempts=max_attempts, within_seconds=1000.0)
 
 
-class TestStartsWithoutARow:
-    def test_a_worker_that_is_stopped_while_it_loads_goes_on(self, stage: Stage) -> None:
-        stage.engine.load_seconds = 1e6
-        for error in [Interrupted("preempted"), StopRequested("stopped")] * 2:
-            stage.scheduler.after(20.0, lambda error=error: stage.stop(error))
-            assert run(stage).error is error
-        stage.engine.load_seconds = 1.0
-        assert run(stage).is_success
+def test_a_worker_that_is_stopped_while_it_loads_goes_on(stage: Stage) -> None:
+    stage.engine.load_seconds = 1e6
+    for error in [Interrupted("preempted"), StopRequested("stopped")] * 2:
+        stage.scheduler.after(20.0, lambda error=error: stage.stop(error))
+        assert run(stage).error is error
+    stage.engine.load_seconds = 1.0
+    assert run(stage).is_success
 
-    @pytest.mark.parametrize("is_loading", [False, True])
-    def test_machines_that_vanish_are_replaced_without_end_unless_they_are_gone_while_they_load(
-        self, stage: Stage, *, is_loading: bool
-    ) -> None:
-        stage.let_another_hold("part-00000", "part-00001")
-        stage.engine.load_seconds = 1e6 if is_loading else 1.0
-        for _ in range(2 if is_loading else 4):
-            assert run(stage, kill_after=60.0).is_killed
-        if is_loading:
-            for _ in range(2):  # a start that is refused does not count
-                assert isinstance(run(stage).error, NoProgress)
-                record = stage.objects()[layout.statistics_key("w0")]
-                assert record.count(b'"reason":"NoProgress') == record.count(b"NoProgress") == 1
-            assert run(stage, kill_after=60.0, max_attempts=3).is_killed
 
-    def test_a_start_that_only_waits_does_not_count_however_it_ends(self, stage: Stage) -> None:
-        stage.let_another_hold("part-00000", "part-00001")
-        for _ in range(3):
-            stage.scheduler.after(60.0, lambda: stage.stop(StorageError("away")))
-            assert isinstance(run(stage).error, StorageError)
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_machines_that_vanish_are_replaced_without_end_unless_they_are_gone_while_they_load(
+    stage: Stage, *, is_loading: bool
+) -> None:
+    stage.let_another_hold("part-00000", "part-00001")
+    stage.engine.load_seconds = 1e6 if is_loading else 1.0
+    for _ in range(2 if is_loading else 4):
+        assert run(stage, kill_after=60.0).is_killed
+    if is_loading:
+        for _ in range(2):  # a start that is refused does not count
+            assert isinstance(run(stage).error, NoProgress)
+            record = stage.objects()[layout.statistics_key("w0")]
+            assert record.count(b'"reason":"NoProgress') == record.count(b"NoProgress") == 1
+        assert run(stage, kill_after=60.0, max_attempts=3).is_killed
+
+
+def test_a_start_that_only_waits_does_not_count_however_it_ends(stage: Stage) -> None:
+    stage.let_another_hold("part-00000", "part-00001")
+    for _ in range(3):
+        stage.scheduler.after(60.0, lambda: stage.stop(StorageError("away")))
+        assert isinstance(run(stage).error, StorageError)
 
 
 def test_heartbeats_that_take_longer_than_the_lease_end_the_worker() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
-from batchinfer.split.splitting import command as split
 from batchinfer.worker.command import command as worker
-from making import make_job, run_worker_here
+from making import make_job, run_worker_here, split
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     job, options = str(tmp_path / "job"), ["--engine", "echo", "--request-format", "openai-batch"]
-    split.main([str(tmp_path / "a.jsonl"), "--output", job], standalone_mode=False)
+    split(tmp_path / "a.jsonl", job)
     caplog.clear()
     worker.main(["--job", job, *options], standalone_mode=False)
     assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text

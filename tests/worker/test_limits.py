@@ -57,10 +57,6 @@ def test_with_the_limit_that_it_has_reached_a_worker_generates_nothing_and_tries
     assert len(stage.finished) == num_finished
 
 
-def test_without_a_limit_a_worker_goes_on_to_its_end(stage: Stage) -> None:
-    assert stage.run(price_per_hour=1e6).is_success
-
-
 @pytest.mark.parametrize("max_cost", [1.5, 5000.0])
 def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
     max_cost: float, caplog: pytest.LogCaptureFixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -15,13 +14,10 @@ import pytest
 
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.ledger.runs import read_run
 from batchinfer.prompts.types import MediaRef, RowProblem
-from batchinfer.runs.verify import worker_command
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.background import Background
-from batchinfer.worker.command import command as worker
 from batchinfer.worker.media_fetching import MediaCache, MediaFetcher
 from batchinfer.worker.worker_config import Limits
 from echo_server import fake_endpoint
@@ -189,58 +185,24 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 # --------------------------------------------------------------------------- whole runs
 
 
-def option(root: Path) -> list[str]:
-    return [
-        *("--column", "image=image", "--as-chat", "--allow-private-urls"),
-        *("--media-root", str(root)),
-    ]
-
-
 def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(RED)
     server.answers["/a.png"] = reply(200, RED)
-    bad: dict[int, tuple[Any, str]] = {
-        3: (7, "invalid_media"),
-        18: ("../x.png", "media_forbidden"),
-        31: (f"{server.url}/none", "media_unavailable"),
-    }
-    good = [as_hub(BLUE), f"{server.url}/a.png", "a.png", as_data_url(RED), None]
-
-    def row(index: int) -> dict[str, Any]:
-        value = bad[index][0] if index in bad else good[index % 5]
-        return {"prompt": f"row {index}", "image": value}
-
-    make_job(tmp_path / "job", rows=50, per_chunk=10, make_row=row)
-    result = run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
-    assert (result["request_count"], result["error_count"]) == (50, len(bad))
-    images = set()
-    for index, line in enumerate(output_lines(tmp_path / "run")):
-        if index in bad:
-            assert line["error"]["code"] == bad[index][1], (index, line)
-            continue
-        text, _, image = said(line).partition(" [image:")
-        assert text == f"row {index}"
-        images.add((index % 5 not in (1, 2, 3), bool(image), image))
-    assert len(images) == 3, (
-        "of every place comes the same image, and of the column another, or none"
-    )
+    link = f"{server.url}/a.png"
+    places = [7, "../x.png", f"{server.url}/none", None, as_hub(BLUE), link, link, "a.png"]
+    places.append(as_data_url(RED))
+    row = lambda index: {"prompt": "say", "image": places[index]}  # noqa: E731
+    make_job(tmp_path / "job", rows=9, per_chunk=3, make_row=row)
+    options = ("--column", "image=image", "--as-chat", "--allow-private-urls", "--media-root")
+    run_worker_here(tmp_path / "job", tmp_path / "run", *options, str(tmp_path))
+    lines = output_lines(tmp_path / "run")
+    codes = [line["error"]["code"] for line in lines[:3]]
+    assert codes == ["invalid_media", "media_forbidden", "media_unavailable"]
+    none, blue, *red = [said(line).removeprefix("say") for line in lines[3:]]
+    assert (none, len(set(red))) == ("", 1)
+    assert {each.partition(":")[0] for each in (blue, *red)} == {" [image"}
+    assert blue != red[0]
     assert server.seen.count("/a.png") == 1
-
-
-# --------------------------------------------------------------------------- options
-
-
-def test_the_columns_are_part_of_the_run_and_the_places_are_recorded(tmp_path: Path) -> None:
-    rows = {"prompt": "What?", "image": as_hub(RED)}
-    make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=lambda _: rows)
-    run_worker_here(tmp_path / "job", tmp_path / "run", *option(tmp_path))
-    run = json.loads((tmp_path / "run/run.json").read_text())
-    assert run["config"]["prompt"]["columns"] == {"image": ["image"]}
-    assert run["recorded"]["options"]["media_root"] == str(tmp_path)
-    command = worker_command(read_run(open_store(str(tmp_path / "run"))), "RUN", "JOB")
-    assert """--column 'image=["image"]'""" in command
-    assert f"--media-root {tmp_path}" in command
-    assert "--allow-private-urls" in command
 
 
 def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
@@ -250,25 +212,18 @@ def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
     link = "https://example.com/a.png"
     part = {"type": "image_url", "image_url": {"url": link, "detail": "low"}}
     rows = [
-        {"m": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]},
+        {
+            "m": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}],
+            "image": None,
+        },
         {"m": "What now?", "image": as_hub(BLUE)},
         {"m": "And now?", "image": "a.png"},
     ]
     with fake_endpoint() as endpoint:
-        make_job(
-            tmp_path / "job",
-            rows=3,
-            per_chunk=3,
-            make_row=lambda index: {"image": None, **rows[index]},
-        )
-        worker.main(
-            [
-                *("--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")),
-                *("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"),
-                *("--messages-column", "m", "--column", "image=image"),
-            ],
-            standalone_mode=False,
-        )
+        make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
+        asked = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
+        columns = ("--prompt-column", "", "--messages-column", "m", "--column", "image=image")
+        run_worker_here(tmp_path / "job", tmp_path / "run", *asked, *columns)
         contents = [body["messages"][0]["content"] for body in endpoint.bodies]
     assert [part, {"type": "text", "text": "What?"}] in contents
     data_url = as_data_url(BLUE, "image/jpeg")

@@ -21,10 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    def make_row(index: int) -> dict[str, object]:
-        return {"prompt": f"hello row {index}"} if index % 10 else {"prompt": None}
-
-    make_job(tmp_path / "job", rows=600, per_chunk=100, make_row=make_row)
+    rows = [{"prompt": f"hello row {row}" if row % 10 else None} for row in range(600)]
+    make_job(tmp_path / "job", rows=600, per_chunk=100, make_row=rows.__getitem__)
     return tmp_path / "job"
 
 

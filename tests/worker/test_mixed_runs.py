@@ -11,6 +11,7 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import RunMismatch
 from batchinfer.core.records import Marker, Run
+from making import finished_chunks, read_marker
 from simulation.machine import prompt_config
 from simulation.oracle import RUN
 from simulation.scenario import own_manifest
@@ -34,12 +35,8 @@ def run_first(stage: Stage) -> None:
 
 
 def markers(stage: Stage) -> dict[str, Marker]:
-    found = {}
-    for key, data in stage.objects(layout.OUTPUTS).items():
-        parsed = layout.parse_marker(key)
-        if parsed is not None:
-            found[parsed[0]] = codec.decode(data, Marker, name=key)
-    return found
+    store = stage.outside().open_store(stage.run_url)
+    return {name: read_marker(store, name) for name in finished_chunks(store)}
 
 
 def stored_run(stage: Stage) -> Run:
@@ -74,96 +71,90 @@ def assert_does_nothing(stage: Stage, *words: str, **options: Any) -> None:
     assert len(stage.taken) == num_taken
 
 
-class TestAtTheStart:
-    @pytest.mark.parametrize("num_done", [1, 3])
-    def test_a_removed_run_goes_on_with_the_same_options_alone(
-        self, stage: Stage, num_done: int
-    ) -> None:
-        """Where nothing was left to do, nobody compared the options: any worker said SUCCESS."""
-        run_first(stage)
-        if num_done == 3:
-            assert stage.run().is_success
-        run, num_taken = stored_run(stage), len(stage.taken)
+@pytest.mark.parametrize("num_done", [1, 3])
+def test_a_removed_run_goes_on_with_the_same_options_alone(stage: Stage, num_done: int) -> None:
+    """Where nothing was left to do, nobody compared the options: any worker said SUCCESS."""
+    run_first(stage)
+    if num_done == 3:
+        assert stage.run().is_success
+    run, num_taken = stored_run(stage), len(stage.taken)
+    remove_run(stage)
+    assert_does_nothing(stage, "part-00000", "--output")
+    assert layout.RUN_KEY not in stage.objects()
+    assert stage.run().is_success
+    assert stored_run(stage).fingerprint == run.fingerprint
+    assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
+    assert len(stage.taken) == num_taken + 6 * (3 - num_done)
+
+
+@pytest.mark.parametrize("num_done", [1, 3])
+def test_a_replaced_run_does_not_go_on(stage: Stage, num_done: int) -> None:
+    run_first(stage)
+    if num_done == 3:
+        assert stage.run().is_success
+    replace_run(stage)
+    stage.engine.load_seconds, began = 100.0, stage.scheduler.now
+    assert_does_nothing(stage, *markers(stage))
+    assert stage.scheduler.now < began + 50, "it waited for the engine"
+
+
+def test_a_run_that_is_complete_and_mixed_is_no_success(stage: Stage) -> None:
+    assert stage.run().is_success
+    first, name = stored_run(stage), layout.marker_key("part-00001")
+    remove_run(stage)
+    marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
+    stage.put(name, codec.encode(marker))
+    assert_refused(stage.run(), "another", first.fingerprint)
+
+
+def test_a_run_that_went_on_after_it_was_replaced_is_no_success(stage: Stage) -> None:
+    """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
+    stage.engine.row_seconds = 5.0
+    stage.scheduler.after(8.0, lambda: replace_run(stage))
+    assert_refused(stage.run(manifest=layout.worker_manifest(0, 3)))
+    assert markers(stage)
+    assert_does_nothing(stage, *markers(stage))
+
+
+def test_only_markers_of_the_own_manifest_are_read(stage: Stage) -> None:
+    run_first(stage)
+    assert stage.run(manifest=own_manifest(1)).is_success
+    read = set()
+
+    def hook(_number: int, method: str, key: str, _process: object) -> None:
+        if method == "get_object" and layout.MARKER_SUFFIX in key:
+            read.add(layout.parse_marker(key.removeprefix(RUN)))
+
+    assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
+    assert read == {("part-00002", 0)}
+
+
+def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(stage: Stage) -> None:
+    stage.engine.row_seconds = 5.0
+    before: list[Run] = []
+
+    def remove() -> None:
+        before.append(stored_run(stage))
         remove_run(stage)
-        assert_does_nothing(stage, "part-00000", "--output")
-        assert layout.RUN_KEY not in stage.objects()
-        assert stage.run().is_success
-        assert stored_run(stage).fingerprint == run.fingerprint
-        assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
-        assert len(stage.taken) == num_taken + 6 * (3 - num_done)
 
-    @pytest.mark.parametrize("num_done", [1, 3])
-    def test_a_replaced_run_does_not_go_on(self, stage: Stage, num_done: int) -> None:
-        run_first(stage)
-        if num_done == 3:
-            assert stage.run().is_success
-        replace_run(stage)
-        stage.engine.load_seconds, began = 100.0, stage.scheduler.now
-        assert_does_nothing(stage, *markers(stage))
-        assert stage.scheduler.now < began + 50, "it waited for the engine"
-
-    def test_a_run_that_is_complete_and_mixed_is_no_success(self, stage: Stage) -> None:
-        assert stage.run().is_success
-        first, name = stored_run(stage), layout.marker_key("part-00001")
-        remove_run(stage)
-        marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
-        stage.put(name, codec.encode(marker))
-        assert_refused(stage.run(), "another", first.fingerprint)
-
-    def test_a_run_that_went_on_after_it_was_replaced_is_no_success(self, stage: Stage) -> None:
-        """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
-        stage.engine.row_seconds = 5.0
-        stage.scheduler.after(8.0, lambda: replace_run(stage))
-        assert_refused(stage.run(manifest=layout.worker_manifest(0, 3)))
-        assert markers(stage)
-        assert_does_nothing(stage, *markers(stage))
-
-    def test_only_markers_of_the_own_manifest_are_read(self, stage: Stage) -> None:
-        run_first(stage)
-        assert stage.run(manifest=own_manifest(1)).is_success
-        read = set()
-
-        def hook(_number: int, method: str, key: str, _process: object) -> None:
-            if method == "get_object" and layout.MARKER_SUFFIX in key:
-                read.add(layout.parse_marker(key.removeprefix(RUN)))
-
-        assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
-        assert read == {("part-00002", 0)}
+    stage.scheduler.after(8.0, remove)
+    assert stage.run().is_success
+    assert [stored_run(stage)] == before
 
 
-class TestAtTheEnd:
-    def test_a_run_that_is_replaced_while_a_worker_runs_is_no_success(self, stage: Stage) -> None:
-        stage.engine.row_seconds = 5.0
-        stage.scheduler.after(8.0, lambda: replace_run(stage))
-        assert_refused(stage.run(), "temperature", "while this worker ran")
+def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(stage: Stage) -> None:
+    """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
+    run_first(stage)
+    marker = markers(stage)["part-00000"]
+    output = stage.objects()[layout.output_key(marker.output)]
+    stage.engine.row_seconds = 5.0
 
-    def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(self, stage: Stage) -> None:
-        stage.engine.row_seconds = 5.0
-        before: list[Run] = []
+    def publish() -> None:
+        stage.put(layout.output_key("part-00002.aaaa.jsonl"), output)
+        foreign = msgspec.structs.replace(
+            marker, output="part-00002.aaaa.jsonl", fingerprint="another"
+        )
+        stage.put(layout.marker_key("part-00002"), codec.encode(foreign))
 
-        def remove() -> None:
-            before.append(stored_run(stage))
-            remove_run(stage)
-
-        stage.scheduler.after(8.0, remove)
-        assert stage.run().is_success
-        assert [stored_run(stage)] == before
-
-    def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(
-        self, stage: Stage
-    ) -> None:
-        """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
-        run_first(stage)
-        marker = markers(stage)["part-00000"]
-        output = stage.objects()[layout.output_key(marker.output)]
-        stage.engine.row_seconds = 5.0
-
-        def publish() -> None:
-            stage.put(layout.output_key("part-00002.aaaa.jsonl"), output)
-            foreign = msgspec.structs.replace(
-                marker, output="part-00002.aaaa.jsonl", fingerprint="another"
-            )
-            stage.put(layout.marker_key("part-00002"), codec.encode(foreign))
-
-        stage.scheduler.after(6.0, publish)
-        assert_refused(stage.run(), "part-00002", "another")
+    stage.scheduler.after(6.0, publish)
+    assert_refused(stage.run(), "part-00002", "another")

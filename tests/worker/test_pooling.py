@@ -17,9 +17,8 @@ from models import sound
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     def make_row(index: int) -> dict[str, Any]:
-        first = f"number {index}"
-        row = {"prompt": f"text {index}", "query": "which?", "document": first}
-        return {**row, "all": [first, "another"]}
+        pair = {"query": "which?", "document": f"number {index}"}
+        return {"prompt": f"text {index}", **pair, "all": [f"number {index}", "another"]}
 
     make_job(tmp_path / "job", rows=30, per_chunk=10, make_row=make_row)
     return tmp_path / "job"

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 import echo_server
-from batchinfer.core.clock import SystemClock
 from batchinfer.core.counts import Counts
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.worker.progress import Bar, describe
@@ -96,12 +95,6 @@ def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once
     work.opened(chunk("other", 7, left=0))
     work.closed(work.open["other"], "done")
     assert state(work) == (77, 87, 1, 2)
-
-
-def test_progress_of_a_start_without_rows_has_no_rate() -> None:
-    telemetry = Telemetry("w0", SystemClock(), host={})
-    telemetry.workload.set_own({"a": 5})
-    assert describe(telemetry) == "0/5 rows, loading the engine for 0:00"
 
 
 @pytest.mark.parametrize(

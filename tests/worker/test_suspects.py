@@ -8,25 +8,11 @@ import math
 import pytest
 
 from batchinfer.core import layout
+from batchinfer.core.errors import EngineDied
 from simulation.machine import POISON
 from simulation.stage import Stage
 
 NUM_ROWS = 1000
-
-
-def stage_of(num_rows: int, poison: set[int], *, per_chunk: int) -> Stage:
-    texts = [f"{POISON} {row}" if row in poison else f"say {row}" for row in range(num_rows)]
-    parts = [texts[first : first + per_chunk] for first in range(0, num_rows, per_chunk)]
-    stage = Stage(parts)
-    stage.engine.max_in_flight = num_rows
-    stage.engine.kills_at_once = True
-    return stage
-
-
-def run_to_the_end(stage: Stage) -> None:
-    """Start the worker again after every engine death, as SkyPilot does."""
-    while not (ending := stage.run(within_seconds=6000.0)).is_success:
-        assert type(ending.error).__name__ == "EngineDied"
 
 
 def error_rows(stage: Stage) -> dict[int, str]:
@@ -44,8 +30,12 @@ def error_rows(stage: Stage) -> dict[int, str]:
 @pytest.mark.parametrize("place", [0, 617, NUM_ROWS - 1])
 def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(place: int) -> None:
     """All thousand ran one at a time, which took an hour."""
-    with stage_of(NUM_ROWS, {place}, per_chunk=300) as stage:
-        run_to_the_end(stage)
+    texts = [f"{POISON if row == place else 'say'} {row}" for row in range(NUM_ROWS)]
+    with Stage([texts[first : first + 300] for first in range(0, NUM_ROWS, 300)]) as stage:
+        stage.engine.max_in_flight = NUM_ROWS
+        stage.engine.kills_at_once = True
+        while not (ending := stage.run(within_seconds=6000.0)).is_success:  # as SkyPilot does
+            assert isinstance(ending.error, EngineDied)
         assert error_rows(stage) == {place: "engine_crash"}
         assert len(stage.deaths) <= 2 + math.ceil(math.log2(NUM_ROWS) / 2)
         assert stage.deaths[-1] == [(f"part-{place // 300:05}", place % 300)]

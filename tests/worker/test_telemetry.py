@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from batchinfer.core import codec
-from batchinfer.core.counts import MAX_CODES, Counts
+from batchinfer.core.counts import MAX_CODES, OTHER, Counts
 from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.worker.minutes import MAX_MINUTES
@@ -82,6 +82,7 @@ def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
         telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
         telemetry_.rows_finished([finished(index, code=code)])
         telemetry_.rows_finished([finished(index, finish_reason=f"reason {index}")])
+    telemetry_.rows_finished([finished(0, code="code_0")])
     for _ in range(3000):
         clock.seconds += 60
         telemetry_.rows_finished([finished(0)])
@@ -90,8 +91,9 @@ def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
     assert len(record.examples) == MAX_CODES
     assert all(len(example.message) <= 500 for example in record.examples.values())
     assert max(len(record.errors), len(record.finish_reasons)) == MAX_CODES + 1
+    assert (record.errors["code_0"], record.errors[OTHER]) == (2, 2 * MAX_CODES)
     assert len(record.minutes) <= MAX_MINUTES
-    assert record.rows_done == 6 * MAX_CODES + 3000, "no row is lost by thinning"
+    assert record.rows_done == 6 * MAX_CODES + 3001, "no row is lost by thinning"
     assert len(codec.encode(record)) < 400_000
 
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,6 @@ from making import (
     make_job,
     output_key,
     output_lines,
-    put_job,
     read_marker,
     run_worker_here,
     start_process,
@@ -63,101 +64,110 @@ def prompt_if(is_good: object) -> dict[str, str]:
     return {"prompt": "x" if is_good else ""}
 
 
-class TestTheMainJob:
-    def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
-        result = run_worker_here(
-            job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
-        )
-        steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
-        assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
-
-    def test_a_finished_run_does_not_wait_for_the_engine(
-        self, job: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A restart of a worker whose work is done must not pay for loading the model."""
-        run_worker_here(job, f"{job}/runs/a")
-        monkeypatch.setattr(
-            "batchinfer.engines.echo.EchoTarget.look", mock.AsyncMock(return_value="")
-        )
-        result = run_worker_here(job, f"{job}/runs/a")
-        assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
-
-    def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
-        """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
-        copy, run = tmp_path / "3.txt", f"{job}/runs/a"
-        copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
-        command.main(["--manifest", str(copy), "--output", run, *ECHO], standalone_mode=False)
-        names = [f"part-{index:05d}" for index in range(5, 10)]
-        assert sorted(finished_chunks(open_store(run))) == names
+Work = Callable[..., dict[str, Any]]
 
 
-class TestStoppedAndStartedAgain:
-    def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(
-        self, job: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
-        replace = LocalStore.replace
+def work_over(folder: Path, rows: list[dict[str, str]], per_chunk: int = 5000) -> Work:
+    """Runs workers over a job of these rows, with further options. Job and run are in the folder."""
+    make_job(folder / "job", rows=len(rows), per_chunk=per_chunk, make_row=rows.__getitem__)
+    return partial(run_worker_here, folder / "job", folder / "run")
 
-        def away(self: LocalStore, key: str, data: bytes, etag: str) -> str:
-            if b'"state":"done"' in data:
-                time.sleep(60)
-            return replace(self, key, data, etag)
 
-        monkeypatch.setattr(LocalStore, "replace", away)
-        begin = time.monotonic()
-        assert run_worker(echo_over(job), quiet_environment())["request_count"] == 95
-        assert time.monotonic() - begin < 40
-
-    @pytest.mark.s3
-    @pytest.mark.usefixtures("s3_environment")
-    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(self) -> None:
-        """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            silent.settimeout(60)
-            endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            process = start_process(
-                ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
-                environment={"AWS_ENDPOINT_URL": endpoint},
-            )
-            connection, _ = silent.accept()
-            with connection:
-                process.send_signal(signal.SIGTERM)
-                stopped = finish_process(process, timeout_seconds=60)
-        assert stopped.status == 75, stopped.stderr
-        assert "SIGTERM" in stopped.stderr
-        assert "Traceback" not in stopped.stderr
-
-    @pytest.mark.parametrize(
-        ("verb", "key"),
-        [
-            ("get", layout.JOB_KEY),
-            ("stat", layout.STOP_KEY),
-            ("get", layout.RUN_KEY),
-            ("create", layout.PROBES),
-            ("create", layout.WORKERS),
-            ("create", layout.RUN_KEY),
-        ],
+def test_rows_of_several_chunks_are_in_the_engine_at_once(job: str) -> None:
+    result = run_worker_here(
+        job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
     )
-    def test_no_request_of_the_set_up_keeps_it_from_ending(
-        self, job: str, verb: str, key: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        environment = quiet_environment()
-        silence = threading.Event()
-        real = getattr(LocalStore, verb)
+    steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
+    assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
-        def silent(self: LocalStore, asked: str, *rest: object) -> object:
-            if asked.startswith(key):
-                environment.stopper.request(Interrupted("stopped by the test"))
-                silence.wait(60)
-            return real(self, asked, *rest)
 
-        monkeypatch.setattr(LocalStore, verb, silent)
-        begin = time.monotonic()
-        with pytest.raises(Interrupted):
-            run_worker(echo_over(job), environment)
-        assert time.monotonic() - begin < 30
-        silence.set()
-        assert not finished_chunks(open_store(f"{job}/runs/a"))
+def test_a_finished_run_does_not_wait_for_the_engine(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart of a worker whose work is done must not pay for loading the model."""
+    run_worker_here(job, f"{job}/runs/a")
+    monkeypatch.setattr("batchinfer.engines.echo.EchoTarget.look", mock.AsyncMock(return_value=""))
+    result = run_worker_here(job, f"{job}/runs/a")
+    assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
+
+
+def test_a_copied_manifest_finds_its_job_above_the_run(job: str, tmp_path: Path) -> None:
+    """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
+    copy, run = tmp_path / "3.txt", f"{job}/runs/a"
+    copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
+    command.main(["--manifest", str(copy), "--output", run, *ECHO], standalone_mode=False)
+    names = [f"part-{index:05d}" for index in range(5, 10)]
+    assert sorted(finished_chunks(open_store(run))) == names
+
+
+def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
+    replace = LocalStore.replace
+
+    def away(self: LocalStore, key: str, data: bytes, etag: str) -> str:
+        if b'"state":"done"' in data:
+            time.sleep(60)
+        return replace(self, key, data, etag)
+
+    monkeypatch.setattr(LocalStore, "replace", away)
+    begin = time.monotonic()
+    assert run_worker(echo_over(job), quiet_environment())["request_count"] == 95
+    assert time.monotonic() - begin < 40
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("s3_environment")
+def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon() -> None:
+    """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        process = start_process(
+            ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
+            environment={"AWS_ENDPOINT_URL": endpoint},
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            stopped = finish_process(process, timeout_seconds=60)
+    assert stopped.status == 75, stopped.stderr
+    assert "SIGTERM" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "key"),
+    [
+        ("get", layout.JOB_KEY),
+        ("stat", layout.STOP_KEY),
+        ("get", layout.RUN_KEY),
+        ("create", layout.PROBES),
+        ("create", layout.WORKERS),
+        ("create", layout.RUN_KEY),
+    ],
+)
+def test_no_request_of_the_set_up_keeps_it_from_ending(
+    job: str, verb: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = quiet_environment()
+    silence = threading.Event()
+    real = getattr(LocalStore, verb)
+
+    def silent(self: LocalStore, asked: str, *rest: object) -> object:
+        if asked.startswith(key):
+            environment.stopper.request(Interrupted("stopped by the test"))
+            silence.wait(60)
+        return real(self, asked, *rest)
+
+    monkeypatch.setattr(LocalStore, verb, silent)
+    begin = time.monotonic()
+    with pytest.raises(Interrupted):
+        run_worker(echo_over(job), environment)
+    assert time.monotonic() - begin < 30
+    silence.set()
+    assert not finished_chunks(open_store(f"{job}/runs/a"))
 
 
 def put_back(run: Path, name: str, num_rows: int, code: str = "") -> None:
@@ -171,108 +181,94 @@ def put_back(run: Path, name: str, num_rows: int, code: str = "") -> None:
     store.delete([layout.marker_key(name)])
 
 
-class TestBadRows:
-    def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
-        put_job(open_store(str(tmp_path / "job")).create, [b"\n".join(lines) + b"\n"])
-        run_worker_here(tmp_path / "job", tmp_path / "run", *options)
-        return output_lines(tmp_path / "run")
+def test_too_many_errors_end_the_worker_with_the_commonest(tmp_path: Path) -> None:
+    rows = [prompt_if(row < 10) for row in range(40)] + [{"other": "1"}] * 5
+    with pytest.raises(ErrorRateExceeded) as caught:
+        work_over(tmp_path, rows)("--max-error-rate", "0.5")
+    assert caught.value.exit_status == 3
+    assert "30 x invalid_column, e.g. part-00000 line 10" in caught.value.message
 
-    def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
-        lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
-        few = self.rows(tmp_path / "few", lines[9:29], "--max-error-rate", "0.5")
-        assert sum("error" in line for line in few) == 19, "too few to judge by"
-        with pytest.raises(ErrorRateExceeded) as caught:
-            self.rows(tmp_path, lines, "--max-error-rate", "0.5")
-        assert caught.value.exit_status == 3
-        assert "30 x invalid_json, e.g. part-00000 line 10" in caught.value.message
 
-    def test_too_many_errors_stay_too_many_for_later_starts(self, tmp_path: Path) -> None:
-        job, run, most = tmp_path / "job", tmp_path / "run", ("--max-error-rate", "0.1")
-        make_job(job, rows=80, per_chunk=20, make_row=lambda row: prompt_if(row % 4))
-        run_worker_here(job, run, "--max-error-rate", "0.1", "--min-errors", "21")
-        for _ in range(2):
-            with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
-                run_worker_here(job, run, *most)
-        assert run_worker_here(job, run, "--max-error-rate", "0.25")["status"] == "SUCCESS"
+def test_too_many_errors_stay_too_many_for_later_starts(tmp_path: Path) -> None:
+    work = work_over(tmp_path, [prompt_if(row % 4) for row in range(80)], per_chunk=20)
+    work("--max-error-rate", "0.1", "--min-errors", "21")
+    for _ in range(2):
+        with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
+            work("--max-error-rate", "0.1")
+    assert work("--max-error-rate", "0.25")["status"] == "SUCCESS"
 
-    def test_rows_that_were_resumed_are_among_those_that_did_not_fail(self, tmp_path: Path) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=200, per_chunk=100, make_row=lambda row: prompt_if(row > 30))
-        run_worker_here(job, run)
-        put_back(run, "part-00001", 100)
-        done = run_worker_here(job, run, "--max-error-rate", "0.2")
-        assert (done["status"], done["rows_resumed"]) == ("SUCCESS", 100)
 
-    def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
-        self, tmp_path: Path
-    ) -> None:
-        lines = [b'{"prompt": "fine"}'] * 2 + [b'{"other": 1}'] * 3000
-        with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
-            self.rows(tmp_path, lines)
-        assert caught.value.exit_status == 3
-        assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
-        assert "--max-error-rate 1" in caught.value.hint
+def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path: Path) -> None:
+    work = work_over(tmp_path, [prompt_if(row > 30) for row in range(200)], per_chunk=100)
+    work()
+    put_back(tmp_path / "run", "part-00001", 100)
+    done = work("--max-error-rate", "0.2")
+    assert (done["status"], done["rows_resumed"]) == ("SUCCESS", 100)
 
-    def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(
-        self, tmp_path: Path
-    ) -> None:
-        """Rows without a prompt fail at once: 150 of them are the first to finish."""
-        lines = [b'{"other": 1}'] * 150 + [b'{"prompt": "fine"}'] * 350
-        done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
-        assert ["error" in line for line in done] == [True] * 150 + [False] * 350
 
-    def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=3, per_chunk=50, make_row=lambda row: {"other": row})
-        for message in ("of the first", "every row of the run failed"):
-            with pytest.raises(ErrorRateExceeded, match=message) as caught:
-                run_worker_here(job, run)
-            assert caught.value.result["status"] == "FAILED"
-            assert "--retry-errors" in caught.value.hint
-        for _ in range(2):
-            assert run_worker_here(job, run, "--max-error-rate", "1")["status"] == "SUCCESS"
-        few = run_worker_here(job, tmp_path / "few", "--max-error-rate", "0.5")
-        assert few["status"] == "SUCCESS", "fewer than --min-errors"
+def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path: Path) -> None:
+    rows = [prompt_if(True)] * 2 + [{"other": "1"}] * 3000
+    with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
+        work_over(tmp_path, rows)()
+    assert caught.value.exit_status == 3
+    assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
+    assert "--max-error-rate 1" in caught.value.hint
 
-    def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(
-        self, tmp_path: Path
-    ) -> None:
-        """A second start called a run of errors a success, and --retry-errors published them as they were."""
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=150, per_chunk=150, make_row=lambda row: {"other": row})
-        run_worker_here(job, run, "--max-error-rate", "1")
-        for options, resumed in (((), 100), (("--retry-errors",), 0)):
-            put_back(run, "part-00000", 100, "missing_column")
-            with pytest.raises(ErrorRateExceeded, match="every row of the run failed") as caught:
-                run_worker_here(job, run, *options)
-            assert caught.value.result["rows_resumed"] == resumed
 
-    def test_a_repair_is_not_judged_by_rows_that_have_failed_before(self, tmp_path: Path) -> None:
-        """It stopped itself at each start: rows that fail for good are among few."""
-        job, run = tmp_path / "job", tmp_path / "run"
-        most = ("--max-error-rate", "0.1")
-        make_job(job, rows=400, per_chunk=100, make_row=lambda row: prompt_if(row % 13))
-        assert run_worker_here(job, run, *most)["error_count"] == 31
-        again = run_worker_here(job, run, *most, "--retry-errors")
-        assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
+def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(tmp_path: Path) -> None:
+    """Rows without a prompt fail at once: 150 of them are the first to finish."""
+    is_bad = [row < 150 for row in range(500)]
+    work_over(tmp_path, [prompt_if(not each) for each in is_bad])("--echo-latency-seconds", "3")
+    assert ["error" in line for line in output_lines(tmp_path / "run")] == is_bad
 
-    def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(self, tmp_path: Path) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=20, per_chunk=20, make_row=prompt_if)
-        run_worker_here(job, run, "--task", "embed")
-        run_worker_here(job, run, "--task", "embed", "--retry-errors")
-        before, after = (read_marker(open_store(str(run)), "part-00000", n) for n in (0, 1))
-        assert after.prompt_tokens == before.prompt_tokens > 0
 
-    def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(
-        self, tmp_path: Path
-    ) -> None:
-        job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=6, per_chunk=2, make_row=lambda row: prompt_if(row >= 4))
-        assert run_worker_here(job, run)["status"] == "SUCCESS"
-        again = run_worker_here(job, run, "--retry-errors")
-        assert (again["request_count"], again["error_count"]) == (4, 4)
-        assert again["status"] == "SUCCESS"
+def test_a_run_of_error_rows_only_is_no_success(tmp_path: Path) -> None:
+    work = work_over(tmp_path, [{"other": "1"}] * 3)
+    for message in ("of the first", "every row of the run failed"):
+        with pytest.raises(ErrorRateExceeded, match=message) as caught:
+            work()
+        assert caught.value.result["status"] == "FAILED"
+        assert "--retry-errors" in caught.value.hint
+    for _ in range(2):
+        assert work("--max-error-rate", "1")["status"] == "SUCCESS"
+    few = work_over(tmp_path / "few", [{"other": "1"}] * 3)("--max-error-rate", "0.5")
+    assert few["status"] == "SUCCESS", "fewer than --min-errors"
+
+
+def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(tmp_path: Path) -> None:
+    """A second start called a run of errors a success, and --retry-errors published them as they were."""
+    work = work_over(tmp_path, [{"other": "1"}] * 150)
+    work("--max-error-rate", "1")
+    for options, resumed in (((), 100), (("--retry-errors",), 0)):
+        put_back(tmp_path / "run", "part-00000", 100, "missing_column")
+        with pytest.raises(ErrorRateExceeded, match="every row of the run failed") as caught:
+            work(*options)
+        assert caught.value.result["rows_resumed"] == resumed
+
+
+def test_a_repair_is_not_judged_by_rows_that_have_failed_before(tmp_path: Path) -> None:
+    """It stopped itself at each start: rows that fail for good are among few."""
+    work = work_over(tmp_path, [prompt_if(row % 13) for row in range(400)], per_chunk=100)
+    assert work("--max-error-rate", "0.1")["error_count"] == 31
+    again = work("--max-error-rate", "0.1", "--retry-errors")
+    assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
+
+
+def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(tmp_path: Path) -> None:
+    work = work_over(tmp_path, [prompt_if(row) for row in range(20)])
+    work("--task", "embed")
+    work("--task", "embed", "--retry-errors")
+    run = open_store(str(tmp_path / "run"))
+    before, after = (read_marker(run, "part-00000", number) for number in (0, 1))
+    assert after.prompt_tokens == before.prompt_tokens > 0
+
+
+def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path: Path) -> None:
+    work = work_over(tmp_path, [prompt_if(row >= 4) for row in range(6)], per_chunk=2)
+    assert work()["status"] == "SUCCESS"
+    again = work("--retry-errors")
+    assert (again["request_count"], again["error_count"]) == (4, 4)
+    assert again["status"] == "SUCCESS"
 
 
 def test_a_machine_that_refuses_more_open_files_runs_the_worker(
