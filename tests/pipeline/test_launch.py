@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,10 +24,11 @@ from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_launches, name_of, new_id, record_launch, slurm
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.prices import Machine
 from batchinfer.core.records import Money
 from batchinfer.pipeline import launch
 from batchinfer.runs.launched import with_launches
-from batchinfer.runs.overview import Overview
+from batchinfer.runs.overview import Overview, Rate, WorkerView
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
 from engine_contract import is_running
@@ -60,7 +60,10 @@ def overview(run: Path, launch: str, state: str, reason: str = "", cost: float =
     store = open_store(str(run))
     seen = run_status(RunConfig(run=store.url), open_store=open_store, clock=SystemClock())
     money = Money(cost=cost)
-    worker = SimpleNamespace(id=f"{launch}-00000", state=state, reason=reason, money=money)
+    facts = {"id": f"{launch}-00000", "state": state, "reason": reason, "money": money}
+    facts |= {"nonce": "", "machine": Machine(), "recent": Rate()}
+    times = ("started", "heartbeat", "heartbeat_age_seconds", "clock_offset_seconds")
+    worker = WorkerView(**facts, **dict.fromkeys(times, 0.0))
     own = {"workers": [worker], "launches": [], "cost": replace(seen.cost, so_far=cost)}
     return with_launches(replace(seen, **own), store)
 
