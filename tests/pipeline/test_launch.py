@@ -61,7 +61,7 @@ def overview(run: Path, launch: str, state: str, reason: str = "", cost: float =
     seen = run_status(RunConfig(run=store.url), open_store=open_store, clock=SystemClock())
     money = Money(cost=cost)
     facts = {"id": f"{launch}-00000", "state": state, "reason": reason, "money": money}
-    facts |= {"nonce": "", "machine": Machine(), "recent": Rate()}
+    facts |= {"nonce": "", "machine": Machine("", "", "", 1, is_spot=False), "recent": Rate()}
     times = ("started", "heartbeat", "heartbeat_age_seconds", "clock_offset_seconds")
     worker = WorkerView(**facts, **dict.fromkeys(times, 0.0))
     own = {"workers": [worker], "launches": [], "cost": replace(seen.cost, so_far=cost)}
