@@ -165,7 +165,7 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:
     make_job(tmp_path / "job", rows=10, per_chunk=10)
     run = open_store(str(tmp_path / "job/runs/a"))
-    run_worker_here(tmp_path / "job", run.url)
+    run_worker_here(tmp_path / "job", run.url, "--worker-id", "w0")
     old, young = (Path(run.url, "outputs", f".part.{name}.tmp") for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"x")
@@ -177,3 +177,6 @@ def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:
     clean(run)
     assert (old.exists(), young.exists()) == (False, True)
     assert "temporary" not in call("clean", run.url, "--redo", "part-00000").err
+    assert clean(run, older_than_seconds=0.0, yes=False)["temps_removed"] == 1
+    leave_of_the_living(run)  # it may write this file at the moment
+    assert clean(run, older_than_seconds=0.0)["temps_removed"] == 0
