@@ -140,7 +140,8 @@ class Answers:
         self.ends = [0]
         """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
         self._failure: BaseException | None = None
-        schema = pa.schema({name: pa.large_string() for name in ("wanted", "line", "source")})
+        text = pa.large_string()
+        schema = pa.schema([("wanted", pa.int64()), ("line", text), ("source", text)])
         # Garbage collection would close it at any time, even while a thread starts, and then wait for ever.
         with (
             sql_errors("an output"),
@@ -166,15 +167,21 @@ class Answers:
 
         # `pa.array` would import pandas.
         def texts(lines: Sequence[bytes]) -> Any:
-            ends = pa.py_buffer(np.cumsum([0, *map(len, lines)]))
-            return pa.LargeStringArray.from_buffers(len(lines), ends, pa.py_buffer(b"".join(lines)))
+            ends = np.cumsum([0, *map(len, lines)])
+            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
+            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
 
         def batch() -> Any:
-            return pa.RecordBatch.from_arrays(
-                list(map(texts, zip(*held, strict=True))), schema=schema
-            )
+            numbers, lines, sources = zip(*held, strict=True)
+            wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
+            columns = [
+                pa.Array.from_buffers(pa.int64(), len(held), wanted),
+                texts(lines),
+                texts(sources),
+            ]
+            return pa.RecordBatch.from_arrays(columns, schema=schema)
 
-        held, num_bytes, row = list[tuple[bytes, bytes, bytes]](), 0, 0
+        held, num_bytes, row = list[tuple[int, bytes, bytes]](), 0, 0
         try:
             for ref, marker, output, source, problem in brought:
                 if problem:
@@ -183,7 +190,7 @@ class Answers:
                     continue
                 row = ref.first_row
                 for line, text in _rows(output, source):
-                    held.append((b"%d" % row, line, text))
+                    held.append((row, line, text))
                     row += 1
                     num_bytes += len(line) + len(text) + _ROW_BYTES
                     if num_bytes >= _BLOCK_BYTES:

@@ -39,7 +39,7 @@ WITH lines AS (
     SELECT *, l.body AS b, l.body.usage AS u, l.body.choices[1] AS c, l.body.data[1] AS d FROM lines
 )
 SELECT
-    if(l._row = wanted::BIGINT, l._row, error('row ' || wanted || ' is not in its place')) AS _row,
+    if(l._row IS NOT DISTINCT FROM wanted, wanted, error('row ' || wanted || ' is not in its place')) AS _row,
     l._id AS _id,
     l.status AS status,
     CASE WHEN b.output IS NULL THEN coalesce(c.message.content, c.text, b.text)

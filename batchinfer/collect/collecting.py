@@ -42,6 +42,9 @@ _DECIDING = (
     "answer_json",
     "shard_rows",
 )
+_LONGEST = 2000
+"""Largest number of characters that the card of a data set shows of one text."""
+_LONGEST_CODE = 20_000
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
@@ -206,7 +209,7 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     named = [each if each.startswith(public) else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
     rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
-    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()
+    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
     template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
     card = template.render(
         title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
@@ -219,8 +222,11 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
 
 
 def _plain(value: object) -> str:
-    """A value as text on one line, and escaped so that Markdown shows its signs as they are."""
-    return " ".join(re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", str(value)).split())
+    """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
+    cut = str(value) if len(str(value)) <= _LONGEST else f"{str(value)[:_LONGEST]}…"
+    for sign in "\\`*_[]<>|#":
+        cut = cut.replace(sign, f"\\{sign}")
+    return " ".join(cut.split())
 
 
 # --------------------------------------------------------------------------- the command line

@@ -30,8 +30,8 @@ _FLOAT_DIGITS, _INT_DIGITS = 16, 19
 _MOST_LEVELS = 40
 """Levels of arrays and objects that make a column. Readers of parquet take no more than 100, two for a list."""
 
-_OF_SCHEMA = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
-"""A value of each simple type of a JSON schema."""
+_OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
+"""DuckDB's names for the types of a JSON schema's simple members."""
 
 Shape = Any
 """As `json_group_structure` gives it: the name of a type, a list of one shape, or shapes by the names of members."""
@@ -44,7 +44,7 @@ class JsonColumns:
         sql: Connection with the relation.
         relation: SQL of a relation.
         value: SQL of its JSON values. Those that are no objects count as null.
-        example: One more object, with members of the types that are known beforehand.
+        known: Types of members that are known beforehand, which a member has if its values allow it.
         most_names: Most names that all objects together may have, else they have no columns.
     """
 
@@ -53,21 +53,29 @@ class JsonColumns:
         sql: Any,
         relation: str,
         value: str,
-        example: Mapping[str, Any] | None = None,
+        known: Mapping[str, str] | None = None,
         *,
         most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
-        shape = _group(sql, relation, self._value, example)
+        shape = _group(sql, relation, self._value)
         self.is_flat = shape != "JSON" and len(shape) <= most_names
         """Whether the objects have few members, none of them nested deep."""
         shape = shape if self.is_flat and isinstance(shape, dict) else {}
-        folded = [name.casefold() for name in shape]
+        folded = [name.casefold() for name in shape | dict(known or {})]
         odd = {name for name in folded if not name or folded.count(name) > 1}
         shape = {name: "JSON" if name.casefold() in odd else kind for name, kind in shape.items()}
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
+        wider = {
+            name: (self._member(name), kind)
+            for name, kind in (known or {}).items()
+            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else "")
+            and name.casefold() not in odd
+        }
+        fitting = _fitting(sql, relation, wider)
+        self.kinds |= {name: kind for name, kind in fitting.items() if kind != "JSON"}
 
     @property
     def json_texts(self) -> list[str]:
@@ -107,13 +115,11 @@ def shape_of(sql: Any, relation: str, value: str) -> Shape:
     return _fitting(sql, relation, {"": (value, found)})[""]
 
 
-def _group(sql: Any, relation: str, value: str, example: Mapping[str, Any] | None = None) -> Shape:
-    rows = f"SELECT {value} AS v, row_number() OVER () AS r FROM {relation}"
-    if example:
-        rows += f" UNION ALL SELECT {quoted(json.dumps(example), chr(39))}::JSON, 0"
+def _group(sql: Any, relation: str, value: str) -> Shape:
     # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
+    rows = f"(SELECT {value} AS v, row_number() OVER () AS r FROM {relation})"
     some = (
-        f"SELECT any_value(v) AS v, min(r) AS r FROM ({rows}) GROUP BY json_structure(v) ORDER BY r"
+        f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
     )
     [[found]] = rows_of(sql, f"SELECT json_group_structure(v) FROM ({some})")
     found = found or '"NULL"'
@@ -164,12 +170,14 @@ def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     fields = body.get("response_format"), body.get("structured_outputs")
     asked, constraint = (each if isinstance(each, Mapping) else {} for each in fields)
     schema = (asked.get("json_schema") or {}).get("schema", constraint.get("json"))
+    if isinstance(schema, str):
+        schema = json.loads(schema)
     is_json = asked.get("type") == "json_object" or constraint.get("json_object")
     return schema is not None or bool(is_json), schema
 
 
-def example_of(schema: Any) -> dict[str, Any]:
-    """Return an object with a value of each member to which a schema gives a simple type."""
+def types_of(schema: Any) -> dict[str, str]:
+    """Return DuckDB's types of the members to which a schema gives simple ones."""
     members = schema.get("properties") if isinstance(schema, Mapping) else None
     return {
         name: _OF_SCHEMA[member["type"]]
@@ -178,42 +186,51 @@ def example_of(schema: Any) -> dict[str, Any]:
     }
 
 
-def validator_of(schema: Any) -> Any:
-    """Return the validator of a JSON schema, which fetches no other one; None if it is no schema itself."""
-    import jsonschema
-    import referencing
+class AnswerSchema:
+    """A JSON schema that answers are validated against. It fetches no schema from elsewhere.
 
-    if not isinstance(schema, Mapping):
-        return None
-    kind = jsonschema.validators.validator_for(schema)
-    is_usable = kind(kind.META_SCHEMA).is_valid(schema)
-    return kind(schema, registry=referencing.Registry()) if is_usable else None
-
-
-def verdicts(validator: Any, texts: Any, reasons: Any) -> Any:
-    """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
-
-    Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or a
-    number that Python cannot use.
+    Args:
+        schema: The schema. One that is none itself is kept by nothing: `is_usable` is False.
     """
-    import pyarrow as pa
-    from referencing.exceptions import Unresolvable
 
-    def is_valid(text: Any, reason: Any) -> Any:
+    def __init__(self, schema: Any) -> None:
+        import jsonschema
+        import referencing
+
+        self.is_usable = False
+        """Whether answers can be validated."""
+        if isinstance(schema, Mapping):
+            kind = jsonschema.validators.validator_for(schema)
+            self.is_usable = not list(kind(kind.META_SCHEMA).iter_errors(schema))
+            self._validator = kind(schema, registry=referencing.Registry())
+
+    def array(self, texts: Any, reasons: Any) -> Any:
+        """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
+
+        Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or
+        a number that Python cannot use.
+        """
+        import pyarrow as pa
+
+        is_list = pa.types.is_list(texts.type)
+        kind = pa.list_(pa.bool_()) if is_list else pa.bool_()
+        found = map(self._is_valid, texts.to_pylist(), reasons.to_pylist())
+        return pa.array(found, kind)
+
+    def _is_valid(self, text: Any, reason: Any) -> Any:
+        from referencing.exceptions import Unresolvable
+
         if isinstance(text, list):
             reasons = reason if isinstance(reason, list) else [reason] * len(text)
-            return list(map(is_valid, text, reasons))
+            return list(map(self._is_valid, text, reasons))
         if text is None or reason != "stop":
             return None
         try:
-            return bool(validator.is_valid(json.loads(text)))
+            return bool(self._validator.is_valid(json.loads(text)))
         except (ValueError, RecursionError):
             return False
         except (Unresolvable, re.error, OverflowError):
             return None
-
-    kind = pa.list_(pa.bool_()) if pa.types.is_list(texts.type) else pa.bool_()
-    return pa.array(map(is_valid, texts.to_pylist(), reasons.to_pylist()), kind)
 
 
 def num_broken(column: Any) -> int:
@@ -250,12 +267,17 @@ class VectorColumn:
         least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
         self._is_nested = least < 0
         self._is_number = task == "reward" and least == most == 1
-        self.name = column.replace("embedding", "reward") if self._is_number else column
+        is_reward = task == "reward" and (self._is_number or self._is_nested)
+        self.name = "reward" if is_reward else "embedding"
         if self._is_nested:
-            self.name = "rewards" if task == "reward" else "token_embeddings"
+            self.name = "rewards" if is_reward else "token_embeddings"
+        elif is_list:
+            self.name += "s"
         self._length = most if least == most > 0 else -1
         self._num_odd = 0
-        self.type = pa.float32() if self._is_number else pa.list_(pa.float32(), self._length)
+        self.type = pa.list_(pa.float32(), self._length)
+        if self._is_number:
+            self.type = pa.float32()
         for is_so in (self._is_nested, is_list):
             self.type = pa.list_(self.type) if is_so else self.type
 
@@ -273,10 +295,16 @@ class VectorColumn:
         if text is None or isinstance(text, list):
             return text and list(map(self._value, text))
         try:
-            return _decode_vectors(text) if self._is_nested else self._vector(text)
+            return self._vectors(text) if self._is_nested else self._vector(text)
         except ValueError:
             self._num_odd += 1
             return None
+
+    def _vectors(self, text: str) -> Any:
+        try:
+            return _decode_vectors(text)
+        except msgspec.ValidationError:
+            return [self._vector(text)]
 
     def _vector(self, text: str) -> Any:
         import numpy as np

@@ -17,7 +17,14 @@ import msgspec
 from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
-from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
 from batchinfer.core.records import Record
 from batchinfer.storage import Object, Store
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
@@ -145,20 +152,24 @@ class StoreDestination:
         """Let the folder say that this collection is under way.
 
         Raises:
-            InputError, AlreadyExists, PreconditionFailed: Another one is, or is complete.
+            InputError: Another one is, or is complete.
         """
         found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
         record, key = found.data if found else b"", self._key.encode()
+        is_same = _read_record(record, self._key) is not None
         is_ours = started is not None and started.data == key
         is_free = not self._is_begun and record == self._old_record
-        if not (is_ours or is_free):
+        if not (is_same or is_ours or is_free):
             raise _raced(self._store.url)
         if self._is_begun:
             return
-        if started is None:
-            self._store.create(STARTED_KEY, key)
-        elif not is_ours:  # a killed command left it
-            self._store.replace(STARTED_KEY, key, etag=started.etag)
+        try:
+            if started is None:
+                self._store.create(STARTED_KEY, key)
+            elif not is_ours:  # a killed command left it
+                self._store.replace(STARTED_KEY, key, etag=started.etag)
+        except (AlreadyExists, PreconditionFailed) as error:
+            raise _raced(self._store.url) from error
         self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
         self._is_begun = True
 
@@ -173,7 +184,10 @@ class StoreDestination:
             return
         self._begin()
         self._store.delete(sorted(self._old))
-        self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        try:
+            self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        except AlreadyExists as error:
+            raise _raced(self._store.url) from error
         started = self._there(STARTED_KEY)
         is_ours = started is not None and started.data == self._key.encode()
         self._store.delete([STARTED_KEY] if is_ours else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -13,15 +14,14 @@ from batchinfer.collect.answers import Answers, Selection, connect, quoted
 from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.columns import (
     MAX_NAMES,
+    AnswerSchema,
     JsonColumns,
     VectorColumn,
-    example_of,
     num_broken,
     schema_of,
     shape_of,
     transform,
-    validator_of,
-    verdicts,
+    types_of,
 )
 from batchinfer.collect.source import chosen, open_parquet
 from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
@@ -30,6 +30,8 @@ from batchinfer.core.tasks import GENERATE, is_pooling
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0
 
 
 class Collection:
@@ -98,8 +100,9 @@ class Collection:
         texts = own["text" if is_one else "texts"]
         if is_one:
             relation, value = "answers", "TRY_CAST(text AS JSON)"
-            example = example_of(schema)
-            members = JsonColumns(self._sql, relation, value, example, most_names=MAX_NAMES)
+            members = JsonColumns(
+                self._sql, relation, value, types_of(schema), most_names=MAX_NAMES
+            )
             if members.is_flat:
                 self._relation = f"(SELECT *, {members.struct} AS members FROM answers)"
                 columns = members.columns("members")
@@ -113,12 +116,13 @@ class Collection:
             other = transform(value, shape)
             found["answer"] = other if is_one else f"list_transform({texts}, lambda t: {other})"
             self._json_texts.update({"answer"} if shape == "JSON" else ())
-        if validator := validator_of(schema):
+        validated = AnswerSchema(schema)
+        if validated.is_usable:
             answers = "text" if is_one else "texts"
             reasons = "finish_reason" if "finish_reason" in own else "finish_reasons"
             self._valid = "answer_valid" if "answer_valid" not in found else "_answer_valid"
             found[self._valid] = "NULL"
-            self._made[self._valid] = lambda t: verdicts(validator, t[answers], t[reasons])
+            self._made[self._valid] = lambda table: validated.array(table[answers], table[reasons])
         return found
 
     def _columns_of_chunks(self) -> dict[str, str]:
@@ -184,13 +188,14 @@ class Collection:
         Raises:
             InputError: the source has not all rows any more.
         """
-        from tqdm import tqdm
-
-        blocks = list(itertools.pairwise(self.answers.ends))
-        for start, stop in tqdm(blocks, unit=" blocks", desc="collect", disable=None):
+        next_log = time.monotonic() + _LOG_SECONDS
+        for start, stop in itertools.pairwise(self.answers.ends):
             step = self._parquet.at_once if self._parquet else max(1, stop - start)
             for first in range(start, stop, step):
                 yield self._fitting(self._window(first, min(first + step, stop)))
+            if time.monotonic() > next_log:
+                logger.info("row %d is read", stop)
+                next_log += _LOG_SECONDS
 
     def _window(self, start: int, stop: int) -> Any:
         """Return the rows from one number to another (exclusive), with their columns as they are in the table."""

@@ -136,11 +136,22 @@ class CsvWriter:
 
         columns = [
             column
-            if column.type == field.type
+            if column.type == field.type and _is_valid(column)
             else pa.array(map(_cell, _values(column, field.name)), field.type)
             for column, field in zip(table.columns, self._schema, strict=True)
         ]
         self._file.write_table(pa.Table.from_arrays(columns, schema=self._schema))
+
+
+def _is_valid(column: Any) -> bool:
+    """Whether texts are UTF-8, which Arrow does not check when it reads them."""
+    import pyarrow as pa
+
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _cell(value: msgspec.Raw) -> str | None:

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect import answers, collecting
+from batchinfer.collect import answers, collecting, table_files
 from batchinfer.collect.columns import _group
 from batchinfer.collect.table import Collection
 from batchinfer.core import codec
@@ -142,12 +141,13 @@ def test_several_answers_are_lists(job: Path) -> None:
     assert "text" not in rows[0]
 
 
-@pytest.mark.parametrize(("given", "text"), [({"text": "hi"}, "hi"), (TOO_LONG, None)])
-def test_runs_of_transcripts_and_of_errors_alone_have_texts(
-    job: Path, given: Any, text: str
-) -> None:
+def test_transcripts_of_a_run_that_names_their_form_are_texts(job: Path) -> None:
     prompt = {"task": "transcribe", "body": {"response_format": "verbose_json"}}
-    assert table(job, [given], prompt)["text"].to_pylist() == [text] * ROWS
+    assert table(job, [{"text": "hi"}], prompt)["text"].to_pylist() == ["hi"] * ROWS
+
+
+def test_a_run_of_which_every_row_failed_has_the_columns(job: Path) -> None:
+    assert table(job, [TOO_LONG])["text"].to_pylist() == [None] * ROWS
 
 
 def test_json_lines_hold_json_and_csv_its_text_and_empty_texts_are_not_missing(
@@ -244,7 +244,7 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
 
 def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job: Path) -> None:
     found = table(job, [chat('{"age": 1, "rate": 9007199254740993}'), chat('{"age": 2}')], ASKED)
-    assert found["answer_rate"].to_pylist()[:2] == ["9007199254740993", None]
+    assert found["answer_rate"].to_pylist()[:2] == [9007199254740993, None]
 
 
 def test_members_of_a_schema_that_differ_by_case_alone_are_no_obstacle(job: Path) -> None:
@@ -404,6 +404,11 @@ def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(
     monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 700)
     assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
     assert 1 < max(counts[2:]) < 6
+    counts.clear()
+    note = lambda _, rows: counts.append(len(rows))  # noqa: E731
+    monkeypatch.setattr(table_files.LinesWriter, "write_table", note)
+    collect(run, tmp_path / "a.jsonl", partial=True)
+    assert max(counts) < 6
 
 
 def test_ctrl_c_ends_a_query_without_a_traceback(tmp_path: Path) -> None:
@@ -539,9 +544,9 @@ def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path: Pat
 def test_markers_that_are_all_damaged_are_told(run: Path, tmp_path: Path, caplog: Any) -> None:
     for marker in run.glob("outputs/*.succeed"):
         marker.write_text("damaged")
-    for is_partial in (False, True):
+    for partial in (False, True):
         with pytest.raises(RunUnsound, match="no chunk is done and sound"):
-            collect(run, tmp_path / "out", partial=is_partial)
+            collect(run, tmp_path / "out", partial=partial)
         assert caplog.text.count("corrupt: part-0000") == 3
         caplog.clear()
 
@@ -614,12 +619,13 @@ def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
         collect(run, out, where=where, overwrite=True)
         files.append(contents(out))
 
-    twin = "_row > 3"
-    for where, options in (("_row < 3", {}), (twin, {"where": twin, "overwrite": True})):
-        meanwhile(monkeypatch, collecting, "write_files", partial(complete, where))
-        with pytest.raises(InputError, match="at the same time"):
-            collect(run, out, **options)
-        assert contents(out) == files[-1]
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row < 3"))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, out)
+    assert contents(out) == files[0]
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
+    assert collect(run, out, where="_row > 3", overwrite=True)["status"] == "SUCCESS"
+    assert contents(out) == files[1]
 
 
 def test_of_two_collections_into_one_folder_the_first_gives_way(

@@ -152,22 +152,35 @@ def test_the_source_is_not_replaced(tmp_path: Path) -> None:
             collect(run, dest, overwrite=True)
 
 
-@pytest.mark.parametrize("number", [7, 2**53 + 1])
-def test_columns_of_several_types_come_from_the_chunks_with_their_values(
-    number: int, tmp_path: Path
-) -> None:
-    """Pandas writes integers as floats where one is missing."""
-    first = pa.table({"a": pa.array([number, 2, 3]), "b": ["x", "y", "z"]})
-    second = pa.table({"b": ["v", "w"], "a": [0.5, None], "only": [1, 2]})
+def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
+    first = pa.table({"a": pa.array([1, 2, 3], pa.int32()), "b": ["x", "y", "z"]})
+    second = pa.table({"b": ["v", "w"], "a": pa.array([2**40, 5])})
     (tmp_path / "source").mkdir()
     for name, table in (("0", first), ("1", second)):
         parquet.write_table(table, tmp_path / f"source/{name}.parquet")
     split(tmp_path / "source", tmp_path / "job", limit=4)
     finish_run(tmp_path / "job", tmp_path / "job/runs/a")
     found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
-    assert [json.loads(str(each)) for each in found["a"].to_pylist()] == [number, 2, 3, 0.5]
+    assert found["a"].to_pylist() == [1, 2, 3, 2**40]
     assert found["b"].to_pylist() == ["x", "y", "z", "v"]
-    assert found["only"].to_pylist() == [None, None, None, 1]
+    assert found.schema.field("a").type == pa.int64()
+
+
+@pytest.mark.parametrize("number", [7, None, 2**53 + 1])
+def test_integers_beside_floats_keep_their_values(number: int, tmp_path: Path) -> None:
+    """Pandas writes integers as floats where one is missing."""
+    (tmp_path / "source").mkdir()
+    day = [datetime.date(2026, 1, 1)]
+    for name, n in (("0", number), ("1", 0.5)):
+        column = pa.array([n], pa.float64() if n == 0.5 else pa.int64())
+        table = pa.table({"n": column, "day": day})
+        parquet.write_table(table, tmp_path / f"source/{name}.parquet")
+    split(tmp_path / "source", tmp_path / "job")
+    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
+    found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
+    assert list(map(str, found["n"].to_pylist())) == ["7.0" if number == 7 else str(number), "0.5"]
+    is_whole = found["day"].to_pylist() == day * 2
+    assert is_whole == (number in (7, None)), "chunks do not keep its type"
 
 
 @pytest.mark.parametrize("what", ["changed", "gone", "damaged"])
@@ -201,6 +214,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> Non
     more = {
         "late": pa.array([2932897] * ROWS, pa.date32()),
         "parts": pa.array([[{"at": 1}]] * ROWS, pa.list_(pa.struct({"at": pa.time64("ns")}))),
+        "broken": pa.array([b"\xff"] * ROWS, pa.binary()).view(pa.string()),
     }
     run = finished(tmp_path, pa.table(COLUMNS | more))
     collect(run, tmp_path / "a.jsonl", with_source=True)
@@ -210,6 +224,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> Non
         "nan": None,
         "late": "+10000-01-01",
         "parts": [{"at": "00:00:00.000000001"}],
+        "broken": "\ufffd",
         "deep": {"a": {"B": [0]}, "b": None},
     }
     assert {name: first[name] for name in wanted} == wanted
@@ -218,7 +233,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> Non
     header, line, *_ = (tmp_path / "a.csv").read_text().splitlines()
     assert len(header.split(",")) == len(first)
     assert '"[""a"",null]"' in line
-    assert line.endswith('"+10000-01-01","[{""at"":""00:00:00.000000001""}]"')
+    assert line.endswith('"+10000-01-01","[{""at"":""00:00:00.000000001""}]","\ufffd"')
 
 
 def test_types_of_which_arrow_takes_no_rows_come_from_the_chunks(tmp_path: Path) -> None:
