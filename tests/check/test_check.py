@@ -73,6 +73,7 @@ def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Call, job: s
     done = check(*options, "--max-model-len", "30", "--max-tokens", "20")
     assert done.status == 0
     assert done.result["memory"]["replicas"] == 1, "that of the smaller kind"
+    assert done.result["memory"]["rows_at_once"] > 1
     assert not done.result["lengths"]["is_estimate"]
     assert done.result["lengths"]["longest"] > done.result["lengths"]["mean"] > 5
     assert "exceed the model's 30 tokens" in messages(done.result, "warning")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,25 +20,20 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS
-from batchinfer.runs.clean import command as clean
-from batchinfer.runs.stop import command as stop
 from batchinfer.runs.verify import NUM_COMPARISONS, Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.command import command as worker
 from counting_store import CountingStore
 from making import (
+    Call,
     change_marker,
     make_job,
+    output_key,
     output_lines,
     overwrite,
     put_raw,
-    read_marker,
-    run_process,
     run_worker_here,
-    split,
-    worker_arguments,
 )
 
 CHUNK = "part-00001"
@@ -69,40 +65,29 @@ def kinds(verdict: Verdict) -> set[tuple[str, str]]:
     return {(finding.kind, finding.subject) for finding in verdict.findings}
 
 
-def mend(verdict: Verdict) -> None:
-    """Run every command that the verdict names, as a user would paste them, and nothing else."""
-    commands = {"clean": clean, "stop": stop, "worker": worker}
-    for line in verdict.lines():
-        _, marked, text = line.partition(": batchinfer ")
-        if marked and line.startswith("  "):
-            name, *arguments = shlex.split(text, comments=True)
-            commands[name].main(arguments, standalone_mode=False)
-
-
 # --------------------------------------------------------------------------- damages
-
-
-def output_of(store: Store) -> str:
-    return layout.output_key(read_marker(store, CHUNK).output)
 
 
 def with_lines(change: Callable[[list[bytes]], object]) -> Callable[[Store], None]:
     """Change lines of the output. The marker gets their checksum, so only reading them finds the damage."""
 
     def act(store: Store) -> None:
-        lines = store.get(output_of(store)).data.split(b"\n")[:-1]
+        key = output_key(store, CHUNK)
+        lines = store.get(key).data.split(b"\n")[:-1]
         change(lines)
         data = b"".join(line + b"\n" for line in lines)
-        overwrite(store, output_of(store), data)
+        overwrite(store, key, data)
         change_marker(store, CHUNK, output_bytes=len(data), output_sha256=codec.sha256(data))
 
     return act
 
 
 def with_output(change: Callable[[bytes], bytes]) -> Callable[[Store], None]:
-    return lambda store: overwrite(
-        store, output_of(store), change(store.get(output_of(store)).data)
-    )
+    def act(store: Store) -> None:
+        key = output_key(store, CHUNK)
+        overwrite(store, key, change(store.get(key).data))
+
+    return act
 
 
 def with_marker(**values: Any) -> Callable[[Store], None]:
@@ -121,12 +106,13 @@ CLAIM = codec.encode(Claim(worker="w", nonce="n"))
 CORRUPT: dict[str, Callable[[Store], object]] = {
     "empty marker": put(MARKER, b""),
     "half a marker": put(MARKER, b'{"outp'),
-    "no output": lambda store: store.delete([output_of(store)]),
+    "no output": lambda store: store.delete([output_key(store, CHUNK)]),
     "cut output": with_output(lambda data: data[:-10]),
     "longer output": with_output(lambda data: data + b"{}\n"),
     "too few rows": with_marker(rows_ok=9),
     "too many rows": with_marker(rows_ok=11),
     "uncounted errors": with_marker(rows_ok=8, rows_error=2, errors={"x": 1}),
+    "empty marker of a repair": put(layout.marker_key(CHUNK, 1), b"{}"),
 }
 FOREIGN: dict[str, Callable[[Store], object]] = {
     "another run": with_marker(fingerprint="f" * 32),
@@ -170,7 +156,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_is_found_and_the_commands_named_mend_it(run: Store, name: str) -> None:
+def test_a_damage_is_found_and_the_commands_named_mend_it(
+    run: Store, name: str, call: Call
+) -> None:
     kind, subject, act = DAMAGES[name]
     act(run)
     for path in filter(Path.is_file, Path(run.url).rglob("*")):  # `clean` leaves the young alone
@@ -180,11 +168,11 @@ def test_a_damage_is_found_and_the_commands_named_mend_it(run: Store, name: str)
     verdict = verify(run, deep=name in DEEP)
     assert (kind, subject) in kinds(verdict)
     assert verdict.is_sound == (kind == "leftover")
-    for line in verdict.lines():
-        _, marked, text = line.partition("  fix: ")
-        if marked and "rm " in text:
-            subprocess.run(["bash", "-c", text], check=True, capture_output=True)
-    mend(verdict)
+    for text in re.findall(r"^  (?:fix|then): (.*)", "\n".join(verdict.lines()), re.MULTILINE):
+        if text.startswith("batchinfer "):
+            assert call(*shlex.split(text, comments=True)[1:]).status == 0
+        elif text.startswith("rm "):
+            subprocess.run(["bash", "-c", text], check=True)
     mended = verify(run, deep=True)
     assert mended.is_sound, mended.findings
     assert mended.result["rows_ok"] == 25
@@ -209,36 +197,24 @@ def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_pat
 # --------------------------------------------------------------------------- sound runs, and parts of them
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_rows_that_failed_are_counted_and_sound(tmp_path: Path, compression: str) -> None:
+@pytest.mark.parametrize(("compression", "column"), [("none", "k"), ("zstd", "_id")])
+def test_rows_that_failed_are_counted_and_sound(
+    tmp_path: Path, compression: str, column: str
+) -> None:
     def make_row(index: int) -> dict[str, Any]:
-        return {"prompt": "hello"} if index % 5 else {"other": index, "text": "\ud800"}
+        return {"prompt": "hello", "k": f"k{index}"} if index % 5 else {"text": "\ud800"}
 
-    job = str(tmp_path / "job")
+    job, run = str(tmp_path / "job"), str(tmp_path / "job/runs/a")
     make_job(job, rows=25, per_chunk=10, make_row=make_row, compression=compression)
-    run_worker_here(job, f"{job}/runs/a", "--limit", "23")
-    verdict = verify(f"{job}/runs/a", deep=True)
+    options = ("--limit", "23", "--column", f"id={column}")
+    run_worker_here(job, run, *options)
+    run_worker_here(job, run, *options, "--retry-errors")
+    assert output_lines(run)[4]["_id"] == ("k4" if column == "k" else "4")
+    verdict = verify(run, deep=True)
     assert not verdict.findings
     result = verdict.result
     assert (result["chunks_total"], result["rows_ok"], result["rows_error"]) == (3, 18, 5)
     assert sum(result["errors"].values()) == 5
-
-
-def test_a_run_may_name_the_jobs_own_ids(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt":"x","k":"one"}\n{"prompt":"y","k":"two"}\n')
-    split(tmp_path / "a.jsonl", tmp_path / "job", id_column="k")
-    run = f"{tmp_path}/job/runs/a"
-    run_worker_here(tmp_path / "job", run, "--column", "id=_id")
-    assert [line["_id"] for line in output_lines(run)] == ["one", "two"]
-    assert verify(run, deep=True).is_sound
-
-
-def test_the_marker_of_the_newest_generation_counts(run: Store) -> None:
-    marker = json.loads(run.get(MARKER).data) | {"generation": 1}
-    run.create(layout.marker_key(CHUNK, 1), json.dumps(marker).encode())
-    assert verify(run, deep=True).is_sound
-    overwrite(run, layout.marker_key(CHUNK, 1), b"{}")
-    assert ("corrupt", CHUNK) in kinds(verify(run))
 
 
 def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
@@ -297,20 +273,20 @@ def test_what_cannot_be_verified_is_refused(run: Store) -> None:
 
 
 def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_moved(
-    job: str, tmp_path: Path
+    job: str, tmp_path: Path, call: Call
 ) -> None:
-    run = str(tmp_path / "run")
+    run = tmp_path / "run"
     run_worker_here(job, run)
-    moved = str(Path(job).rename(tmp_path / "moved"))
-    done = run_process(["verify", run])
-    assert (done.status, "where its job lies" in done.stderr) == (2, True)
-    done = run_process(["verify", run, "--job", moved, "--deep"])
+    moved = Path(job).rename(tmp_path / "moved")
+    done = call("verify", run)
+    assert (done.status, "where its job lies" in done.err) == (2, True)
+    done = call("verify", run, "--job", moved, "--deep")
     assert (done.status, done.result["status"]) == (0, "SOUND")
-    Path(run, MARKER).write_bytes(b"")
-    done = run_process(["verify", run, "--job", moved])
+    (run / MARKER).write_bytes(b"")
+    done = call("verify", run, "--job", moved)
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
-    assert "2 of 3 chunks are done and sound; 1 corrupt" in done.stderr
-    assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.stderr
+    assert "2 of 3 chunks are done and sound; 1 corrupt" in done.err
+    assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.err
 
 
 def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does_not_fill(
@@ -320,15 +296,14 @@ def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does
     make_job(tmp_path, rows=40, per_chunk=1)
     run_worker_here(tmp_path, tmp_path / "runs/a")
     store = CountingStore(open_store(f"{tmp_path}/runs/a"))
-    folders, num_files = set[Path](), list[int]()
+    folders, num_files, new_path = set[Path](), list[int](), Scratch.new_path
 
-    class Watched(Scratch):
-        def new_path(self, name: str) -> Path:
-            folders.add(self.folder)
-            num_files.append(len(list(self.folder.iterdir())))
-            return super().new_path(name)
+    def watched(scratch: Scratch, name: str) -> Path:
+        folders.add(scratch.folder)
+        num_files.append(len(list(scratch.folder.iterdir())))
+        return new_path(scratch, name)
 
-    monkeypatch.setattr("batchinfer.runs.verify.Scratch", Watched)
+    monkeypatch.setattr(Scratch, "new_path", watched)
     opened = {store.url: store, str(tmp_path): open_store(str(tmp_path))}.__getitem__
     assert verify(store, opened, deep=True).result["chunks_sound"] == 40
     assert store.requests["list"] == 1
@@ -343,12 +318,15 @@ def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does
 # --------------------------------------------------------------------------- the command that goes on with a run
 
 HARD = "it's \"so\" $HOME `x` {{ prompt }}\nsecond, 'line' \N{SNOWMAN} "
-PLAIN = "--limit 13 --seed none --n 2 --as-chat --max-model-len 4096 --stop - --trust-remote-code"
+PLAIN = (
+    "--engine echo --limit 13 --seed none --n 2 --as-chat --max-model-len 4096 --stop - "
+    "--trust-remote-code"
+)
 TEXTS = ["--model", "an echo", f"--chat-template=-{HARD}", "--stop", HARD]
 
 
 def test_the_worker_command_goes_on_with_the_run_as_it_is_where_options_named_files(
-    job: str, tmp_path: Path
+    job: str, tmp_path: Path, call: Call
 ) -> None:
     """tests/cli/test_options.py proves how each option is spelled."""
     template, system = tmp_path / "t.jinja", tmp_path / "s"
@@ -356,10 +334,8 @@ def test_the_worker_command_goes_on_with_the_run_as_it_is_where_options_named_fi
     template.write_text(f"{HARD}{{{{ prompt }}}}\n")
     files = ("--prompt-template", str(template), "--system-prompt", f"@{system}")
     run = f"{job}/runs/it's a"
-    arguments = worker_arguments(job, run, *files, *PLAIN.split(), *TEXTS)
-    at = arguments.index("--prompt-column")
-    del arguments[at : at + 2]
-    worker.main(arguments[1:], standalone_mode=False)
+    words = ("--job", job, "--output", run, *files, *PLAIN.split(), *TEXTS)
+    assert call("worker", *words).status == 0
     for path in (template, system):
         path.unlink()
     open_store(run).delete([layout.marker_key("part-00000")])
