@@ -126,7 +126,7 @@ def unknown_variables(
         return []
     known = set()
     for option in context.command.params:
-        named = option.envvar or ()
+        named = option.envvar or f"{prefix}_{option.name or ''}".upper()
         known |= {named} if isinstance(named, str) else set(named)
     return [
         (name, near(name, known))
@@ -216,13 +216,14 @@ def _load(path: Path) -> dict[Any, Any]:
         ConfigError: the file cannot be read as one.
     """
     try:
-        loaded = parse_yaml(text_of(path), f"--config {path}") or {}
+        loaded = parse_yaml(text_of(path), f"--config {path}")
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
+    loaded = {} if loaded is None else loaded
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise ConfigError(f"--config {path}: a {kind}, expected a mapping of options")
@@ -247,6 +248,8 @@ def _click_value(option: click.Option, value: Any) -> Any:
         if isinstance(value, dict):
             return [f"{key}={json.dumps(item)}" for key, item in value.items()]
         return [_text(item) for item in value] if isinstance(value, list) else [value]
+    if isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, list):
         return ",".join(_text(item) for item in value)
     if isinstance(value, bool) or option.is_flag:

@@ -68,9 +68,8 @@ def require_run(store: Store) -> None:
 
 
 def has_begun(store: Store) -> bool:
-    """Whether a launch or a worker has written there, as the first of a run's objects."""
-    # A worker writes its record first, and run.json only after its engine has been loaded.
-    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES)
+    """Whether a launch or a worker has written there."""
+    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES, layout.OUTPUTS)
     return any(next(iter(store.list(place)), None) for place in places)
 
 

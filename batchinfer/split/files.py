@@ -327,6 +327,9 @@ def _translated(url: str, error: Exception) -> BatchinferError | None:
         if re.fullmatch(r"[\w-]+/[\w-]+", url):
             hint += f"; a data set of the Hub is hf://datasets/{url}"
         return InputError(f"{url}: no such file, folder or bucket", hint=hint)
+    if isinstance(error, io.UnsupportedOperation) and packing_of(url):  # of parquet, to seek
+        hint = f"unpack it: {'gunzip' if packing_of(url) == 'gzip' else 'zstd -d'} FILE"
+        return InputError(f"{url}: can only be read unpacked", hint=hint)
     if isinstance(error, OSError):
         hint = "check the disk or the network, then run the same command again"
         return StorageError(f"{url}: cannot be read ({error})", hint=hint)

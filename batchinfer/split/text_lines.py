@@ -29,7 +29,7 @@ _HEAD_BYTES = 1 << 16
 """A first line that is longer, and begins as a JSON array does, is one."""
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
-_BOM = b"\xef\xbb\xbf"
+_BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 _SPACE = " \t\r\n"
 
 
@@ -58,6 +58,8 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
         is_array = lines[0].removeprefix(_BOM).lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
         how = f"jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl"
+        if lines[0].startswith(_GZIP):
+            how = "gunzip FILE, or name it as SOURCE, with .gz at its end"
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
             hint=f"convert it: {how}",

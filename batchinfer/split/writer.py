@@ -20,7 +20,13 @@ import msgspec
 from msgspec import UNSET
 
 from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound, PreconditionFailed
+from batchinfer.core.errors import (
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
 from batchinfer.core.records import Chunk, Job
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
@@ -218,12 +224,15 @@ def complete_job(store: Store, job: Job) -> None:
     """Check that the job's chunks are there, remove others of `split`, write the manifests and, last, job.json.
 
     Raises:
-        InputError, AlreadyExists: Another split wrote to the same place meanwhile.
+        InputError: Another split wrote to the same place meanwhile.
     """
     _require_chunks(store, job)
     write_manifests(store, job)
     _require_chunks(store, job)  # another split may have replaced some of them meanwhile
-    store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    try:
+        store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    except AlreadyExists as error:
+        raise _another(store) from error
 
 
 def _require_chunks(store: Store, job: Job) -> None:

@@ -22,7 +22,8 @@ ECHO = "--engine echo --prompt-column text --worker-id w0"
 FILES = {
     "misspelt.yaml": "modle: x",
     "section.yaml": "sampling: {topk: 1}",
-    "list.yaml": "- a\n- b",
+    "list.yaml": "[]",
+    "flag.yaml": "retry_errors: {a: 1}",
     "unclosed.yaml": "model: [unclosed",
     "set.yaml": "stop: !!set {a, b}",
     "binary.yaml": "model: !!binary aGk=",

@@ -513,4 +513,4 @@ def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
     [(record, _)] = find_launches(open_store(str(job / "runs/a")))[0].values()
     assert record.is_cancelled
     assert len(states()) == 2
-    assert set(states()) <= {"CANCELLED", "FAILED"}  # some saw stop.json first
+    wait_for(lambda: set(states()) <= {"CANCELLED", "FAILED"})  # some saw stop.json first

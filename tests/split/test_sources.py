@@ -186,7 +186,10 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
+    "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
+    "x.parquet.gz": (gzip.compress(b"PAR1"), "only be read unpacked", "gunzip FILE"),
     "b.jsonl.gz": (b'{"n":1}', "corrupt or truncated", "again"),
+    "packed.jsonl": (gzip.compress(b'{"n":1}'), "holds no JSON object", "gunzip FILE"),
     "b.csv.zst": (zstandard.compress(b"n\n1\n" * 99)[:-3], "corrupt or truncated", "again"),
     "nothing://b/x.csv": (None, "no filesystem for nothing://", "s3://"),
 }
