@@ -46,14 +46,7 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    for name in (
-        "SPLIT_NUM_CHUNKZ",
-        "SPLIT_ZZZ",
-        "SPLIT_NUM_CHUNKS",
-        "STATUS_WHATEVER",
-        "SPOT",
-        "SPLIT_HELP",
-    ):
+    for name in ("SPLIT_NUM_CHUNKZ", "SPLIT_ZZZ", "SPLIT_NUM_CHUNKS", "STATUS_WHATEVER", "SPOT"):
         monkeypatch.setenv(f"BATCHINFER_{name}", "1")
     err = call("split", tmp_path / "a.jsonl", "--output", tmp_path / "job").err
     said = [line.partition(" BATCHINFER_")[2] for line in err.splitlines() if "sets no" in line]
