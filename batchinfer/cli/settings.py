@@ -128,8 +128,10 @@ def unknown_variables(
     for option in context.command.params:
         named = option.envvar or f"{prefix}_{option.name or ''}".upper()
         known |= {named} if isinstance(named, str) else set(named)
+    # What all of the names begin with makes none of them alike.
+    ends = {name.removeprefix(prefix) for name in known}
     return [
-        (name, near(name, known))
+        (name, near(name, known) if near(name.removeprefix(prefix), ends) else "")
         for name in sorted(environment)
         if name.startswith(f"{prefix}_") and name not in known
     ]
