@@ -24,6 +24,7 @@ from batchinfer.core.shell import quote
 from batchinfer.ledger.jobs import OpenStore, load_job, no_job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
+from batchinfer.storage.retrying import WRITES, keeps_refusing
 
 logger = logging.getLogger(__name__)
 
@@ -227,12 +228,14 @@ def confirm_run(store: Store, run: Run) -> None:
     Raises:
         RunMismatch: run.json was replaced by one with another configuration.
     """
-    standing = read_run(store)
-    if standing is None:
+    for _ in range(WRITES):
+        if (standing := read_run(store)) is not None:
+            break
         logger.warning("%s/%s: was removed; it is put back", store.url, layout.RUN_KEY)
         with contextlib.suppress(AlreadyExists):
             store.create(layout.RUN_KEY, codec.encode_pretty(run))
-        standing = read_run(store) or run
+    else:
+        raise keeps_refusing(layout.RUN_KEY)
     if lines := _differences(standing, run.config):
         raise RunMismatch(
             f"{store.url}/{layout.RUN_KEY}: was replaced while this worker ran, by one of another configuration:\n"

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import AlreadyExists, InputError
 from batchinfer.core.records import Run
-from batchinfer.ledger.runs import edit_of, find_job, job_places, join_run, read_run
+from batchinfer.ledger.runs import confirm_run, edit_of, find_job, job_places, join_run, read_run
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
 from making import make_job, overwrite
@@ -30,6 +31,18 @@ def test_the_first_worker_writes_it_and_others_read_it_though_what_is_only_recor
         assert join_run(store, dict(reversed(CONFIG.items())), other, nonce="b") == first
     assert "0.32.0" in caplog.text
     assert "H100" not in caplog.text
+
+
+def test_a_worker_ends_only_after_it_has_seen_run_json_however_often_it_is_removed(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = join_run(store, CONFIG, {}, nonce="a")
+    store.delete([layout.RUN_KEY])
+    made, first = store.create, Mock(side_effect=[AlreadyExists("another worker was first")])
+    create = Mock(side_effect=lambda *given: made(*given) if first.called else first())
+    monkeypatch.setattr(store, "create", create)
+    confirm_run(store, run)  # the other worker's is removed, too
+    assert read_run(store) == run
 
 
 def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
