@@ -18,13 +18,14 @@ from batchinfer.core.errors import (
     InputError,
     ObjectNotFound,
     RunMismatch,
+    StorageError,
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Run
 from batchinfer.core.shell import quote
 from batchinfer.ledger.jobs import OpenStore, load_job, no_job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
-from batchinfer.storage.retrying import WRITES, keeps_refusing
+from batchinfer.storage.retrying import WRITES
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ def confirm_run(store: Store, run: Run) -> None:
 
     Raises:
         RunMismatch: run.json was replaced by one with another configuration.
+        StorageError: run.json was removed each time that it was put back.
     """
     for _ in range(WRITES):
         if (standing := read_run(store)) is not None:
@@ -235,7 +237,10 @@ def confirm_run(store: Store, run: Run) -> None:
         with contextlib.suppress(AlreadyExists):
             store.create(layout.RUN_KEY, codec.encode_pretty(run))
     else:
-        raise keeps_refusing(layout.RUN_KEY)
+        raise StorageError(
+            f"{store.url}/{layout.RUN_KEY}: is removed as often as it is put back",
+            hint="find out what removes it, then start the same command again",
+        )
     if lines := _differences(standing, run.config):
         raise RunMismatch(
             f"{store.url}/{layout.RUN_KEY}: was replaced while this worker ran, by one of another configuration:\n"

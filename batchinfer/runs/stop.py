@@ -62,14 +62,15 @@ def require_run(store: Store) -> None:
     Raises:
         InputError: there is no run, or the run is of a newer format version.
     """
-    if not has_begun(store):
+    if not has_begun(store) and not any(store.list(layout.OUTPUTS)):
         raise no_run(store)
     refuse_newer(store)
 
 
 def has_begun(store: Store) -> bool:
-    """Whether a launch or a worker has written there."""
-    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES, layout.OUTPUTS)
+    """Whether a launch or a worker has written there, as the first of a run's objects."""
+    # A worker writes its record first, and run.json only after its engine has been loaded.
+    places = (layout.RUN_KEY, layout.WORKERS, layout.LAUNCHES)
     return any(next(iter(store.list(place)), None) for place in places)
 
 

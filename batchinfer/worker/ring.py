@@ -32,9 +32,8 @@ _LONGEST_ROUND_SECONDS = 10.0
 """Most seconds between two rounds over a job of few workers."""
 _NEXT_BLOCK_SECONDS = 0.5
 """Least seconds between two looks at different blocks of the job."""
-_READS_PER_SECOND = 4500
-"""Most reads of the workers of a job together in a second, if all are idle. S3 takes 5500 for a prefix; the rest is for
-those that still work."""
+_READS_PER_SECOND = 5000
+"""Most reads of the workers of a job together in a second, if all are idle; S3 takes 5500 for a prefix."""
 _MOST_RELEASED = 16
 """Most chunks that the worker has given up whose claims a look reads again, to release those that came late."""
 _FRESH_SECONDS = 60.0

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, InputError
+from batchinfer.core.errors import AlreadyExists, InputError, StorageError
 from batchinfer.core.records import Run
 from batchinfer.ledger.runs import confirm_run, edit_of, find_job, job_places, join_run, read_run
 from batchinfer.storage.opening import open_store
@@ -43,6 +43,10 @@ def test_a_worker_ends_only_after_it_has_seen_run_json_however_often_it_is_remov
     monkeypatch.setattr(store, "create", create)
     confirm_run(store, run)  # the other worker's is removed, too
     assert read_run(store) == run
+    store.delete([layout.RUN_KEY])
+    create.side_effect = AlreadyExists("another worker was first")
+    with pytest.raises(StorageError, match="is removed as often as it is put back"):
+        confirm_run(store, run)
 
 
 def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:

@@ -162,6 +162,12 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     assert doomed[-1] == MARKER
 
 
+def test_a_run_without_its_records_is_cleaned(run: Store) -> None:
+    run.create(ORPHAN, b"{}\n")
+    run.delete([info.key for info in run.list() if not info.key.startswith(layout.OUTPUTS)])
+    assert clean(run)["removed"] == {"orphan outputs": 1}
+
+
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:
     make_job(tmp_path / "job", rows=10, per_chunk=10)
     run = open_store(str(tmp_path / "job/runs/a"))

@@ -128,10 +128,13 @@ class Tally:
     by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
     reads: Counter[int] = field(default_factory=Counter)
     writes: Counter[int] = field(default_factory=Counter)
+    reads_of_prefixes: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def note(self, kind: str, place: str, second: int, weight: int) -> None:
         self.by_place[kind, place] += 1
         (self.reads if kind in _READS else self.writes)[second] += weight
+        if kind in _READS:
+            self.reads_of_prefixes["outputs/" if place == "markers" else place, second] += weight
 
     def dollars(self) -> float:
         return sum(DOLLARS_PER_1000[kind] * n / 1000 for (kind, _), n in self.by_place.items())
@@ -398,6 +401,7 @@ class Campaign:
             "requests_by_place": {" ".join(name): n for name, n in tally.by_place.most_common()},
             "requests_per_chunk": round(tally.by_place.total() / plan.num_chunks, 1),
             "worst_second_reads": max(tally.reads.values()),
+            "worst_second_reads_of_one_prefix": max(tally.reads_of_prefixes.values()),
             "worst_second_writes": max(tally.writes.values()),
             "dollars": round(tally.dollars(), 2),
         }

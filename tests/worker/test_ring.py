@@ -116,7 +116,7 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 145), (1000, 10, 455)]
+    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 130), (1000, 10, 410)]
 )
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     num_workers: int, num_neighbours: int, most: int, monkeypatch: pytest.MonkeyPatch
