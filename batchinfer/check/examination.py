@@ -30,7 +30,7 @@ from batchinfer.engines.models import ModelInfo, describe_model
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.types import PromptConfig, RawRow, RowProblem
+from batchinfer.prompts.types import PromptConfig, RawRow, RowError
 from batchinfer.storage.opening import (
     check_preconditions,
     leaving_no_folders,
@@ -282,7 +282,7 @@ class Examination:
         for call in calls:
             try:
                 lengths.append(counter.count(call))
-            except RowProblem as problem:
+            except RowError as problem:
                 refused[call.key] = problem.as_failure()
         if not lengths:
             return refused

@@ -14,7 +14,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import GIB, OVERHEAD_BYTES, Gpu, choose_layout, memory_share
 from batchinfer.engines.model_files import model_files
 from batchinfer.engines.models import ModelInfo, tokenizer_config
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import RowError
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Counter:
         """Return the tokens of a call's prompt. Media are not counted.
 
         Raises:
-            RowProblem: the model's chat template refuses the prompt, in its own words.
+            RowError: the model's chat template refuses the prompt, in its own words.
         """
         body = msgspec.json.decode(call.body)
         sides = [body[name] for name in _SIDES if name in body]
@@ -101,7 +101,7 @@ class Counter:
         # Templates and tokenizers fail over unusual bodies with any error; the server may take these all the same.
         except Exception as error:
             if type(error).__name__ == "TemplateError":  # the template's own `raise_exception`
-                raise RowProblem(Code.INVALID_REQUEST, str(error)) from error
+                raise RowError(Code.INVALID_REQUEST, str(error)) from error
         return round(sum(map(len, _texts(prompt))) / _BYTES_PER_TOKEN)
 
     def _tokens(self, body: dict[str, Any], prompt: Any) -> int:

@@ -24,7 +24,7 @@
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
-  x RowError                  -   one row is bad; the row becomes an error line, and the work goes on
+  x prompts.types.RowError    -   one row is bad; the row becomes an error line, and the work goes on
 
 Most messages read ``subject: what was found, what was expected``. `hint` says what to do next.
 """
@@ -121,18 +121,9 @@ class Superseded(PolicyStop):
 
 
 class EngineError(BatchinferError):
-    """The engine failed.
-
-    `in_flight` holds the keys of the rows that were in the engine process when it failed.
-    """
+    """The engine failed."""
 
     exit_status = 33
-
-    def __init__(
-        self, message: str, *, hint: str = "", in_flight: Iterable[tuple[str, int]] = ()
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.in_flight = list(in_flight)
 
 
 class EngineLoadError(EngineError):
@@ -177,16 +168,6 @@ class Interrupted(BatchinferError):
 
 class RunUnsound(BatchinferError):
     """`batchinfer verify` found a run that is incomplete or damaged."""
-
-
-class RowError(BatchinferError):
-    """One row is bad. `code` is one of the codes in docs/format.md, which do not change between versions."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.message = message  # secrets are not masked, since the row's author reads it
-        self.args = (message,)
-        self.code = code
 
 
 def near(name: str, options: Iterable[str]) -> str:

@@ -294,23 +294,23 @@ class WorkerLease(Record, frozen=True, kw_only=True):
     nonce: str
     """The worker's last start."""
     state: str
-    """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show another one, such as
-    gone if heartbeats are missing."""
+    """State of the worker: loading, running, done, stopped or failed. `status` finds out others by itself: waiting,
+    slow, stalled and gone."""
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
     """Number of heartbeats. It makes the record's content, and so its etag, differ after every heartbeat."""
     attempts: int = 0
-    """Number of starts since a start last finished a new row or found all work done. Starts that a signal
-    or `batchinfer stop` ended are not counted."""
+    """Number of starts since a start last finished a new row or found all work done. Not counted are starts that were
+    asked to end, reached a limit, were refused for another configuration, or only waited."""
 
 
 class Worker(Counts, frozen=True, kw_only=True):
     """Content of workers/<id>.stats.json: the numbers that `status` and `report` read.
 
     It is written with heartbeats and at the worker's end. Readers take nonce, state, heartbeat, lease_seconds and
-    attempts from the worker's lease. Most counters are sums over all starts of the worker. Long lists lose their oldest
-    entries (see worker/telemetry.py).
+    attempts from the worker's lease. Most counters are sums over all starts of the worker. Its lists have a largest
+    length: see worker/minutes.py, and MAX_CODES in core/counts.py.
     """
 
     id: str

@@ -254,7 +254,7 @@ class HttpEngine:
         if reply is None:
             raise Interrupted("engine: stopped before it answered")
         if reply.is_engine_death:
-            raise EngineDied(reply.body.decode(), in_flight=[call.key])
+            raise EngineDied(reply.body.decode())
         return reply
 
     def stream(self, call: Call) -> Iterator[bytes]:

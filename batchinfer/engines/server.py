@@ -68,6 +68,8 @@ _NAMES = {
 _COUNTER = re.compile(rb"(?m)^vllm:(%b)(?:_total|_count)?\{.*\} ([\d.e+]+)" % b"|".join(_NAMES))
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
+_LONGEST_FOLDER = 98
+"""Most characters of the folder of sockets. A socket's path may have 107; vLLM makes some in the folder above."""
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
 """Marks the lines of a log that say why something failed."""
 _PREFIX = re.compile(
@@ -117,6 +119,11 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         Interrupted: `stop` was set.
     """
     info = describe_model(config)
+    if len(str(folder)) > _LONGEST_FOLDER:
+        raise ConfigError(
+            f"{folder.parent}: the path is too long for the sockets of a server, expected about 70 characters at most",
+            hint="set TMPDIR=/tmp; --scratch-dir names the folder for chunks",
+        )
     gpus = visible_gpus(config.gpus)
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
@@ -214,18 +221,24 @@ class OwnServer(Target):
         additions["VLLM_API_KEY"] = ""  # only the worker reaches the socket
         is_ours = self.launch.command[0] == sys.executable  # others have packages of their own
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
-        with self._log.open("ab") as log:
-            self._start_bytes = log.tell()
-            self.guard = subprocess.Popen(
-                [*guarded, *self.launch.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                # The signals of a terminal are for the worker. But the server stays in the worker's session: where
-                # Linux shares the processor out by session, a core that spins in another one kept the worker asleep.
-                process_group=0,
-                env=child_environment(additions) if is_ours else {**os.environ, **additions},
+        try:
+            with self._log.open("ab") as log:
+                self._start_bytes = log.tell()
+                self.guard = subprocess.Popen(
+                    [*guarded, *self.launch.command],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    # The signals of a terminal are for the worker. But the server stays in its session: where Linux
+                    # shares the processor out by session, a core that spins in another one kept the worker asleep.
+                    process_group=0,
+                    env=child_environment(additions) if is_ours else {**os.environ, **additions},
+                )
+        except OSError as error:
+            hint = (
+                "see to the machine's memory, processes and open files, then start the worker again"
             )
+            raise EngineLoadError(f"{self.name}: cannot be started ({error})", hint=hint) from error
 
     async def look(self, config: EngineConfig) -> str:
         """Look at the server once. Returns why it must be started again; "" while all is well."""

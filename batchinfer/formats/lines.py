@@ -163,7 +163,7 @@ def answer_of(line: OutputLine) -> Answer:
     members = msgspec.json.decode(line.body, type=dict[str, msgspec.Raw])
     try:
         texts = _texts(msgspec.json.decode(line.body))
-    except (AttributeError, LookupError, TypeError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         texts = []
     reason, usage = finish_reason_of(members), usage_of(members)
     return Answer(texts=texts, finish_reason=reason, usage=usage)
@@ -244,8 +244,9 @@ def settle(body: Body, key: RowKey) -> bytes:
         body.pop(name, None)
     with contextlib.suppress(KeyError, ValueError, RecursionError):
         usage = _decode(body["usage"])
-        if any(usage.pop(name, None) is not None for name in _OF_THE_CACHE):
-            body["usage"] = msgspec.Raw(_encode(usage))
+        kept = {name: value for name, value in usage.items() if name not in _OF_THE_CACHE}
+        if kept != usage:
+            body["usage"] = msgspec.Raw(_encode(kept))
     for name in ("choices", "data"):
         if name in body:
             body[name] = _in_order(body[name])

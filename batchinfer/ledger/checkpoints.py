@@ -146,6 +146,8 @@ class Segments:
         self._wanted = chunk_sha256, fingerprint
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths noted for a row, by the row's line number."""
+        self.has_failed_rows = False
+        """Whether some rows have no answer, but an error."""
         self.keys: list[str] = []
         """Keys of all segments that were read, also outdated ones. All are deleted once the chunk has its marker."""
         self.num_outdated = 0
@@ -187,7 +189,7 @@ class Segments:
         if header is None or (header.chunk_sha256, header.fingerprint) != self._wanted:
             self.num_outdated += 1
             return
-        if not _is_whole(header, memoryview(data)[file.tell() :]):
+        if codec.sha256(memoryview(data)[file.tell() :]) != header.sha256:
             logger.warning(
                 "%s: was changed after it was written (its sha256 is another one); its rows are generated again",
                 key,
@@ -198,11 +200,8 @@ class Segments:
             if found.engine_deaths:
                 add_deaths(self.deaths, found.line, found.engine_deaths, found.rows_in_flight)
             else:
+                self.has_failed_rows |= not found.ok
                 yield found
-
-
-def _is_whole(header: _Header, records: memoryview) -> bool:
-    return codec.sha256(records) == header.sha256
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from pathlib import Path
@@ -41,41 +42,34 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
             job.json says.
     """
     name = f"{ref.root}/{ref.key}"
-    stored = scratch.new_path(ref.name)
-    try:
-        with scratch_errors(stored.parent):
-            store.download(ref.key, stored)
-    except BaseException as error:
-        # The next attempt downloads to another file name, so nothing would overwrite this file, and it would take up
-        # space until the worker ends.
-        remove_quietly(stored)
-        if isinstance(error, ObjectNotFound):
-            raise InputError(f"{name}: the chunk is gone", hint=_RESTORE) from None
-        raise
-    is_compressed = ref.key.endswith((".zst", ".zstd"))
-    digest, num_lines = _scan(stored)
-    stored_bytes = stored.stat().st_size
-    if ref.sha256 is not None and digest != ref.sha256:
-        remove_quietly(stored)
-        raise InputError(
-            f"{name}: sha256 {digest[:12]}…, job.json says {ref.sha256[:12]}…",
-            hint=f"it was changed after the split; {_RESTORE}",
-        )
-    if is_compressed:
-        plain = scratch.new_path(ref.name)
+    stored = plain = scratch.new_path(ref.name)
+    # Of a failed attempt nothing may stay: the next one has other file names, and space would run out.
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove_quietly, stored)
         try:
+            with scratch_errors(stored.parent):
+                store.download(ref.key, stored)
+        except ObjectNotFound:
+            raise InputError(f"{name}: the chunk is gone", hint=_RESTORE) from None
+        digest, num_lines = _scan(stored)
+        stored_bytes = stored.stat().st_size
+        if ref.sha256 is not None and digest != ref.sha256:
+            raise InputError(
+                f"{name}: sha256 {digest[:12]}…, job.json says {ref.sha256[:12]}…",
+                hint=f"it was changed after the split; {_RESTORE}",
+            )
+        if ref.key.endswith((".zst", ".zstd")):
+            plain = scratch.new_path(ref.name)
+            undo.callback(remove_quietly, plain)
             _decompress(stored, plain, name)
-        finally:
             remove_quietly(stored)
-        stored = plain
-        _, num_lines = _scan(plain)
-    if ref.rows is not None and num_lines != ref.rows:
-        remove_quietly(stored)
-        raise InputError(
-            f"{name}: {num_lines} rows, job.json says {ref.rows}",
-            hint=_RESTORE,
-        )
-    return LocalChunk(stored, num_lines, digest, stored.stat().st_size, stored_bytes)
+            _, num_lines = _scan(plain)
+        if ref.rows is not None and num_lines != ref.rows:
+            what = f"{num_lines} rows, job.json says {ref.rows}"
+            raise InputError(f"{name}: {what}", hint=_RESTORE)
+        found = LocalChunk(plain, num_lines, digest, plain.stat().st_size, stored_bytes)
+        undo.pop_all()
+    return found
 
 
 def _scan(path: Path) -> tuple[str, int]:
@@ -110,7 +104,6 @@ def _decompress(source: Path, target: Path, name: str) -> None:
         try:
             shutil.copyfileobj(unpacked, plain, _BLOCK_BYTES)
         except OSError as error:
-            remove_quietly(target)
             if error.errno is not None:  # the disk's; pyarrow's own have no number
                 raise
             raise InputError(

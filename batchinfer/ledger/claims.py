@@ -139,7 +139,7 @@ class Lease:
     def require(self) -> None:
         """Raise an error unless this worker still holds its lease and has renewed it in time.
 
-        The publisher calls this right before it writes an output or a marker.
+        It is called right before each write of a segment, an output or a marker.
 
         Raises:
             Superseded: A newer start of this worker exists.

@@ -1,4 +1,4 @@
-"""Lists and reads the objects that are stored under a run, for `verify`, `clean` and `collect`. Read-only.
+"""Lists and reads the objects that are stored under a run, for the commands that look at one. Read-only.
 
 The memory needed grows with the number of chunks, but not with the size of the data. Other processes may create, change
 and remove objects while they are read here.

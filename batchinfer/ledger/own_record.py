@@ -73,10 +73,12 @@ class OwnRecord(Generic[T]):
 
     def overwrite(self, record: T) -> None:
         """Write the object, over the one that is there. A failure is logged; the next write has newer content."""
+        problem: object = "something else writes it, too"
         try:
             for _ in range(_WRITES):
                 if self.write(record):
                     return
                 self.read()
         except StorageError as error:
-            logger.warning("%s: not written (%s); trying again", self.key, error)
+            problem = error
+        logger.warning("%s: not written (%s); trying again", self.key, problem)

@@ -31,7 +31,7 @@ from batchinfer.prompts.types import (
     Prepared,
     PromptConfig,
     RawRow,
-    RowProblem,
+    RowError,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class PromptBuilder:
             if own_id is not None:
                 prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
             return self._finish(prepared, *self._reader.read(columns), seed_of)
-        except RowProblem as problem:
+        except RowError as problem:
             return msgspec.structs.replace(prepared, failure=problem.as_failure())
         except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
             return msgspec.structs.replace(prepared, failure=internal_failure(error))
@@ -258,14 +258,14 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     """Ask for all candidates of a request with `best_of` and for their log-probabilities.
 
     Raises:
-        RowProblem: `best_of` is no number, or smaller than `n`.
+        RowError: `best_of` is no number, or smaller than `n`.
     """
     best, n = body.pop("best_of", None), body.get("n") or 1
     if best is None or type(n) is not int:
         return None
     if type(best) is not int or best < n:
         message = f"best_of: {str(best)[:40]}, expected a whole number from n, which is {n}"
-        raise RowProblem(Code.INVALID_PARAMETER, message, param="best_of")
+        raise RowError(Code.INVALID_PARAMETER, message, param="best_of")
     if best == n or body.get("temperature") == 0:  # all candidates are kept, or are the same
         return None
     body["n"] = best

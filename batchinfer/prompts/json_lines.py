@@ -11,7 +11,7 @@ import msgspec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.json_text import MAX_DEPTH, is_deep, read_object
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.types import RowProblem, Unfit
+from batchinfer.prompts.types import RowError, Unfit
 
 ROW_FIELD = "_row"
 ID_FIELD = "_id"
@@ -25,11 +25,11 @@ def decode_object(data: bytes) -> dict[str, Any]:
     Members with a number that is out of range are given as their JSON text.
 
     Raises:
-        RowProblem: the line is not a JSON object, or is nested too deep; the message says what is wrong.
+        RowError: the line is not a JSON object, or is nested too deep; the message says what is wrong.
     """
     if is_deep(data):
         message = f"nested deeper than {MAX_DEPTH} levels, or cut short, expected a JSON object"
-        raise RowProblem(Code.INVALID_JSON, message)
+        raise RowError(Code.INVALID_JSON, message)
     try:
         return _decode_object(data)
     except (ValueError, RecursionError) as error:
@@ -38,7 +38,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
         if members is None:
             found = str(error) if data.strip() else "blank line"
             message = f"{found}, expected a JSON object in UTF-8"
-            raise RowProblem(Code.INVALID_JSON, message) from error
+            raise RowError(Code.INVALID_JSON, message) from error
     return {name: bytes(x).decode() if type(x) is msgspec.Raw else x for name, x in members.items()}
 
 
@@ -72,12 +72,12 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
     """Return a column of a row.
 
     Raises:
-        RowProblem: the row lacks it. The message lists up to 20 of the row's columns.
+        RowError: the row lacks it. The message lists up to 20 of the row's columns.
     """
     if name not in columns:
         known = ", ".join(list(columns)[:20]) or "none"
         message = f"column {name!r} is not in the row (it has: {known}){near(name, columns)}"
-        raise RowProblem(Code.MISSING_COLUMN, message)
+        raise RowError(Code.MISSING_COLUMN, message)
     return columns[name]
 
 
@@ -88,4 +88,4 @@ def reading(subject: str, code: Code | None = Code.INVALID_COLUMN) -> Iterator[N
         yield
     except Unfit as error:
         text = f"{subject}: {error}"
-        raise (RowProblem(code, text) if code else ConfigError(text)) from error
+        raise (RowError(code, text) if code else ConfigError(text)) from error

@@ -16,7 +16,7 @@ from typing import Any
 
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.json_lines import reading, shown
-from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowProblem, Unfit
+from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowError, Unfit
 
 SOUND = "file"
 """Field of a body for a sound to transcribe or to translate."""
@@ -126,7 +126,7 @@ def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
     user message.
 
     Raises:
-        RowProblem: there are more places than media, or more media than places.
+        RowError: there are more places than media, or more media than places.
     """
     asking = [message for message in messages if message["role"] == "user"]
     if urls and not _open_parts(messages, kind):
@@ -137,7 +137,7 @@ def add_media(messages: list[Message], kind: str, urls: Sequence[str]) -> None:
     places = _open_parts(messages, kind)
     if len(places) != len(urls):
         said = f"{len(places)} places in the conversation and {len(urls)} media (--column {kind})"
-        raise RowProblem(Code.INVALID_MEDIA, said)
+        raise RowError(Code.INVALID_MEDIA, said)
     for place, url in zip(places, urls, strict=True):
         place.update(_part(kind, url))
 
@@ -188,7 +188,7 @@ def take_links(places: Sequence[Place], *, fetches_links: bool) -> list[MediaRef
         fetches_links: Whether the server fetches http(s) links itself. Then these stay.
 
     Raises:
-        RowProblem: a place names a medium in no known form.
+        RowError: a place names a medium in no known form.
     """
     found: list[MediaRef] = []
     for holder, name in places:
@@ -225,13 +225,13 @@ def multipart(body: dict[str, Any]) -> tuple[bytes, str]:
     """Return a body with a sound as a form, and its content type. Equal bodies give equal bytes.
 
     Raises:
-        RowProblem: the data URL of the sound holds no base64.
+        RowError: the data URL of the sound holds no base64.
     """
     try:
         content = "".join(body[SOUND].partition(",")[2].split())
         sound = base64.b64decode(content, validate=True)
     except ValueError as error:
-        raise RowProblem(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
+        raise RowError(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
     mark = hashlib.sha256(sound).hexdigest()
     parts = [(f'file"; filename="audio.{_format_of(content) or "bin"}', sound)]
     for field, value in body.items():

@@ -29,7 +29,7 @@ from batchinfer.prompts.types import (
     WITH_TOOLS,
     EngineRules,
     PromptConfig,
-    RowProblem,
+    RowError,
     Unfit,
 )
 
@@ -39,7 +39,7 @@ _LET_THROUGH = {
     *("metadata", "service_tier", "store", "user", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "best_of", "file_url"),
 }
-"""Fields that no server has to know: options of OpenAI's hosted service, and what does not leave us."""
+"""Fields that no server has to know: options of OpenAI's hosted service, and what is taken out of the body here."""
 
 _NO_FIELDS = ("engine", "id", ID_FIELD, ROW_FIELD)
 """Columns of a table of completions that are no fields of a body, besides the one with the id."""
@@ -69,7 +69,8 @@ class RowsReader:
         """Columns that every row needs. Keys name the options."""
         config, needed = self._config, {}
         needed["--prompt-column"] = [config.prompt_column]
-        needed["--messages-column"] = [self._messages_column]
+        asks = "--messages-column" if config.messages_column else "--prompt-template sharegpt"
+        needed[asks] = [self._messages_column]
         needed["--pair-columns"] = config.pair_columns
         needed |= {f"--column {kind}": config.columns.get(kind, []) for kind in MEDIA_KINDS}
         if self._template is not None:
@@ -81,13 +82,13 @@ class RowsReader:
         """Return the path of a row and the body that it states; a sound is the field `file` of the body.
 
         Raises:
-            RowProblem: the row is bad.
+            RowError: the row is bad.
         """
         config = self._config
         if self.path in SPEECH_URLS:
             sounds = self._media(columns, "audio")
             if len(sounds) != 1:
-                raise RowProblem(Code.INVALID_MEDIA, f"{len(sounds)} sounds, expected one")
+                raise RowError(Code.INVALID_MEDIA, f"{len(sounds)} sounds, expected one")
             body: dict[str, Any] = {SOUND: sounds[0]}
         elif config.pair_columns:
             fields = ("query", "documents") if config.task == "rerank" else ("text_1", "text_2")
@@ -185,7 +186,7 @@ class RequestsReader:
         """Return the path and the body that a row states; a sound is the field `file` of the body.
 
         Raises:
-            RowProblem: the row is bad.
+            RowError: the row is bad.
         """
         if self._is_batch:
             path, given = _envelope(columns)
@@ -194,18 +195,18 @@ class RequestsReader:
             given = {name: value for name, value in columns.items() if name not in others}
             if not given.get("prompt"):
                 message = "prompt: is missing or empty, expected a prompt"
-                raise RowProblem(Code.INVALID_REQUEST, message, param="prompt")
+                raise RowError(Code.INVALID_REQUEST, message, param="prompt")
         body = {name: given[name] for name in _PROMPTS if name in given} | given
         for name in ("stream", "background"):
             if body.get(name):
                 message = f"{name}: expected the request without it; each answer comes whole"
-                raise RowProblem(Code.INVALID_PARAMETER, message, param=name)
+                raise RowError(Code.INVALID_PARAMETER, message, param=name)
         self._check_names(path, body)
         if path in SPEECH_URLS:
             body[SOUND] = body.pop("file_url", None)
             if not isinstance(body[SOUND], str):
                 message = "file_url: expected the URL of a sound"
-                raise RowProblem(Code.INVALID_MEDIA, message, param="file_url")
+                raise RowError(Code.INVALID_MEDIA, message, param="file_url")
         return path, body
 
     def _check_names(self, path: str, body: dict[str, Any]) -> None:
@@ -214,14 +215,14 @@ class RequestsReader:
         if known and unknown:
             name = unknown[0][:80]
             message = f"{name}: {path} of the server has no such parameter{near(name, known)}"
-            raise RowProblem(Code.UNKNOWN_PARAMETER, message, param=name)
+            raise RowError(Code.UNKNOWN_PARAMETER, message, param=name)
 
 
 def _envelope(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a line of an OpenAI batch file.
 
     Raises:
-        RowProblem: a part is missing or wrong.
+        RowError: a part is missing or wrong.
     """
     url, body, custom_id = line.get("url"), line.get("body"), line.get("custom_id")
     for name, is_right, expected in (
@@ -233,5 +234,5 @@ def _envelope(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if not is_right:
             code = Code.UNKNOWN_URL if name == "url" else Code.INVALID_REQUEST
             found = shown(line[name]) if name in line else "missing"
-            raise RowProblem(code, f"{name} is {found}, expected {expected}", param=name)
+            raise RowError(code, f"{name} is {found}, expected {expected}", param=name)
     return str(url), dict(body or {})

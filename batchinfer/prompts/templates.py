@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, column
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import RowError
 
 # The Alpaca format. Models that were trained on it expect exactly these words.
 _ALPACA = """\
@@ -107,7 +107,7 @@ class PromptTemplate:
         """Return the prompt text of one row.
 
         Raises:
-            RowProblem: the template failed. If the cause is a missing column, the message names that column.
+            RowError: the template failed. If the cause is a missing column, the message names that column.
         """
         try:
             columns = {name: x for name, x in row.items() if name not in (ROW_FIELD, ID_FIELD)}
@@ -119,5 +119,5 @@ class PromptTemplate:
             if isinstance(error, UndefinedError) and missing:
                 column(row, missing[0])
             message = f"--prompt-template: {type(error).__name__}: {str(error)[:500]}"
-            raise RowProblem(Code.TEMPLATE_ERROR, message) from error
+            raise RowError(Code.TEMPLATE_ERROR, message) from error
         return text

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from batchinfer.core.errors import RowError
+from batchinfer.core.errors import BatchinferError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, NotNegative, Opt
 from batchinfer.core.records import Call, Failure, Record, RowKey
 
@@ -204,12 +204,18 @@ class Unfit(ValueError):
     """A value that is not what a column or an option needs. The message does not say which."""
 
 
-class RowProblem(RowError):
-    """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
+class RowError(BatchinferError):
+    """One row is bad.
+
+    `code` is one of the codes in docs/format.md, which do not change between versions. `param` names the request
+    parameter that is wrong, or is None.
+    """
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
-        super().__init__(str(code), message)
-        self.param = param
+        super().__init__(message)
+        self.message = message  # secrets are not masked, since the row's author reads it
+        self.args = (message,)
+        self.code, self.param = str(code), param
 
     def as_failure(self) -> Failure:
         """Return the reason why the row has no answer, for its output line."""

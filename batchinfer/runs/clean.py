@@ -29,7 +29,7 @@ DEFAULT_AGE_SECONDS = 3600.0
 PROBE_SECONDS = 600.0
 """Smallest age in seconds at which a probe object counts as left behind.
 
-A worker writes a probe object to test the store. It removes the object after half a dozen requests.
+A worker writes a probe object to test the store. It removes the object after about ten requests.
 """
 ANY_AGE = float("-inf")
 _MARKERS = "markers"

@@ -23,7 +23,7 @@ from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
+from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
@@ -34,7 +34,7 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.prompts import json_lines
-from batchinfer.prompts.types import PromptConfig
+from batchinfer.prompts.types import PromptConfig, RowError
 from batchinfer.runs.overview import add_up
 from batchinfer.storage.opening import is_inside, join_url
 from batchinfer.storage.scratch import Scratch, remove_quietly

@@ -43,7 +43,7 @@ _NETWORK = (
     "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
 )
 _FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
-_DISK = "see to the disk, or set HF_HOME to a folder with room that can be written"
+_DISK = "see to the disk, or name other folders with HF_HOME (what is kept of the Hub) and TMPDIR or --scratch-dir"
 _RULES = [
     Rule(
         "GatedRepoError LocalTokenNotFoundError",

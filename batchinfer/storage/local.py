@@ -291,8 +291,9 @@ def _locked(folder: Path) -> Iterator[None]:
             if error.errno not in _NO_FOLDER_LOCKS:
                 raise
             # NFS locks only files that are open for writing, and a folder cannot be opened for writing.
+            opened = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
             os.close(handle)
-            handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = opened
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

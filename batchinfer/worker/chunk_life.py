@@ -193,16 +193,13 @@ class Life:
         """Publish a complete chunk as soon as the lease is held. A failure is tried again; rows are saved before."""
         attempts, hall = 0, self._hall
         while not hall.is_ending:
-            if (
-                not hall.run.lease.is_held()
-            ):  # others may have taken the chunk; a heartbeat may come
-                self._wait(_RETRY_SECONDS)
+            if not hall.run.lease.is_held():
+                self._wait(_RETRY_SECONDS)  # others may have taken the chunk; a heartbeat may come
                 continue
-            if not hall.publishing.acquire(
-                blocking=False
-            ):  # all others upload, which may take long
+            if not hall.publishing.acquire(blocking=False):
                 self.save()
-                hall.publishing.acquire()
+                self._wait(_RETRY_SECONDS)  # all others upload, which may take long
+                continue
             try:
                 return _publish_once(chunk, hall)
             except ScratchFull:
@@ -241,7 +238,7 @@ class Life:
                 with hall.writing:
                     data = chunk.spool.read(start, end)
                     _write(chunk, hall, data, next(chunk.saved.numbers), data.count(b"\n"))
-                chunk.saved.reach(end)
+                chunk.saved.num_bytes = end
         except ScratchFull:
             raise
         except LeaseLapsed:

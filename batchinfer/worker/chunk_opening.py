@@ -60,17 +60,17 @@ def _open_claimed(ref: ChunkRef, claim: Taken, run: RunAccess, *, now: float) ->
     marker, _ = read_marker(run.store, ref.name, ref.generation)
     if marker is not None:
         return marker
-    local = fetch(run.source_at(ref.root), ref, run.scratch)
-    num_rows = local.num_lines if ref.row_limit is None else min(ref.row_limit, local.num_lines)
-    spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
-    chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
-    # A chunk that had no checkpoint when the worker started, and that nobody had claimed before, cannot have one.
-    if not claim.is_new or ref.name in run.checkpointed or ref.generation:
-        try:
+    with contextlib.ExitStack() as undo:
+        local = fetch(run.source_at(ref.root), ref, run.scratch)
+        undo.callback(remove_quietly, local.path)
+        num_rows = local.num_lines if ref.row_limit is None else min(ref.row_limit, local.num_lines)
+        spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
+        chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
+        undo.callback(chunk.close)
+        # A chunk that had no checkpoint when the worker started, and that nobody had claimed before, cannot have one.
+        if not claim.is_new or ref.name in run.checkpointed or ref.generation:
             _resume(chunk, run)
-        except BaseException:
-            chunk.close()
-            raise
+        undo.pop_all()
     return chunk
 
 
@@ -78,25 +78,15 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> None:
     """Adopt what is on storage of a chunk."""
     if chunk.ref.base is not None:
         _keep_good_rows(chunk, chunk.ref.base, run)
-    segments = Segments(
-        run.store,
-        chunk.name,
-        chunk_sha256=chunk.local.sha256,
-        fingerprint=run.fingerprint,
-    )
-    failed: list[FinishedRow] = []
-
-    def answered() -> Iterator[FinishedRow]:
-        for row in segments.rows():
-            if row.ok:
-                yield row
-            else:
-                failed.append(row)
-
-    chunk.adopt(answered())  # before errors of the same rows, which were asked again
+    wanted = {"chunk_sha256": chunk.local.sha256, "fingerprint": run.fingerprint}
+    segments = Segments(run.store, chunk.name, **wanted)
+    chunk.adopt(row for row in segments.rows() if row.ok)
     # A repair (generation above 0) does error rows again. Segments of the generation before may still exist.
-    if not (chunk.ref.generation or run.retry_errors):
-        chunk.adopt(failed)
+    if segments.has_failed_rows and not (chunk.ref.generation or run.retry_errors):
+        # Errors come after the answers to the same rows, which were asked again: they are read by themselves, as all
+        # errors of a chunk may be larger than the memory.
+        again = Segments(run.store, chunk.name, **wanted)
+        chunk.adopt(row for row in again.rows() if not row.ok)
     # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if every
     # segment could be read, no new segment has to repeat the adopted rows.
     chunk.adopt_segments(segments.keys, segments.deaths, holds_every_row=not segments.has_vanished)

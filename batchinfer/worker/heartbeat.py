@@ -72,7 +72,7 @@ class Heartbeat:
         self.lease = lease
 
     def turned(self) -> None:
-        """Note that the worker's main loop has turned. Without it the record is not renewed for longer than a lease."""
+        """Note that the worker's main loop has turned. Without it the record is renewed for one lease at most."""
         self._turned_at = self._clock.monotonic()
 
     def start(

@@ -39,6 +39,7 @@ from batchinfer.ledger.runs import (
     read_run,
 )
 from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.types import RowError
 from batchinfer.storage import Store
 from batchinfer.worker.limits import limits_result
 from batchinfer.worker.media_fetching import check_media
@@ -143,7 +144,11 @@ class Membership:
         config = self.config
         rules = rules_of(config.engine, opened=engine, info=info)
         builder = PromptBuilder(config.prompt, config.run_seed, rules=rules)
-        if engine is not None and (call := builder.probe()) is not None:
+        try:
+            call = builder.probe()
+        except RowError as error:
+            raise ConfigError(error.message, hint="correct the option") from error
+        if engine is not None and call is not None:
             reply = engine.ask(call, self._environment.stopper)
             failure = failure_of(reply)
             if failure is not None and failure.param == "max_tokens":  # rows may have none

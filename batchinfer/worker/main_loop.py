@@ -44,8 +44,7 @@ class MainLoop:
                 if not self.open_chunks.is_drained:
                     self.environment.background.wait(_POLL_SECONDS)
             check_error_rate(self.config, self.open_chunks.telemetry, is_end=True)
-        except EngineError as error:
-            self.open_chunks.note_death(error.in_flight)
+        except EngineError:
             # Nobody waits for a worker whose engine died.
             self.open_chunks.end(LEASES_WITHOUT_STORAGE * self.config.lease_seconds, self.on_turn)
             raise

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
-from batchinfer.core.errors import BatchinferError, ConfigError, RowError
+from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.prompts.builder import internal_failure
-from batchinfer.prompts.types import MediaRef, RowProblem
+from batchinfer.prompts.types import MediaRef, RowError
 from batchinfer.storage import check_key, split_bucket, web
 from batchinfer.storage.opening import (
     BUCKET_SCHEMES,
@@ -74,8 +75,8 @@ class MediaFetcher:
                 found.append(self._fetch_one(ref))
                 if sum(map(len, found)) > most:
                     message = f"the row's media have more than {most} bytes in all"
-                    raise RowProblem(Code.MEDIA_TOO_LARGE, message)
-        except RowProblem as problem:
+                    raise RowError(Code.MEDIA_TOO_LARGE, message)
+        except RowError as problem:
             return problem.as_failure()
         except Exception as error:  # noqa: BLE001 -- a fault of any class
             return internal_failure(error)
@@ -84,9 +85,9 @@ class MediaFetcher:
     def _fetch_one(self, ref: MediaRef) -> bytes:
         try:
             return self._cache.get(ref.place, lambda: self._at(ref.place))
-        except RowProblem as problem:
+        except RowError as problem:
             message = f"{ref.kind}: {problem.message}"
-            raise RowProblem(problem.code, message, param=problem.param) from problem
+            raise RowError(problem.code, message, param=problem.param) from problem
 
     # -- places
 
@@ -103,14 +104,14 @@ class MediaFetcher:
             if scheme in ("", "file"):
                 return self._below_root(place, limits.media_root)
         except web.TooLarge as error:
-            raise RowProblem(Code.MEDIA_TOO_LARGE, error.message) from error
+            raise RowError(Code.MEDIA_TOO_LARGE, error.message) from error
         except web.Forbidden as error:
-            raise RowProblem(Code.MEDIA_FORBIDDEN, error.message) from error
+            raise RowError(Code.MEDIA_FORBIDDEN, error.message) from error
         except RowError:
             raise
         except BatchinferError as error:
-            raise RowProblem(Code.MEDIA_UNAVAILABLE, error.message) from error
-        raise RowProblem(
+            raise RowError(Code.MEDIA_UNAVAILABLE, error.message) from error
+        raise RowError(
             Code.MEDIA_FORBIDDEN,
             f"{place[:100]}: expected http://, https://, s3:// or another bucket",
         )
@@ -132,21 +133,24 @@ class MediaFetcher:
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > (most := self._limits.max_media_bytes):
             message = f"has {num_bytes} bytes, expected at most {most} (--max-media-bytes)"
-            raise RowProblem(Code.MEDIA_TOO_LARGE, message)
+            raise RowError(Code.MEDIA_TOO_LARGE, message)
 
     def _below_root(self, place: str, root: str) -> bytes:
         """Return a file that a row names by a path, which counts from --media-root and does not leave it."""
         if not root:
-            raise RowProblem(
+            raise RowError(
                 Code.MEDIA_FORBIDDEN,
                 f"{place[:100]}: a path; --media-root says from which folder or bucket rows may name media",
             )
         scheme, _ = split_url(root)
         if scheme == "file":
             return self._in_folder(local_path(place), local_path(root))
-        key = check_key(posixpath.normpath(place))
+        key = posixpath.normpath(place)
+        if key.startswith(("/", "../")):
+            message = f"{place[:100]}: a path that is not below --media-root {root}"
+            raise RowError(Code.MEDIA_FORBIDDEN, message)
         if scheme in ("http", "https"):
-            return self._on_the_web(join_url(root, key))
+            return self._on_the_web(join_url(root, quote(check_key(key), safe="/%")))
         return self._in_a_store(root.rstrip("/"), key)
 
     def _in_folder(self, path: Path, folder: Path) -> bytes:
@@ -155,13 +159,13 @@ class MediaFetcher:
             whole = (folder / path).resolve()
             if not whole.is_relative_to(folder):
                 message = f"{path}: is {whole}, which is not below --media-root {folder}"
-                raise RowProblem(Code.MEDIA_FORBIDDEN, message)
+                raise RowError(Code.MEDIA_FORBIDDEN, message)
             if not whole.is_file():
-                raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: no such file below {folder}")
+                raise RowError(Code.MEDIA_UNAVAILABLE, f"{path}: no such file below {folder}")
             self._check_size(whole.stat().st_size)
             return whole.read_bytes()
         except (OSError, ValueError, RuntimeError) as error:
-            raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: {error}") from error
+            raise RowError(Code.MEDIA_UNAVAILABLE, f"{path}: {error}") from error
 
 
 def check_media(limits: Limits) -> None:
@@ -217,7 +221,7 @@ class MediaCache:
         """Return what is at a place. If it is not kept, it is fetched once, however many threads ask for it just then.
 
         Raises:
-            RowProblem: it cannot be used. It is asked for again for the next row.
+            RowError: it cannot be used. It is asked for again for the next row.
         """
         with self._lock:
             if place in self._kept:

@@ -34,7 +34,7 @@ class OwnMarkers:
         self._store = store
         self._do = do
         self.rows_ok = self.rows_done = 0
-        """Rows of the chunks whose markers were read, and of those for which these stand."""
+        """Sums over the markers that were read, each as often as it stands for a chunk."""
         self.unreadable: set[str] = set()
         """Chunks whose markers cannot be read."""
 

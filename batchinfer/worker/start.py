@@ -312,7 +312,9 @@ class _Start:
         ]
         if self.config.retry_errors:
             names = {ref.name: done[ref.name] for ref in own if ref.name in done}
-            left = to_repair(own, done, self.markers.read(names))
+            left = to_repair(
+                own, done, self.markers.read(names, 0)
+            )  # 0: their rows are counted already
         names_left = {ref.name for ref in left}
         may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the declarations of options are read by `--help`, which ans
     from batchinfer.worker.telemetry import Telemetry
 
 _LONGEST_DELAY_SECONDS = 60.0
-Dollars = Annotated[float, Meta(gt=0, le=1e9)] | None
+Most = Annotated[float, Meta(gt=0, le=1e9)] | None
 
 
 class Limits(Record, frozen=True, kw_only=True):
@@ -42,8 +42,8 @@ class Limits(Record, frozen=True, kw_only=True):
     media_timeout_seconds: Annotated[float, NO_OPTION] = 30.0
     """Seconds that one attempt to fetch from a web server may take."""
     max_row_memory: Annotated[Count, Opt(metavar="MIB")] = 256
-    """MiB of memory for rows on their way, with their media, for each replica. One row is always taken. Media that rows
-    share are kept in half as much more."""
+    """MiB of memory for rows on their way, with their media, for each replica. One row is always taken. A cache
+    of media that rows share takes half of it once more, for all replicas together."""
     max_open_chunks: Annotated[int, NO_OPTION] = 256
     """Chunks that may be at work at the same time, each on a thread."""
     max_openings: Annotated[int, NO_OPTION] = 4
@@ -121,10 +121,10 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     """Failed rows before --max-error-rate counts."""
     max_attempts: Count = 5
     """Starts without a new finished row before the worker gives up (exit 3)."""
-    max_cost: Annotated[Dollars, Opt(metavar="DOLLARS")] = None
+    max_cost: Annotated[Most, Opt(metavar="DOLLARS")] = None
     """Stop (exit 3) once this worker's machines have cost so many dollars, all its starts together. launch divides it
     among its workers."""
-    max_hours: Annotated[Dollars, Opt(metavar="H")] = None
+    max_hours: Annotated[Most, Opt(metavar="H")] = None
     """Stop (exit 3) once this worker was up for so many hours, all its starts together."""
     price_per_hour: Annotated[
         Annotated[float, Meta(ge=0, le=1e6)] | None, Opt(metavar="DOLLARS")

@@ -30,7 +30,7 @@ def codes_of_failures() -> Iterator[tuple[str, ast.expr]]:
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 name = node.func.id if isinstance(node.func, ast.Name) else name
-                if name in ("Failure", "RowError", "RowProblem"):
+                if name in ("Failure", "RowError"):
                     named = [each.value for each in node.keywords if each.arg == "code"]
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", (named or node.args)[0]
 

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 import batchinfer
-from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts.types import RowError
 from making import Call, make_job, run_process, worker_arguments
 from web_server import WebServer, reply
 

@@ -351,10 +351,10 @@ class SimEngine:
             if is_poisoned or (traits.dies and self._random.random() < traits.dies):
                 self._ward.died(list(running))
                 process.scheduler.log(process.name, f"engine dies with {len(running)} rows")
-                if not traits.restarts or self._random.random() >= traits.restarts:
-                    raise EngineDied("sim: died", in_flight=list(running))
                 lost, running = list(running), {}
                 yield [Reply(key=key, status=0, body=b"sim: died") for key in lost]
+                if not traits.restarts or self._random.random() >= traits.restarts:
+                    raise EngineDied("sim: died")
                 loaded_at = process.scheduler.now + traits.load_seconds
                 while process.scheduler.now < loaded_at and not stop.is_set():
                     yield []  # as HttpEngine does, so that the worker saves rows meanwhile

@@ -18,7 +18,7 @@ import pytest
 
 from batchinfer.core.errors import InputError
 from batchinfer.prompts.json_lines import decode_object
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import RowError
 from batchinfer.split.parquet_rows import _form
 from batchinfer.split.sources import count_sources
 
@@ -183,7 +183,7 @@ def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path
     for row, (line, text, expected) in enumerate(found):
         if expected is None:
             assert line == text
-            with pytest.raises(RowProblem):
+            with pytest.raises(RowError):
                 decode_object(line)
             continue
         body = text.strip(b"\r")[:-1]

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.types import MediaRef, RowProblem
+from batchinfer.prompts.types import MediaRef, RowError
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.background import Background
@@ -126,7 +126,7 @@ def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_d
         asked.append("link")
         is_over.wait(60)
         if is_dead:
-            raise RowProblem(Code.MEDIA_UNAVAILABLE, "gone")
+            raise RowError(Code.MEDIA_UNAVAILABLE, "gone")
         return RED
 
     def ask() -> bytes:
@@ -143,7 +143,7 @@ def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_d
         assert time.monotonic() - begun < 30
         is_over.set()
     found = [type(each.exception()) if is_dead else each.result() for each in waiting]
-    assert found == [RowProblem if is_dead else RED] * 8
+    assert found == [RowError if is_dead else RED] * 8
     assert asked == ["link"]
     # After a failure, the next row asks again.
     assert cache.get("link", lambda: BLUE) == (BLUE if is_dead else RED)
