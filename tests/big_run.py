@@ -1,7 +1,5 @@
 """A run as it lies in a bucket while workers are at work on it, written without any worker."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from batchinfer.core import layout

@@ -1,7 +1,5 @@
 """`collect` for tests: called here, its table read back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

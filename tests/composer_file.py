@@ -5,8 +5,6 @@ and composer/utils/checkpoint.py of that version. Written without Composer, so c
 the same names.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

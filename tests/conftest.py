@@ -4,8 +4,6 @@ Fixtures of a subject live in `tests/fixtures_<subject>.py`; add the module to
 `pytest_plugins` below, or import it where only one test module needs it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -50,7 +48,7 @@ KEPT_NAMES = ("SKYPILOT_DISABLE_USAGE_COLLECTION",)
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch):
     """Hide the caller's own settings: a test states the ones that it needs."""
     for name in os.environ.keys() - KEPT_NAMES:
         if name.startswith(AMBIENT_PREFIXES) or name in AMBIENT_NAMES:
@@ -58,7 +56,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Any:
+def call(capfd):
     """Run a command line in this process; the result is a `making.Called`."""
     from batchinfer.cli.main import main
     from making import Called
@@ -67,7 +65,7 @@ def call(capfd: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def memory_url(request: pytest.FixtureRequest) -> Iterator[str]:
+def memory_url(request):
     """URL of a place in memory, the test's own."""
     from batchinfer.storage.opening import open_store
 
@@ -78,7 +76,7 @@ def memory_url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
+def server():
     """A `WebServer`, whose answers the test writes."""
     from web_server import WebServer
 
@@ -87,7 +85,7 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def own_log() -> Iterator[None]:
+def own_log():
     """Give each test the log as it is at import: a command called before it may have changed level and handlers."""
     logger = logging.getLogger("batchinfer")
     level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
@@ -98,7 +96,7 @@ def own_log() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
+def own_signals():
     """Put back the handlers of signals that a worker or a command in this process has set."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield

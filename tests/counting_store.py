@@ -1,7 +1,5 @@
 """A store that counts requests, for tests of what commands cost."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

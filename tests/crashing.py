@@ -4,8 +4,6 @@ For a store in a local folder every request that changes it is one change to fil
 and after each of these requests, too. Between two changes it does not matter when it dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -5,8 +5,6 @@ socket, or a port of 127.0.0.1. Two further arguments are marks: a prompt that h
 SIGKILL, and one that holds the second makes it answer nothing any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What every engine must do. The tests of each engine inherit `EngineContract`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -5,8 +5,6 @@ silent, with an empty answer; lost, when the job is submitted and the answer say
 fail before they begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Time that a test moves by hand, and records with sensible defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path

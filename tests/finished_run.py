@@ -1,7 +1,5 @@
 """Finished runs with any answers, written through the ledger's own functions and without a worker."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping

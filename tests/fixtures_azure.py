@@ -1,12 +1,9 @@
 """Azure's blob storage on 127.0.0.1 for tests: Azurite, which npm installs into .cache/ of this checkout."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +41,7 @@ def azurite() -> Path:
 
 
 @pytest.fixture(scope="session")
-def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def azure_endpoint(tmp_path_factory):
     """Address of the server, which holds everything in memory."""
     log = tmp_path_factory.mktemp("azurite") / "server.log"
     options = ["--blobHost", "127.0.0.1", "--blobPort", "0", "--inMemoryPersistence"]
@@ -55,7 +52,7 @@ def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def azure_url(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def azure_url(azure_endpoint, monkeypatch):
     """Factory: `azure_url("job")` makes a container and returns a URL in it. The environment names the account."""
     import secrets
 

@@ -3,12 +3,9 @@
 It is no proof of the service itself, only of what the adapter makes of generations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -83,7 +80,7 @@ class Gcs(HttpServer):
 
 
 @pytest.fixture
-def gcs_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+def gcs_url(monkeypatch):
     """Factory: `gcs_url("job")` returns a URL in the bucket of a server of the test's own."""
     with contextlib.closing(Gcs()) as server:
         monkeypatch.setenv("GOOGLE_BASE_URL", server.url)

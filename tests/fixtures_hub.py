@@ -4,14 +4,12 @@ A commit is the files that it holds, a branch the name of a commit. A fault is a
 that matches it is answered in its way.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -271,7 +269,7 @@ class Request:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     """A Hub that this process asks, without long pauses after a failure."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http

@@ -1,7 +1,5 @@
 """An S3 server on 127.0.0.1 for tests: moto, in a process of its own, so that subprocesses reach it too."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -50,7 +48,7 @@ S3Url = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def s3_endpoint(tmp_path_factory):
     """URL of the server; it holds everything in memory and takes any credentials."""
     with serving_s3(tmp_path_factory.mktemp("s3") / "server.log") as url:
         yield url
@@ -66,11 +64,11 @@ def serving_s3(log: Path) -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(
-    s3_endpoint: str,
-    clean_environment: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> str:
+    s3_endpoint,
+    clean_environment,
+    monkeypatch,
+    tmp_path,
+):
     """Credentials and endpoint in the environment, for this process and those that it starts."""
     for name in list(os.environ):
         if name.startswith("AWS_"):
@@ -104,7 +102,7 @@ def s3_client(endpoint: str) -> Any:
 
 
 @pytest.fixture
-def s3_url(s3_environment: str) -> Iterator[S3Url]:
+def s3_url(s3_environment):
     """Factory: `s3_url()` makes a bucket and returns its URL, `s3_url("job")` a URL inside a fresh bucket."""
 
     def make(prefix: str = "", bucket: str = "") -> str:

@@ -1,7 +1,5 @@
 """Real vLLM on the CPU: one server for all tests of a session that can share it; it loads in half a minute."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

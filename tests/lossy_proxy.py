@@ -1,7 +1,5 @@
 """A TCP proxy for tests that spoils requests to an HTTP server: it answers 503, falls silent, or cuts connections."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

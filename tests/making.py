@@ -1,7 +1,5 @@
 """Jobs and runs for tests: small jobs at any URL, and workers (echo engine) over them, here or as real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Reads a worker's metrics as Prometheus does, and checks that they are what the code says of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import urllib.request

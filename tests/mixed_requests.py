@@ -1,7 +1,5 @@
 """An OpenAI batch file of requests of every kind, and bad ones of many kinds with the code that each must get."""
 
-from __future__ import annotations
-
 from typing import Any
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -3,8 +3,6 @@
 What is written is the same every time, to the byte.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The commands on the pages of the documentation."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import textwrap

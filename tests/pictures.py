@@ -1,7 +1,5 @@
 """Small images, good and bad, in the forms in which data sets hold them."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows as the prompt builder makes calls of them: for tests of prompts, and of what stands on them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests, templates and schemas that tests of several rooms share."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Reads one JSON request a line from stdin and answers each with one line: the tas
 it, or the error that it raises. Needs no credentials and no cloud.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Promises of every writable store. The tests of each store inherit the class and say how to open that store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     ScratchFull,
 )
-from batchinfer.storage import Store
 from batchinfer.storage.opening import check_preconditions
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
@@ -44,17 +41,17 @@ class StoreContract:
     """Inherit, and give the fixture `reopen`: a function that opens the same root anew, as another worker does."""
 
     @pytest.fixture
-    def store(self, reopen: Callable[[], Store]) -> Store:
+    def store(self, reopen):
         return reopen()
 
-    def test_created_object_reads_back(self, store: Store) -> None:
+    def test_created_object_reads_back(self, store):
         etag = store.create("a/b.json", b"one")
         assert store.get("a/b.json") == (b"one", etag)
         found = store.stat("a/b.json")
         assert (found.key, found.bytes, found.etag) == ("a/b.json", 3, etag)
         assert found.modified > 1.7e9
 
-    def test_absent_object_is_not_found(self, store: Store, tmp_path: Path) -> None:
+    def test_absent_object_is_not_found(self, store, tmp_path):
         store.create("a/b", b"one")
         for key in ("a/c", "a", "x/y", "a/b/c"):
             with pytest.raises(ObjectNotFound, match=key):
@@ -64,24 +61,22 @@ class StoreContract:
             with pytest.raises(ObjectNotFound, match=key):
                 store.download(key, tmp_path / "copy")
 
-    def test_second_create_is_refused_and_changes_nothing(self, store: Store) -> None:
+    def test_second_create_is_refused_and_changes_nothing(self, store):
         etag = store.create("k", b"one")
         with pytest.raises(AlreadyExists, match="k"):
             store.create("k", b"two")
         assert store.get("k") == (b"one", etag)
 
-    def test_create_of_the_same_bytes_is_taken_for_a_lost_reply(self, store: Store) -> None:
+    def test_create_of_the_same_bytes_is_taken_for_a_lost_reply(self, store):
         etag = store.create("k", b"one with a nonce")
         assert store.create("k", b"one with a nonce") == etag
 
-    def test_create_of_nothing_is_a_bug_of_the_caller(self, store: Store) -> None:
+    def test_create_of_nothing_is_a_bug_of_the_caller(self, store):
         with pytest.raises(ValueError, match="empty"):
             store.create("k", b"")
         assert list(store.list()) == []
 
-    def test_file_becomes_a_whole_object_in_place_of_any_that_is_there(
-        self, store: Store, tmp_path: Path
-    ) -> None:
+    def test_file_becomes_a_whole_object_in_place_of_any_that_is_there(self, store, tmp_path):
         key = "outputs/part-00000.3f2a.jsonl"
         for index, data in enumerate((b"rows\n" * 1000, b"rows\n" * 1000, b"short")):
             file = tmp_path / f"result-{index}"
@@ -92,18 +87,18 @@ class StoreContract:
             assert store.get(key).data == data
         assert [found.key for found in store.list()] == [key]
 
-    def test_empty_file_can_be_put(self, store: Store, tmp_path: Path) -> None:
+    def test_empty_file_can_be_put(self, store, tmp_path):
         (tmp_path / "empty").touch()
         store.put_file("empty", tmp_path / "empty")
         assert store.get("empty").data == b""
         assert store.stat("empty").bytes == 0
 
-    def test_file_that_is_not_there_is_named(self, store: Store, tmp_path: Path) -> None:
+    def test_file_that_is_not_there_is_named(self, store, tmp_path):
         with pytest.raises(BatchinferError, match="nowhere"):
             store.put_file("k", tmp_path / "nowhere")
         assert list(store.list()) == []
 
-    def test_download_overwrites_a_local_file(self, store: Store, tmp_path: Path) -> None:
+    def test_download_overwrites_a_local_file(self, store, tmp_path):
         data = bytes(range(256)) * 20_000
         store.create("big", data)
         target = tmp_path / "copy"
@@ -111,17 +106,17 @@ class StoreContract:
         store.download("big", target)
         assert target.read_bytes() == data
 
-    def test_download_to_an_unusable_folder_names_it(self, store: Store, tmp_path: Path) -> None:
+    def test_download_to_an_unusable_folder_names_it(self, store, tmp_path):
         store.create("k", b"one")
         with pytest.raises(BatchinferError, match="gone"):
             store.download("k", tmp_path / "gone" / "copy")
 
-    def test_download_to_a_full_disk_is_scratch_full(self, store: Store) -> None:
+    def test_download_to_a_full_disk_is_scratch_full(self, store):
         store.create("k", b"one" * 1000)
         with pytest.raises(ScratchFull, match="/dev"):
             store.download("k", Path("/dev/full"))
 
-    def test_replace_needs_the_current_etag(self, store: Store) -> None:
+    def test_replace_needs_the_current_etag(self, store):
         first = store.create("w.json", b"beat 1")
         second = store.replace("w.json", b"beat 2", first)
         assert second != first
@@ -129,7 +124,7 @@ class StoreContract:
             store.replace("w.json", b"ghost", first)
         assert store.get("w.json") == (b"beat 2", second)
 
-    def test_replace_of_an_absent_object_is_refused(self, store: Store) -> None:
+    def test_replace_of_an_absent_object_is_refused(self, store):
         etag = store.create("gone", b"one")
         store.delete(["gone"])
         for key in ("gone", "never/was"):
@@ -137,12 +132,12 @@ class StoreContract:
                 store.replace(key, b"two", etag)
         assert list(store.list()) == []
 
-    def test_replace_by_the_same_bytes_is_taken_for_a_lost_reply(self, store: Store) -> None:
+    def test_replace_by_the_same_bytes_is_taken_for_a_lost_reply(self, store):
         first = store.create("w.json", b"beat 1")
         second = store.replace("w.json", b"beat 2", first)
         assert store.replace("w.json", b"beat 2", first) == second
 
-    def test_etag_changes_with_every_replace_of_equal_length(self, store: Store) -> None:
+    def test_etag_changes_with_every_replace_of_equal_length(self, store):
         etag = store.create("w.json", b"beat 000")
         seen = {etag}
         for beat in range(1, 30):
@@ -151,7 +146,7 @@ class StoreContract:
             seen.add(etag)
         assert len(seen) == 30
 
-    def test_list_is_recursive_in_key_order_below_a_string_prefix(self, store: Store) -> None:
+    def test_list_is_recursive_in_key_order_below_a_string_prefix(self, store):
         keys = ["a", "a-b", "a.txt", "a0", "b/c/d", "b/c.d", "b/c-d", "b/e", "bb", "é/ü"]
         for key in reversed([key for key in keys if key != "a"]):
             store.create(key, key.encode())
@@ -168,7 +163,7 @@ class StoreContract:
                 (there.bytes, there.etag.split(";")[0]),
             ]
 
-    def test_other_workers_objects_show_at_once(self, reopen: Callable[[], Store]) -> None:
+    def test_other_workers_objects_show_at_once(self, reopen):
         mine, other = reopen(), reopen()
         assert list(mine.list("outputs/")) == []
         with pytest.raises(ObjectNotFound):
@@ -182,7 +177,7 @@ class StoreContract:
         other.delete(["outputs/a.succeed"])
         assert list(mine.list()) == []
 
-    def test_delete_takes_many_and_forgives_absent_ones(self, store: Store) -> None:
+    def test_delete_takes_many_and_forgives_absent_ones(self, store):
         for index in range(5):
             store.create(f"x/{index}", b"1")
         store.delete(f"x/{index}" for index in (0, 1, 2, 7))
@@ -191,9 +186,7 @@ class StoreContract:
         assert [found.key for found in store.list()] == ["x/3", "x/4"]
 
     @pytest.mark.parametrize("key", BAD_KEYS)
-    def test_key_that_leaves_the_root_is_refused(
-        self, store: Store, key: str, tmp_path: Path
-    ) -> None:
+    def test_key_that_leaves_the_root_is_refused(self, store, key, tmp_path):
         file = tmp_path / "file"
         file.write_bytes(b"x")
         for verb in (
@@ -208,12 +201,12 @@ class StoreContract:
             with pytest.raises(InputError, match="key"):
                 verb()
 
-    def test_prefix_that_leaves_the_root_is_refused(self, store: Store) -> None:
+    def test_prefix_that_leaves_the_root_is_refused(self, store):
         for prefix in ("../", "/etc", "a/../b", ".."):
             with pytest.raises(InputError):
                 store.list(prefix)
 
-    def test_one_of_sixteen_creators_wins(self, reopen: Callable[[], Store]) -> None:
+    def test_one_of_sixteen_creators_wins(self, reopen):
         stores = [reopen(), reopen()]
         for round_index in range(4):
             key = f"claims/{round_index}"
@@ -230,7 +223,7 @@ class StoreContract:
             assert held.etag == etags[0]
             assert held.data in bodies
 
-    def test_one_of_sixteen_replacers_wins(self, reopen: Callable[[], Store]) -> None:
+    def test_one_of_sixteen_replacers_wins(self, reopen):
         stores = [reopen(), reopen()]
         etag = stores[0].create("w.json", b"worker none")
         etags, errors = race(
@@ -243,6 +236,6 @@ class StoreContract:
         assert [type(error) for error in errors] == [PreconditionFailed] * 15
         assert stores[1].get("w.json").etag == etags[0]
 
-    def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store: Store) -> None:
+    def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store):
         check_preconditions(store)
         assert list(store.list()) == []

@@ -1,7 +1,5 @@
 """A terminal for tests: a program that runs in a pty, what it shows, and keys for it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

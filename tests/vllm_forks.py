@@ -4,8 +4,6 @@ As a program it reads requests from standard input, a line of JSON each: code, i
 and whether to wait for its end. It answers each with the fork's process group, or with its exit status.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Servers on 127.0.0.1: whose answers a test writes, and programs that say where they listen."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The Python interface: what it takes, what it gives, and that its names stay."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -61,7 +58,7 @@ def texts(answered: batchinfer.RunHandle) -> list[Any]:
     return [row["text"] for row in answered.rows()]
 
 
-def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_nothing_heavy() -> None:
+def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_nothing_heavy():
     names = {"RunHandle", "__version__", "errors", "make_job", "open_run", "run"}
     assert set(batchinfer.__all__) == names <= set(dir(batchinfer))
     code = (
@@ -86,7 +83,7 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
         pytest.param(lambda: (row for row in ROWS), id="generator"),
     ],
 )
-def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
+def test_a_source_in_memory_is_answered(make):
     table = run(make(), prompt_column="text").to_arrow(with_source=True)
     assert table.column("n").to_pylist() == list(range(5))
     assert table.column("text").to_pylist() == TEXTS
@@ -103,22 +100,20 @@ def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
         pytest.param(lambda: pl.Series([[{"content": text}] for text in TEXTS]), id="nested"),
     ],
 )
-def test_a_column_is_a_list_of_its_values(make: Callable[[], Any]) -> None:
+def test_a_column_is_a_list_of_its_values(make):
     with sources_of(make()) as ([path], _):
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     assert [row.get("prompt") or row["messages"][0]["content"] for row in rows] == TEXTS
 
 
 @pytest.mark.parametrize("text", ["~5 apples cost how much?", "~\0", "And [2] * 2?"])
-def test_a_text_that_names_nothing_here_is_a_prompt(text: str) -> None:
+def test_a_text_that_names_nothing_here_is_a_prompt(text):
     with sources_of([text]) as ([path], _):
         assert json.loads(Path(path).read_text()) == {"prompt": text}
 
 
 @pytest.mark.full
-def test_answers_come_as_table_frame_data_set_and_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_come_as_table_frame_data_set_and_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pq.write_table(TABLE, "rows.parquet")
     absent = dict.fromkeys(["lora", "stop", "system_prompt", "sampling", "max_model_len"])
@@ -136,7 +131,7 @@ def test_answers_come_as_table_frame_data_set_and_rows(
 
 
 @pytest.mark.parametrize("data", [ROWS, TABLE], ids=["rows", "table"])
-def test_first_some_rows_which_are_read_as_such_then_all(data: Any, tmp_path: Path) -> None:
+def test_first_some_rows_which_are_read_as_such_then_all(data, tmp_path):
     for status in ("PARTIAL", "UNCHANGED"):
         some = run(data, output=tmp_path / "a.parquet", limit=2)
         assert (some.result["status"], texts(some)) == (status, TEXTS[:2])
@@ -151,8 +146,8 @@ def test_first_some_rows_which_are_read_as_such_then_all(data: Any, tmp_path: Pa
 
 
 def test_without_output_the_run_is_kept_in_a_folder_that_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     found = run(["a"])
     [folder] = re.findall(r"job and run are kept in (\S+);", capsys.readouterr().err)
     assert found.url == f"{folder}/run"
@@ -170,7 +165,7 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("schema", [Person, Person.model_json_schema(), "FILE"])
-def test_schemas_and_tools_reach_the_server(schema: Any, tmp_path: Path) -> None:
+def test_schemas_and_tools_reach_the_server(schema, tmp_path):
     wanted = Person.model_json_schema()
     if schema == "FILE":
         schema = tmp_path / "schema.json"
@@ -185,15 +180,15 @@ def test_schemas_and_tools_reach_the_server(schema: Any, tmp_path: Path) -> None
 
 
 def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
     for given in ({"max_model_len": 2}, {"vllm": {"max_model_len": 2}}):
         answered = run(["one two three", "a"], **given, quiet=True)
         assert answered.to_arrow()["error_code"].to_pylist() == ["prompt_too_long", None]
 
 
-def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch):
     answered = run(["a"])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(errors.ConfigError, match="pandas is not installed") as caught:
@@ -225,14 +220,14 @@ def test_a_missing_pandas_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatc
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
-    options: dict[str, Any],
-    kind: type[Exception],
-    said: str,
-    quiet: bool,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    options,
+    kind,
+    said,
+    quiet,
+    capfd,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(kind, match=said) as caught:
         run(**options, quiet=quiet)
@@ -248,16 +243,14 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     assert not (quiet and shown)
 
 
-def test_an_error_has_all_lines_that_the_command_says() -> None:
+def test_an_error_has_all_lines_that_the_command_says():
     rows = [{"prompt": "a"}, *[{"prompt": None}] * 3]
     with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):
         run(rows, max_error_rate=0, min_errors=1)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_bar_is_shown_where_a_person_sees_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_seen: bool
-) -> None:
+def test_a_bar_is_shown_where_a_person_sees_it(monkeypatch, capsys, is_seen):
     monkeypatch.setattr("batchinfer.worker.progress.is_shown_to_people", lambda _: is_seen)
     run()
     shown = capsys.readouterr().err
@@ -275,7 +268,7 @@ def started(folder: Path, code: str) -> subprocess.Popen[str]:
     return program
 
 
-def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Path) -> None:
+def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path):
     rows = [{"text": f"row {index}"} for index in range(20)]
     slow = {"echo_latency_seconds": 9.0, "checkpoint_seconds": 0.2, "grace_seconds": 1.0}
     code = f"{rows}, output='a.parquet', engine='echo', max_num_seqs=2, **{slow}"
@@ -289,7 +282,7 @@ def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path: Pa
     assert 0 < found.result["worker"]["request_count"] < 20
 
 
-def test_a_second_interrupt_goes_on_to_the_command() -> None:
+def test_a_second_interrupt_goes_on_to_the_command():
     """It ends the grace period. The program had ended at once, and so killed the command."""
     saving = Mock(wait=Mock(side_effect=[KeyboardInterrupt, 75]))
     with pytest.raises(KeyboardInterrupt):
@@ -298,7 +291,7 @@ def test_a_second_interrupt_goes_on_to_the_command() -> None:
     assert saving.wait.call_count == 2
 
 
-def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
+def test_the_command_ends_with_the_program(tmp_path):
     """A program killed by SIGKILL leaves no process that works on.
 
     tests/worker/test_worker_vllm.py shows that vLLM's processes end with the command.
@@ -315,21 +308,21 @@ def test_the_command_ends_with_the_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("parent", "status"), [(1, 0), (2, -signal.SIGKILL)])
 def test_a_program_that_is_the_first_process_of_a_container_is_no_parent_that_has_ended(
-    parent: int, status: int
-) -> None:
+    parent, status
+):
     code = f"import os; os.getppid = lambda: 1; {process._CHILD.format(parent)}"
     command = [sys.executable, "-c", code, "--version"]
     assert subprocess.run(command, capture_output=True).returncode == status
 
 
 @pytest.mark.parametrize("lines", [[], ["INFO chunk-0: open", "INFO chunk-1: open"]])
-def test_a_command_that_is_killed_is_an_error_that_says_so(lines: list[str]) -> None:
+def test_a_command_that_is_killed_is_an_error_that_says_so(lines):
     with pytest.raises(errors.BatchinferError, match="killed by SIGKILL") as caught:
         process._fail(-signal.SIGKILL, lines, {})
     assert caught.value.hint == "\n".join(lines)
 
 
-def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path: Path) -> None:
+def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path):
     rows = [{"prompt": text, "title": text.upper()} for text in ("one", "two", "six")]
     answered = run(rows, output=tmp_path / "a.parquet", engine="echo", quiet=True)
     where = "text <> 'two'"

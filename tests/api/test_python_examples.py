@@ -1,7 +1,5 @@
 """The examples of README, docs/python.md and the notebook run as they stand."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -20,7 +18,7 @@ QUESTIONS = ["What is the capital of Peru?", "What is 47 plus 38?"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Where a reader of the page would be: beside the demo's model."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
@@ -34,7 +32,7 @@ def shown(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_first_prints_an_answer_to_each_question(folder: Path) -> None:
+def test_the_first_prints_an_answer_to_each_question(folder):
     """The engine `echo` repeats the questions. The demo model answers them in the notebook."""
     assert EXAMPLES[0].count(MODEL) == 1
     assert EXAMPLES[0].endswith("# ['Lima', '85']\n")
@@ -42,24 +40,24 @@ def test_the_first_prints_an_answer_to_each_question(folder: Path) -> None:
     assert out == f"{QUESTIONS}\n"
 
 
-def test_the_second_reads_a_run_that_is_not_finished(folder: Path) -> None:
+def test_the_second_reads_a_run_that_is_not_finished(folder):
     out = shown(EXAMPLES[1], folder)
     assert out.startswith("idle 2 of 3\n") or " 2 of 3\n" in out
     assert "chunks are done and sound; " in out
 
 
-def test_the_third_splits_a_generator(folder: Path) -> None:
+def test_the_third_splits_a_generator(folder):
     assert shown(EXAMPLES[2], folder) == "1000 rows in 20 chunks\n"
 
 
 @pytest.fixture
-def shared(demo_url: str) -> str:
+def shared(demo_url):
     """What an example has in the place of `MODEL`: the server of all tests. `make demo` starts one for the user."""
     return f'{MODEL}, engine="openai", base_url="{demo_url}"'
 
 
 @pytest.mark.vllm
-def test_readmes_example_prints_what_it_says(folder: Path, shared: str) -> None:
+def test_readmes_example_prints_what_it_says(folder, shared):
     [code] = [block for block in README if block.lstrip().startswith("import batchinfer")]
     assert MODEL in code
     (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
@@ -68,7 +66,7 @@ def test_readmes_example_prints_what_it_says(folder: Path, shared: str) -> None:
 
 
 @pytest.mark.vllm
-def test_the_notebook_runs(folder: Path, shared: str) -> None:
+def test_the_notebook_runs(folder, shared):
     import nbformat
     from nbclient import NotebookClient
 

@@ -7,8 +7,6 @@ are left alone to finish, and the run must be complete and sound to the last byt
 `--seconds` at the latest; only processes that it started are ever signalled, by pid.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

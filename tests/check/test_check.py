@@ -1,12 +1,9 @@
 """`batchinfer check`: what is wrong is found before anything is paid for, all of it at once."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +18,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from echo_server import fake_endpoint
-from making import Call, make_job, run_worker_here
+from making import make_job, run_worker_here
 from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
@@ -37,12 +34,12 @@ LLAMA_8B = ModelInfo(
 
 
 @pytest.fixture
-def check(call: Call) -> Call:
+def check(call):
     return partial(call, "check")
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=60, per_chunk=10, workers=2)
     return str(tmp_path / "job")
 
@@ -51,9 +48,7 @@ def messages(result: dict[str, Any], level: str = "error") -> list[str]:
     return [one["message"] for one in result["problems"] if one["level"] == level]
 
 
-def test_a_sound_rehearsal_is_ok_leaves_no_trace_and_says_what_it_did_not_check(
-    check: Call, job: str
-) -> None:
+def test_a_sound_rehearsal_is_ok_leaves_no_trace_and_says_what_it_did_not_check(check, job):
     run = f"{job}/runs/a"
     done = check("--job", job, "--output", run, *ECHO, "--show", "1")
     assert (done.status, done.result["status"], done.result["problems"]) == (0, "OK", [])
@@ -68,7 +63,7 @@ def test_a_sound_rehearsal_is_ok_leaves_no_trace_and_says_what_it_did_not_check(
 
 
 @pytest.mark.full
-def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Call, job: str) -> None:
+def test_prompts_are_measured_with_the_model_s_own_tokenizer(check, job):
     options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt", "--gpu", "L4:2,T4")
     done = check(*options, "--max-model-len", "30", "--max-tokens", "20")
     assert done.status == 0
@@ -81,9 +76,7 @@ def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Call, job: s
     assert "not checked" not in done.err
 
 
-def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(
-    check: Call, tmp_path: Path
-) -> None:
+def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(check, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text('{"prompt": "a"}\n' * 9 + '{"other": 1}\n')
     done = check(str(source), *ECHO)
@@ -94,9 +87,7 @@ def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(
 
 
 @pytest.mark.full
-def test_rows_that_the_model_s_chat_template_refuses_are_a_problem_in_its_words(
-    check: Call, tmp_path: Path
-) -> None:
+def test_rows_that_the_model_s_chat_template_refuses_are_a_problem_in_its_words(check, tmp_path):
     model, source = tmp_path / "model", tmp_path / "rows.jsonl"
     shutil.copytree(MODEL, model)
     (model / "chat_template.jinja").write_text(
@@ -114,9 +105,7 @@ def test_rows_that_the_model_s_chat_template_refuses_are_a_problem_in_its_words(
 
 
 @pytest.mark.parametrize("kind", ["constraint", "tools"])
-def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
-    kind: str, check: Call, tmp_path: Path
-) -> None:
+def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(kind, check, tmp_path):
     """A row may lack it, so all rows would be answered as if the option had not been given."""
     source, late = tmp_path / "rows.jsonl", tmp_path / "late.jsonl"
     source.write_text('{"prompt": "a"}\n' * 2000)
@@ -128,9 +117,7 @@ def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
     assert check(str(source), str(late), *ECHO, "--as-chat", "--column", f"{kind}=mine").status == 0
 
 
-def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(
-    check: Call, tmp_path: Path
-) -> None:
+def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(check, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(f'{{"prompt": "row {row}"}}\n' for row in range(1000)))
     asked = (str(source), *ECHO, "--sample-rows", "20", "--rate", "0.5", "--price-per-hour", "2")
@@ -144,7 +131,7 @@ def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(
     assert found == "--max-cost 1 is below the estimate of 1.444"
 
 
-def test_rate_comes_from_an_earlier_run(check: Call, job: str) -> None:
+def test_rate_comes_from_an_earlier_run(check, job):
     run_worker_here(job, f"{job}/runs/a")
     result = check("--job", job, *ECHO, "--rate-from", f"{job}/runs/a", "--gpu", "L4:2").result
     assert (result["status"], result["measured"]["rows"]) == ("OK", 60)
@@ -152,7 +139,7 @@ def test_rate_comes_from_an_earlier_run(check: Call, job: str) -> None:
     assert result["estimate"]["price_source"]
 
 
-def test_an_endpoint_is_asked_whether_it_is_there_and_has_the_model(check: Call, job: str) -> None:
+def test_an_endpoint_is_asked_whether_it_is_there_and_has_the_model(check, job):
     with fake_endpoint() as endpoint:
         url = ("--engine", "openai", "--base-url", endpoint.url)
         remote = (*url, "--prompt-column", "prompt", "--as-chat")
@@ -168,7 +155,7 @@ def test_an_endpoint_is_asked_whether_it_is_there_and_has_the_model(check: Call,
 # --------------------------------------------------------------------------- models
 
 
-def test_memory_of_a_model_that_fits() -> None:
+def test_memory_of_a_model_that_fits():
     config = EngineConfig(model="m", server_args=["--max-model-len", "4096"])
     memory = memory_on("L4", config, LLAMA_8B, 300, 200)
     assert (memory["tensor_parallel_size"], memory["replicas"]) == (1, 1)
@@ -196,9 +183,7 @@ def test_memory_of_a_model_that_fits() -> None:
         ("V100", "--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192, ""),
     ],
 )
-def test_memory_that_is_not_enough_is_said_by_options_as_vllm_reads_them(
-    gpu: str, typed: str, length: int, hint: str
-) -> None:
+def test_memory_that_is_not_enough_is_said_by_options_as_vllm_reads_them(gpu, typed, length, hint):
     """Values that vLLM's own parser refuses are left to it."""
     config = EngineConfig(model="m", server_args=typed.split())
     with pytest.raises(ConfigError, match=f"less than one row of {length:,}") as caught:
@@ -222,16 +207,16 @@ def counted(bodies: list[dict[str, Any]], config: EngineConfig | None = None) ->
     return [*map(Counter(config).count, calls)]
 
 
-def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not() -> None:
+def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not():
     assert counted(SIDES) == [20, 20, 20]
 
 
 @pytest.mark.full
-def test_lengths_of_unusual_bodies_are_told() -> None:
+def test_lengths_of_unusual_bodies_are_told():
     assert counted(UNUSUAL, EngineConfig(model=MODEL))[0] > 1
 
 
-def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> None:
+def test_a_chat_template_is_found_among_the_model_s_files(tmp_path):
     assert has_chat_template(EngineConfig(model=MODEL))
     (tmp_path / "config.json").write_text("{}")
     assert not has_chat_template(EngineConfig(model=str(tmp_path)))
@@ -270,14 +255,12 @@ SOUND = Machine(
         ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1 GiB of disk are free")]),
     ],
 )
-def test_what_is_wrong_with_a_machine_is_named(changes: Any, found: Any) -> None:
+def test_what_is_wrong_with_a_machine_is_named(changes, found):
     problems = problems_of(msgspec.structs.replace(SOUND, **changes))
     assert [(level, text) for level, text, _ in problems] == found
 
 
-def test_this_machine_is_looked_at_without_other_options(
-    check: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_is_looked_at_without_other_options(check, tmp_path, monkeypatch):
     (tmp_path / "half_removed-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     done = check("--machine")

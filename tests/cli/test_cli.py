@@ -1,7 +1,5 @@
 """The command line as a user meets it: quick help, exit status, one JSON object at the end."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os
@@ -13,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from making import Call, make_job, run_process, worker_arguments
+from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
@@ -21,7 +19,7 @@ ENTRIES = ["batchinfer", "batchinfer.split", "batchinfer.worker"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["split", "--help"], ["worker", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments):
     code = (
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
         f"print([name for name in {HEAVY!r} if name in sys.modules], status)"
@@ -31,7 +29,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.strip().splitlines()[-1] == "[] 0"
 
 
-def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
+def test_little_is_imported_before_a_sigterm_is_noticed():
     """Until then a worker that is stopped ends with -15, after which no cluster brings it back."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import batchinfer.cli.entry;"
@@ -42,9 +40,7 @@ def test_little_is_imported_before_a_sigterm_is_noticed() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_variable_that_sets_no_option_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_a_variable_that_sets_no_option_is_warned_of(tmp_path, monkeypatch, call):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     for name in ("SPLIT_NUM_CHUNKZ", "SPLIT_ZZZ", "SPLIT_NUM_CHUNKS", "STATUS_WHATEVER", "SPOT"):
         monkeypatch.setenv(f"BATCHINFER_{name}", "1")
@@ -57,9 +53,7 @@ def test_a_variable_that_sets_no_option_is_warned_of(
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("words", "status"), [("split a.jsonl -o job", 0), ("verify job", 2)])
-def test_closed_streams_leave_the_exit_status_alone(
-    tmp_path: Path, words: str, status: int, closed: str
-) -> None:
+def test_closed_streams_leave_the_exit_status_alone(tmp_path, words, status, closed):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     command = f"{sys.executable} -m batchinfer {words} {closed}"
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == status
@@ -70,9 +64,7 @@ def test_closed_streams_leave_the_exit_status_alone(
     ("last", "status", "what"),
     [("4", 1, "result"), ("1", 2, "result"), ("-", 1, "answers"), ("--prometheus", 1, "text")],
 )
-def test_a_full_disk_below_stdout_is_said_in_a_line(
-    tmp_path: Path, last: str, status: int, what: str
-) -> None:
+def test_a_full_disk_below_stdout_is_said_in_a_line(tmp_path, last, status, what):
     """After a success, after a failure that has a result too, by `run`, and by metrics."""
     make_job(tmp_path / "job", rows=4, per_chunk=2)
     words = worker_arguments(tmp_path / "job", tmp_path / "run", "--limit")
@@ -89,9 +81,7 @@ def test_a_full_disk_below_stdout_is_said_in_a_line(
     assert "Traceback" not in done.stderr
 
 
-def test_trouble_of_the_place_where_a_command_runs_is_said_in_a_line(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_of_the_place_where_a_command_runs_is_said_in_a_line(call, tmp_path, monkeypatch):
     """Names in Latin-1, a folder that is gone, and files that must not be opened ended in tracebacks."""
     assert "'caf\\udce9.csv': is not UTF-8" in call("run", "caf\udce9.csv", "-o", "a.csv").err
     here = tmp_path / os.fsdecode(b"caf\xe9")
@@ -123,9 +113,7 @@ SIGTERM = "os.kill(os.getpid(), 15)"
         (CONSOLE, ["run"], SIGTERM),
     ],
 )
-def test_an_interruption_while_python_imports_is_a_line(
-    start: str, arguments: list[str], what_happens: str
-) -> None:
+def test_an_interruption_while_python_imports_is_a_line(start, arguments, what_happens):
     script = f"""
 import os, runpy, sys
 class Interrupt:

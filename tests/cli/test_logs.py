@@ -1,7 +1,5 @@
 """Every event of a worker is one line with a stable name, and `core.events` lists them all."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -21,7 +19,7 @@ def named(entries: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [entry["fields"] for entry in entries if entry.get("event") == event]
 
 
-def test_a_start_and_the_one_after_its_kill_are_told_in_events(tmp_path: Path) -> None:
+def test_a_start_and_the_one_after_its_kill_are_told_in_events(tmp_path):
     rows = [{"prompt": None if index == 3 else f"row {index}"} for index in range(160)]
     make_job(tmp_path, rows=160, per_chunk=40, make_row=rows.__getitem__)
     words = worker_arguments(tmp_path, tmp_path / "runs/a", "--worker-id", "logs-w0")
@@ -49,7 +47,7 @@ def test_a_start_and_the_one_after_its_kill_are_told_in_events(tmp_path: Path) -
     assert (second[-1]["event"], second[-1]["fields"]["state"]) == ("worker_ended", "done")
 
 
-def test_every_event_in_the_code_is_listed_and_the_other_way_round() -> None:
+def test_every_event_in_the_code_is_listed_and_the_other_way_round():
     paths = [path for path in (ROOT / "batchinfer").rglob("*.py") if path.name != "events.py"]
     pattern = r'\b(?:event\(|tell\(\s*logger,)\s*"([a-z_]+)"'
     used = {name for path in paths for name in re.findall(pattern, path.read_text())}

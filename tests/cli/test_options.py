@@ -1,9 +1,6 @@
 """Options as structs declare them: each has a help, and is written back as it was read. Help fits one screen."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import click
@@ -32,7 +29,7 @@ def parsed(option: Option, *words: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
-def test_an_option_that_is_not_given_is_the_default_of_its_field(option: Option) -> None:
+def test_an_option_that_is_not_given_is_the_default_of_its_field(option):
     assert option.read(parsed(option)[0]) == option.default
     assert option.read(None) == option.default
     assert option.spell(option.default) == []
@@ -62,7 +59,7 @@ VALUES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), VALUES)
-def test_a_value_is_spelled_as_it_is_read(field: str, value: Any, tmp_path: Path) -> None:
+def test_a_value_is_spelled_as_it_is_read(field, value, tmp_path):
     option = next(option for option in OPTIONS if option.field == field)
     words: list[str] = []
     for flag, word in option.spell(value):
@@ -87,15 +84,13 @@ def commands(parent: click.Group = group, *before: str) -> dict[tuple[str, ...],
     return found
 
 
-def test_the_place_to_write_to_has_one_short_name() -> None:
+def test_the_place_to_write_to_has_one_short_name():
     options = [option.opts for command in commands().values() for option in command.params]
     assert {tuple(opts) for opts in options if "--output" in opts} == {("-o", "--output")}
 
 
 @pytest.mark.parametrize("words", [(), *commands()], ids=" ".join)
-def test_help_of_every_command_fits_one_screen(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_of_every_command_fits_one_screen(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main([*words, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -104,9 +99,7 @@ def test_help_of_every_command_fits_one_screen(
 
 
 @pytest.mark.parametrize("name", ["worker", "run", "check", "launch", "generate", "chat"])
-def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(name, capsys):
     def shown(*words: str) -> str:
         assert main([name, *words]) == 0
         return capsys.readouterr().out
@@ -121,7 +114,7 @@ def test_help_has_an_example_the_sections_by_name_and_all_of_them_elsewhere(
     assert "How freely tokens are drawn" in shown("--help", "sampling")
 
 
-def test_a_worker_has_few_options_and_other_commands_little_more() -> None:
+def test_a_worker_has_few_options_and_other_commands_little_more():
     own = {option.flag for option in (*options_of(WorkerConfig), *options_of(Look))}
     assert len(own) <= 60, "one more needs another to go"
     shared = {"--config", "--log-format", "--log-level", "--help", "--help-all"}

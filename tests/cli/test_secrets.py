@@ -1,11 +1,8 @@
 """A secret in a URL is repeated nowhere: not on stderr, not on stdout, not in a file that a command writes."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -26,7 +23,7 @@ RUN_COMMANDS = ("status", "verify", "clean", "stop", "report", "collect")
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def alone(monkeypatch, tmp_path):
     """A job and a file of rows. A server that is not there is asked once."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.chdir(tmp_path)
@@ -61,9 +58,7 @@ def call(capfd: pytest.CaptureFixture[str], *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_option_of_a_command_repeats_a_secret(
-    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_option_of_a_command_repeats_a_secret(name, capfd, monkeypatch):
     base = [name, *ARGUMENTS[name].split()]
     command: click.Command = importlib.import_module(f"batchinfer.{COMMANDS[name][0]}").command
     for url in URLS:
@@ -97,14 +92,12 @@ def test_no_option_of_a_command_repeats_a_secret(
         "collect job/runs/a URL",
     ],
 )
-def test_no_place_of_a_url_repeats_a_secret(
-    words: str, url: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_place_of_a_url_repeats_a_secret(words, url, capfd):
     Path("list.txt").write_text(f"{url}\n")
     call(capfd, *words.replace("URL", url).split())
 
 
-def test_a_crash_shows_its_traceback_without_the_secret() -> None:
+def test_a_crash_shows_its_traceback_without_the_secret():
     code = (
         "from batchinfer.cli import main\n"
         "def crash(_): raise RuntimeError('cannot open http://me:SECRET@host/x?token=SECRET')\n"

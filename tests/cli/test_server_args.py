@@ -1,15 +1,10 @@
 """Options of the server: taken as they are typed, wherever they stand, and handed on; ours are told from them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import click
 import pytest
 
 from batchinfer.cli.main import group
 from batchinfer.cli.server_args import check_name, divide, without_secrets_in
-from making import Call
 
 
 def options_of(name: str) -> list[click.Parameter]:
@@ -34,13 +29,11 @@ SHOW = ("worker", "--model", "m", "--prompt-column", "p", "--show-config")
         ("a -o b --dtype half --task embed", "a -o b --task embed", "--dtype half"),
     ],
 )
-def test_words_are_divided_as_both_parsers_read_them(words: str, own: str, server: str) -> None:
+def test_words_are_divided_as_both_parsers_read_them(words, own, server):
     assert divide(words.split(), options_of("run")) == (own.split(), server.split())
 
 
-def test_what_is_nearly_ours_reaches_the_server_after_two_dashes(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_nearly_ours_reaches_the_server_after_two_dashes(call, monkeypatch):
     assert "Did you mean --column?" in call(*SHOW, "--colum", "x").err
     engine = call(*SHOW, "--", "--colum", "x").result["resolved"]["engine"]
     assert engine["server_args"] == ["--colum", "x"]
@@ -51,16 +44,14 @@ def test_what_is_nearly_ours_reaches_the_server_after_two_dashes(
 
 
 @pytest.mark.vllm
-def test_no_option_of_vllm_is_taken_for_a_misspelling_of_ours(vllm_options: set[str]) -> None:
+def test_no_option_of_vllm_is_taken_for_a_misspelling_of_ours(vllm_options):
     for name in ("worker", "run", "check", "chat", "generate"):
         ours = {each for parameter in options_of(name) for each in parameter.opts}
         for option in sorted(vllm_options - ours):
             check_name(option, ours)
 
 
-def test_settings_and_variables_hold_them_too_and_what_is_typed_wins(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_and_variables_hold_them_too_and_what_is_typed_wins(call, tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(
         "vllm:\n  max_model_len: 4096\n  enforce-eager: true\n  enable_x: false\n"
@@ -75,6 +66,6 @@ def test_settings_and_variables_hold_them_too_and_what_is_typed_wins(
     ]  # fmt: skip
 
 
-def test_secrets_are_not_kept() -> None:
+def test_secrets_are_not_kept():
     words = ["--hf-token", "a", "--dtype", "half", "--my-api-key=a", "--x", "s3://a:b@c"]
     assert without_secrets_in(words) == ["--dtype", "half", "--x", "s3://…@c"]

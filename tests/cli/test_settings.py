@@ -1,10 +1,7 @@
 """Options: command line over environment over settings file over default; the settings files of the examples."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -14,16 +11,14 @@ from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import read_settings
 from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.splitting import command as split
-from making import ECHO, Call
+from making import ECHO
 
 CONTEXT = click.Context(group)
 COMMANDS = {name: found for name in group.commands if (found := group.get_command(CONTEXT, name))}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(
         "sampling: {max_tokens: 9, n: 3, top_p: 0.1, stop: ['###', END]}\nsplit: {num_chunks: 4}\n"
@@ -64,8 +59,8 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(
     ],
 )
 def test_a_variable_is_one_value_of_an_option_that_may_be_repeated_and_a_json_list_several(
-    option: str, text: str, values: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    option, text, values, call, monkeypatch
+):
     """They were divided at blanks, and every answer was cut at the first of three words."""
     name = {"manifest": "DATA_METADATA"}.get(option, f"BATCHINFER_WORKER_{option.upper()}")
     monkeypatch.setenv(name, text)
@@ -81,9 +76,7 @@ def test_a_variable_is_one_value_of_an_option_that_may_be_repeated_and_a_json_li
         ("check", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
     ],
 )
-def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(
-    name: str, text: str, read: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(name, text, read, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     assert read_settings(tmp_path / "run.yaml", COMMANDS[name]) == read
 
@@ -100,8 +93,8 @@ SERVERS = [name for name, command in COMMANDS.items() if isinstance(command, Ser
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_show_config_of_every_command_that_starts_a_server_starts_nothing(
-    name: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, call, tmp_path, monkeypatch
+):
     """It was taken for an option of vLLM's server, and `launch` submitted workers."""
     monkeypatch.chdir(tmp_path)
     done = call(name, *ARGUMENTS.get(name, ()), *ECHO[:2], "--show-config", "--max-model-len", "9")
@@ -111,7 +104,7 @@ def test_show_config_of_every_command_that_starts_a_server_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
+def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none():
     assert without_secrets({"a": [{"api_key": "x"}], "url": "s3://id:key@b/c"}) == {
         "a": [{"api_key": "(secret)"}],
         "url": "s3://…@b/c",
@@ -121,12 +114,12 @@ def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["axolotl-guide", "completions-requests", "openai-batch"])
-def test_example_settings_are_read(name: str, call: Call) -> None:
+def test_example_settings_are_read(name, call):
     found = call("worker", "--config", EXAMPLES / f"{name}.yaml", "--show-config").result
     assert found["options"]["model"]["from"] == "settings file"
 
 
-def test_every_line_of_the_full_example_is_an_option(call: Call, tmp_path: Path) -> None:
+def test_every_line_of_the_full_example_is_an_option(call, tmp_path):
     text = (EXAMPLES / "run.yaml").read_text()
     for name in ("prompt.jinja", "system.txt", "tools.json"):
         (tmp_path / name).write_text('[{"name": "f"}]')

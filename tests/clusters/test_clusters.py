@@ -1,7 +1,5 @@
 """Clusters: what would be submitted, and what is made of their clients' answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -61,7 +59,7 @@ def fake_client(folder: Path, name: str, script: str) -> None:
 
 
 @pytest.fixture
-def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def clients(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
@@ -75,7 +73,7 @@ def calls(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])
-def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: Path) -> None:
+def test_words_and_variables_reach_the_worker_as_they_are(name, tmp_path):
     text = '#!/bin/bash\nprintf "%s\\0" "$@" "$GREETING"\n'
     printer = put_program(tmp_path / "printer", text)
     script = find_cluster(name).page(plan(on=name))
@@ -106,9 +104,7 @@ def test_words_and_variables_reach_the_worker_as_they_are(name: str, tmp_path: P
         (ID, {"handle": {"job": "--all"}, "id": ""}),
     ],
 )
-def test_a_forged_record_is_a_note_and_reaches_no_client(
-    name: str, changes: dict[str, Any], tmp_path: Path, clients: Path
-) -> None:
+def test_a_forged_record_is_a_note_and_reaches_no_client(name, changes, tmp_path, clients):
     """Whoever can write to the bucket could make `stop --cancel` run `kubectl delete job --all`, or end other runs."""
     for client in ("kubectl", "scancel", "squeue", "sky"):
         fake_client(clients, client, "")
@@ -124,8 +120,8 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(
 
 
 def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The workers of a launch on r2:// were never found, and `stop --cancel` ended none of them."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://account.r2.cloudflarestorage.com")
     for url in ("r2://bucket/job/runs/a", "s3://bucket/r2:/a"):
@@ -133,8 +129,8 @@ def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
 
 
 def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
-    tmp_path: Path, clients: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, clients, monkeypatch
+):
     for client in ("scancel", "squeue"):
         fake_client(clients, client, "")
     store, other = open_store(str(tmp_path)), ID.replace("ab12", "cd34")
@@ -153,9 +149,7 @@ def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
 
 
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
-def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
-    name: str, tmp_path: Path, clients: Path
-) -> None:
+def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_path, clients):
     """Its id alone is heeded; the jobs of a name belong to one run, so a copy of another run's record ends nothing."""
     store = open_store(str(tmp_path))
     own = plan(on=name, name=name_of(ID, store.url), namespace="production", job="--all")
@@ -188,9 +182,7 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(
 # --------------------------------------------------------------------------- clients
 
 
-def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(
-    clients: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(clients, monkeypatch):
     fake_client(clients, "sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(ConfigError, match="sbatch: no such partition"):
         clusters.run_client("sbatch")
@@ -203,7 +195,7 @@ def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(
         clusters.run_client("sbatch", "x" * 140_000)
 
 
-def test_a_client_ends_with_the_process_that_started_it(clients: Path) -> None:
+def test_a_client_ends_with_the_process_that_started_it(clients):
     """A killed `launch` left its client behind, which then submitted the workers."""
     fake_client(clients, "sky", f"echo $$ >{clients}/pid; exec sleep 600")
     program = "from batchinfer import clusters; clusters.run_client('sky')"
@@ -225,8 +217,8 @@ def test_a_client_ends_with_the_process_that_started_it(clients: Path) -> None:
      (2, "", False), (3, "", False), (137, "", False)],
 )  # fmt: skip
 def test_slurm_queues_a_worker_again_if_that_may_help(
-    status: int, signal: str, is_queued_again: bool, clients: Path, tmp_path: Path
-) -> None:
+    status, signal, is_queued_again, clients, tmp_path
+):
     fake_client(clients, "scontrol", "")
     ends = f"until [ -e {tmp_path}/sent ]; do sleep 0.05; done; exit {status}"
     waits = f"trap '{ends}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
@@ -246,7 +238,7 @@ def test_slurm_queues_a_worker_again_if_that_may_help(
     assert calls(clients, "scontrol") == (["requeue 77_2"] if is_queued_again else [])
 
 
-def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_name() -> None:
+def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_name():
     """With another name, `stop --cancel` left the workers, and `--watch` started them a second time."""
     others = ["--job-name=mine", "-J other", "--array=0-99"]
     options = ["--mem=64G", '--comment=it\'s "one"\ntouch x', *others]
@@ -259,7 +251,7 @@ def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_nam
     assert script.index("#SBATCH --array=0-2") < script.index("export")
 
 
-def test_slurm_is_asked_by_the_launchs_name(clients: Path) -> None:
+def test_slurm_is_asked_by_the_launchs_name(clients):
     fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|CANCELLED by 5|0:15'")
     waiting, lost = "4711_[2,4-5%2]|PENDING|Resources", "4711_6|NODE_FAIL|None"
     fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'")
@@ -293,14 +285,14 @@ JOBS = [
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["1.29", "1.33"])
 @pytest.mark.parametrize("asked", JOBS)
-def test_the_job_of_kubernetes_fits_the_published_schema(version: str, asked: Plan) -> None:
+def test_the_job_of_kubernetes_fits_the_published_schema(version, asked):
     import kubernetes_validate
 
     manifest = yaml.safe_load(find_cluster("kubernetes").page(asked))
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_the_job_of_kubernetes_is_allowed_in_a_restricted_namespace() -> None:
+def test_the_job_of_kubernetes_is_allowed_in_a_restricted_namespace():
     """By the rules of kubernetes.io/docs/concepts/security/pod-security-standards."""
     spec = yaml.safe_load(find_cluster("kubernetes").page(JOBS[0]))["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -313,7 +305,7 @@ def test_the_job_of_kubernetes_is_allowed_in_a_restricted_namespace() -> None:
     assert "ports" not in container
 
 
-def test_the_job_of_kubernetes_says_which_ends_count() -> None:
+def test_the_job_of_kubernetes_says_which_ends_count():
     page = yaml.safe_load(find_cluster("kubernetes").page(JOBS[0]))
     spec = page["spec"]
     rules = {
@@ -340,7 +332,7 @@ def pod(index: int, phase: str, at: str = "2026-01-01", **state: Any) -> dict[st
     return {"kind": "Pod", "metadata": metadata, "status": status}
 
 
-def test_kubernetes_says_which_workers_come_back(clients: Path) -> None:
+def test_kubernetes_says_which_workers_come_back(clients):
     """A pod that failed is started again, unless the Job has given its index up."""
     killed = {"reason": "OOMKilled", "exitCode": 137}
     items = [
@@ -379,9 +371,7 @@ def test_kubernetes_says_which_workers_come_back(clients: Path) -> None:
 # --------------------------------------------------------------------------- SkyPilot
 
 
-def test_the_printed_command_of_skypilot_is_what_is_submitted(
-    clients: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_printed_command_of_skypilot_is_what_is_submitted(clients, tmp_path, monkeypatch):
     fake_client(clients, "sky", "")
     asked = plan(
         on="skypilot", gpu="H100:8", secret=["MY_TOKEN"], sky_arg=["--infra=aws", "--use-spot"]
@@ -404,7 +394,7 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(
     assert {f"--env={name}={value}" for name, value in variables.items()} <= {*given}
 
 
-def test_jobs_of_skypilot_are_found_by_their_whole_name(clients: Path) -> None:
+def test_jobs_of_skypilot_are_found_by_their_whole_name(clients):
     jobs = [
         {"job_id": 9, "status": "FAILED_SETUP", "job_name": NAME, "failure_reason": "no disk"},
         {"job_id": 5, "status": "RUNNING", "job_name": f"{NAME}0"},

@@ -1,7 +1,5 @@
 """`batchinfer collect`: what a marker vouches for, in input order, as columns, and nothing else."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -41,13 +39,13 @@ TOO_LONG = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=ROWS, per_chunk=10)
     return tmp_path / "job"
 
 
 @pytest.fixture
-def run(job: Path) -> Path:
+def run(job):
     finish_run(job, job / "runs/a", lambda row: TOO_LONG if row == 7 else chat(f"answer {row}"))
     return job / "runs/a"
 
@@ -65,9 +63,7 @@ def lines_of(path: Path) -> list[Any]:
 # --------------------------------------------------------------------------- columns
 
 
-def test_rows_come_in_input_order_with_the_values_of_their_answers(
-    run: Path, tmp_path: Path
-) -> None:
+def test_rows_come_in_input_order_with_the_values_of_their_answers(run, tmp_path):
     found = table_of(run, tmp_path)
     rows = found.to_pylist()
     assert [(row["_row"], row["_id"]) for row in rows] == [(n, f"id-{n}") for n in range(ROWS)]
@@ -80,7 +76,7 @@ def test_rows_come_in_input_order_with_the_values_of_their_answers(
 
 
 @pytest.mark.s3
-def test_runs_in_buckets(s3_url: Any) -> None:
+def test_runs_in_buckets(s3_url):
     url = s3_url("collect")
     make_job(f"{url}/job", rows=4, per_chunk=2)
     finish_run(f"{url}/job", f"{url}/job/runs/a")
@@ -124,7 +120,7 @@ BODIES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def test_what_servers_answer_becomes_columns(job: Path) -> None:
+def test_what_servers_answer_becomes_columns(job):
     found = table(job, [body for body, _ in BODIES]).to_pylist()
     for row, (_, wanted) in zip(found, BODIES, strict=False):
         for name in ("tool_calls", "logprobs"):
@@ -133,7 +129,7 @@ def test_what_servers_answer_becomes_columns(job: Path) -> None:
     assert found[0]["tool_calls"][0]["function"] == CALL["function"]
 
 
-def test_several_answers_are_lists(job: Path) -> None:
+def test_several_answers_are_lists(job):
     choices = [{"text": f"{n}", "finish_reason": "stop"} for n in range(2)]
     rows = table(job, [{"choices": choices[:1]}, {"choices": choices}]).to_pylist()
     assert [row["texts"] for row in rows[:2]] == [["0"], ["0", "1"]]
@@ -141,18 +137,16 @@ def test_several_answers_are_lists(job: Path) -> None:
     assert "text" not in rows[0]
 
 
-def test_transcripts_of_a_run_that_names_their_form_are_texts(job: Path) -> None:
+def test_transcripts_of_a_run_that_names_their_form_are_texts(job):
     prompt = {"task": "transcribe", "body": {"response_format": "verbose_json"}}
     assert table(job, [{"text": "hi"}], prompt)["text"].to_pylist() == ["hi"] * ROWS
 
 
-def test_a_run_of_which_every_row_failed_has_the_columns(job: Path) -> None:
+def test_a_run_of_which_every_row_failed_has_the_columns(job):
     assert table(job, [TOO_LONG])["text"].to_pylist() == [None] * ROWS
 
 
-def test_json_lines_hold_json_and_csv_its_text_and_empty_texts_are_not_missing(
-    job: Path, tmp_path: Path
-) -> None:
+def test_json_lines_hold_json_and_csv_its_text_and_empty_texts_are_not_missing(job, tmp_path):
     rows = table(job, [chat('a,"b"\n', tool_calls=[CALL]), chat(""), TOO_LONG]).to_pylist()
     collect(job / "runs/a", tmp_path / "a.jsonl")
     for row in rows:
@@ -175,7 +169,7 @@ def as_base64(values: list[float]) -> str:
 
 
 @pytest.mark.parametrize("form", [as_base64, list])
-def test_embeddings_are_fixed_size_lists(form: Any, job: Path) -> None:
+def test_embeddings_are_fixed_size_lists(form, job):
     given = [{"data": [{"embedding": form([row, 0.5, -1.0, 2.0])}]} for row in range(ROWS)]
     found = table(job, [*given[:7], TOO_LONG, *given[8:]], {"task": "embed"})
     assert found.schema.field("embedding").type == pa.list_(pa.float32(), 4)
@@ -189,7 +183,7 @@ ODD = (["1.0", "2", "3", "4"], "not base64!", as_base64([1])[:-2], {"a": 1}, 5, 
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_is_no_vector_costs_only_its_own_cell(odd: Any, nested: bool, job: Path) -> None:
+def test_what_is_no_vector_costs_only_its_own_cell(odd, nested, job):
     good = [[1, 2], [3, 4]] if nested else [1, 2, 3, 4]
     given = [{"data": [{"embedding": odd if row == 1 else good}]} for row in range(ROWS)]
     found = table(job, given, {"task": "token-embed" if nested else "embed"})
@@ -213,9 +207,7 @@ FLOATS, DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
         ("score", [{"score": 0.5}, {"score": 1.0}], "scores", DOUBLES, ...),
     ],
 )
-def test_what_pooling_models_answer(
-    task: str, data: Any, name: str, kind: pa.DataType, value: Any, job: Path
-) -> None:
+def test_what_pooling_models_answer(task, data, name, kind, value, job):
     found = table(job, [{"data": data}], {"task": task})
     assert found.schema.field(name).type == kind
     every = [list(each.values())[-1] for each in data]
@@ -232,7 +224,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 ASKED = {"body": {"response_format": FORMAT}}
 
 
-def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_path: Path) -> None:
+def test_json_answers_are_columns_with_the_types_of_the_schema(job, tmp_path):
     texts = ['{"age": 3, "rate": 2, "tags": ["a"]}', "", "no JSON", '{"ag']
     found = table(job, list(map(chat, texts)), ASKED)
     first, *others = found.to_pylist()
@@ -242,21 +234,19 @@ def test_json_answers_are_columns_with_the_types_of_the_schema(job: Path, tmp_pa
     assert "answer_age" not in table_of(job / "runs/a", tmp_path, answer_json=False).column_names
 
 
-def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job: Path) -> None:
+def test_numbers_of_a_schema_keep_integers_that_floats_would_round(job):
     found = table(job, [chat('{"age": 1, "rate": 9007199254740993}'), chat('{"age": 2}')], ASKED)
     assert found["answer_rate"].to_pylist()[:2] == [9007199254740993, None]
 
 
-def test_members_of_a_schema_that_differ_by_case_alone_are_no_obstacle(job: Path) -> None:
+def test_members_of_a_schema_that_differ_by_case_alone_are_no_obstacle(job):
     members = {name: {"type": "string"} for name in ("a", "A", "b", "")}
     asked = {"body": {"structured_outputs": {"json": {"properties": members}}}}
     first = table(job, [chat('{"a": "x"}'), chat("{}")], asked).to_pylist()[0]
     assert (json.loads(first["answer_a"]), first["answer_b"]) == ("x", None)
 
 
-def test_finished_answers_that_break_the_schema_are_marked_and_counted(
-    job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_answers_that_break_the_schema_are_marked_and_counted(job, tmp_path, caplog):
     """Of schemas like this one, xgrammar does not enforce `not`."""
     schema = {"type": "object", "not": {"properties": {"age": {"const": 0}}}}
     texts = ['{"age": 3}', '{"age": 0}', "no JSON", '{"age": 0', '{"valid": 1}']
@@ -271,9 +261,7 @@ def test_finished_answers_that_break_the_schema_are_marked_and_counted(
     assert (fine["file_rows"], fine["broken_answers"]) == (ROWS // 5, 0)
 
 
-def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(
-    job: Path, tmp_path: Path
-) -> None:
+def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(job, tmp_path):
     choices = [*chat('{"age": 3}')["choices"], *chat('{"age": -1}')["choices"]]
     first = table(job, [chat("") | {"choices": choices}], ASKED).to_pylist()[0]
     assert first["answer_valid"] == [True, False]
@@ -290,7 +278,7 @@ def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(
     ],
     ids=lambda member: next(iter(member)),
 )
-def test_a_schema_that_cannot_be_used_judges_no_answer(job: Path, member: Any) -> None:
+def test_a_schema_that_cannot_be_used_judges_no_answer(job, member):
     body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
     answer = '{"a": %s}' % ("1" + "0" * 400 if "multipleOf" in member else '"2026"')
     rows = table(job, [chat(answer)], {"body": body}).to_pylist()
@@ -301,9 +289,7 @@ MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901
 DEEP = '{"a":' + "[" * 3000 + "]" * 3000 + "}"
 
 
-def test_json_answers_without_a_schema_have_the_types_that_they_share(
-    job: Path, tmp_path: Path
-) -> None:
+def test_json_answers_without_a_schema_have_the_types_that_they_share(job, tmp_path):
     given = [chat(text) for text in (*MIXED, "[1]", '{"":1}, 2')]
     rows = table(job, given, answer_json=True).to_pylist()
     assert [row["answer_a"] for row in rows[:5]] == [1.0, 1.5, None, None, None]
@@ -314,9 +300,7 @@ def test_json_answers_without_a_schema_have_the_types_that_they_share(
     assert lines_of(tmp_path / "a.jsonl")[1]["answer_b"] == {"x": 1}
 
 
-def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
-    job: Path, tmp_path: Path
-) -> None:
+def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(job, tmp_path):
     """DuckDB takes more for JSON than readers of JSON Lines do."""
     texts = ["[1,\n 2]\r\n", '"x"', "[NaN]", "[1,]", "[" * 5000 + "]" * 5000]
     finish_run(job, job / "runs/a", lambda row: chat(texts[row % 5]))
@@ -325,22 +309,18 @@ def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(
     assert found == [[1, 2], "x", *texts[2:]]
 
 
-def test_answers_with_arbitrary_names_are_collected_in_little_memory(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_with_arbitrary_names_are_collected_in_little_memory(job, monkeypatch):
     monkeypatch.setattr(answers, "_MEMORY", "100MB")
     objects = [{f"{row} {n}": n for n in range(200)} for row in range(ROWS)]
     found = table(job, [chat(json.dumps(each)) for each in objects], answer_json=True)
     assert list(map(json.loads, found["answer"].to_pylist())) == objects
 
 
-def test_answers_that_no_columns_fit_are_one_column_of_text(job: Path) -> None:
+def test_answers_that_no_columns_fit_are_one_column_of_text(job):
     assert table(job, [chat(DEEP)], answer_json=True)["answer"][0].as_py() == DEEP
 
 
-def test_the_shape_of_many_answers_is_found_in_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shape_of_many_answers_is_found_in_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "_MEMORY", "100MB")
     sql = answers.connect(tmp_path)
     texts = "SELECT '{\"a\":\"' || repeat('x', 2000) || '\"}' AS v FROM range(100000)"
@@ -353,7 +333,7 @@ def test_the_shape_of_many_answers_is_found_in_little_memory(
 # --------------------------------------------------------------------------- rows
 
 
-def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path) -> None:
+def test_where_takes_rows_by_the_columns_of_the_table(run, tmp_path):
     found = table_of(run, tmp_path, where="error_code IS NOT NULL OR text LIKE '%2'")
     assert found["_row"].to_pylist() == [2, 7, 12, 22]
     joined = table_of(run, tmp_path, where="prompt LIKE '%row 4 %'", with_source=True)
@@ -367,9 +347,7 @@ def test_where_takes_rows_by_the_columns_of_the_table(run: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_of_many_blocks_are_all_there(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_many_blocks_are_all_there(run, tmp_path, monkeypatch):
     whole = table_of(run, tmp_path, with_source=True)
     assert whole["_row"].to_pylist() == list(range(ROWS))
     monkeypatch.setattr("batchinfer.collect.table_files._GROUP_ROWS", 1)
@@ -382,9 +360,7 @@ def test_rows_of_many_blocks_are_all_there(
         assert counts == [5] * (ROWS // 5), "whatever is read at a time"
 
 
-def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(tmp_path, monkeypatch):
     make_job(tmp_path / "job", rows=40, per_chunk=1)
     run, counts = tmp_path / "job/runs/a", list[int]()
     finish_run(tmp_path / "job", run, leave_out=(0, 7, 8, 39))
@@ -411,22 +387,20 @@ def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(
     assert max(counts) < 6
 
 
-def test_ctrl_c_ends_a_query_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_query_without_a_traceback(tmp_path):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt), answers.sql_errors("these rows"):
         answers.connect(tmp_path).execute("SELECT sum(sin(i)) FROM range(1_000_000_000_000) r(i)")
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
-def test_a_run_whose_limit_ends_within_a_chunk(
-    job: Path, tmp_path: Path, form: dict[str, Any]
-) -> None:
+def test_a_run_whose_limit_ends_within_a_chunk(job, tmp_path, form):
     run_worker_here(job, job / "runs/limited", "--limit", "7")
     collect(job / "runs/limited", tmp_path / "out.jsonl", **form)
     assert len(lines_of(tmp_path / "out.jsonl")) == 7
 
 
-def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) -> None:
+def test_a_sample_has_its_size_its_order_and_repeats(run, tmp_path):
     drawn = [table_of(run, tmp_path, sample=9, seed=seed)["_row"].to_pylist() for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] == sorted(drawn[0])
     assert drawn[0] != drawn[2]
@@ -439,7 +413,7 @@ def test_a_sample_has_its_size_its_order_and_repeats(run: Path, tmp_path: Path) 
 # --------------------------------------------------------------------------- lines
 
 
-def test_lines_are_those_of_the_outputs_byte_for_byte(run: Path, tmp_path: Path) -> None:
+def test_lines_are_those_of_the_outputs_byte_for_byte(run, tmp_path):
     outputs = b"".join(path.read_bytes() for path in sorted(run.glob("outputs/*.jsonl")))
     collect(run, tmp_path / "a.jsonl", format="lines")
     assert (tmp_path / "a.jsonl").read_bytes() == outputs
@@ -448,7 +422,7 @@ def test_lines_are_those_of_the_outputs_byte_for_byte(run: Path, tmp_path: Path)
     assert found == [outputs.splitlines(keepends=True)[row] for row in (3, 20)]
 
 
-def test_batch_results_are_those_that_openai_clients_read(job: Path, tmp_path: Path) -> None:
+def test_batch_results_are_those_that_openai_clients_read(job, tmp_path):
     died = Failure(code=Code.ENGINE_CRASH, message="died", status=500)
     table(job, [chat("yes"), TOO_LONG, died])
     collect(job / "runs/a", tmp_path / "a.jsonl", format="openai-batch")
@@ -463,7 +437,7 @@ def test_batch_results_are_those_that_openai_clients_read(job: Path, tmp_path: P
         jsonschema.validate(line, SCHEMAS["openai-batch"])
 
 
-def test_completions_hold_the_request_beside_its_result(job: Path, tmp_path: Path) -> None:
+def test_completions_hold_the_request_beside_its_result(job, tmp_path):
     answer = {"choices": [{"text": "x", "index": 0, "logprobs": None, "finish_reason": "stop"}]}
     finish_run(job, job / "runs/a", lambda row: answer if row else TOO_LONG, leave_out=[1])
     collect(job / "runs/a", tmp_path / "a.jsonl", format="completions", partial=True)
@@ -479,18 +453,14 @@ def test_completions_hold_the_request_beside_its_result(job: Path, tmp_path: Pat
 # --------------------------------------------------------------------------- which outputs
 
 
-def test_the_newest_generation_counts_and_orphans_do_not(
-    run: Path, job: Path, tmp_path: Path
-) -> None:
+def test_the_newest_generation_counts_and_orphans_do_not(run, job, tmp_path):
     finish_run(job, run, lambda row: chat(f"again {row}"), leave_out=[0, 2], generation=1)
     (run / "outputs/part-00000.stray.jsonl").write_bytes(b"not read")
     texts = table_of(run, tmp_path)["text"].to_pylist()
     assert (texts[3], texts[13], texts[23]) == ("answer 3", "again 13", "answer 23")
 
 
-def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
-    job: Path, tmp_path: Path
-) -> None:
+def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(job, tmp_path):
     run = job / "runs/a"
     finish_run(job, run, leave_out=[1])
     with pytest.raises(RunUnsound, match="1 of 3 chunks"):
@@ -508,8 +478,8 @@ def test_an_unfinished_run_is_refused_and_a_part_says_what_is_missing(
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
 def test_damage_is_noticed_before_a_row_is_written_and_a_sound_output_makes_another_collection(
-    how: str, run: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+    how, run, tmp_path, monkeypatch
+):
     path = run / output_key(open_store(str(run)), "part-00001")
     sound = path.read_bytes()
     changed = sound.replace(b"answer 13", b"answer 31")
@@ -527,7 +497,7 @@ def test_damage_is_noticed_before_a_row_is_written_and_a_sound_output_makes_anot
     assert collect(run, tmp_path / "out", partial=True)["status"] == "UNCHANGED"
 
 
-def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path: Path) -> None:
+def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path):
     (tmp_path / "src").mkdir()
     run = tmp_path / "job/runs/a"
     for name in "ab":
@@ -541,7 +511,7 @@ def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path: Pat
     assert result["missing"][0].startswith("part-00001")
 
 
-def test_markers_that_are_all_damaged_are_told(run: Path, tmp_path: Path, caplog: Any) -> None:
+def test_markers_that_are_all_damaged_are_told(run, tmp_path, caplog):
     for marker in run.glob("outputs/*.succeed"):
         marker.write_text("damaged")
     for partial in (False, True):
@@ -551,7 +521,7 @@ def test_markers_that_are_all_damaged_are_told(run: Path, tmp_path: Path, caplog
         caplog.clear()
 
 
-def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
+def test_lines_of_other_rows_are_refused(run, tmp_path):
     store = open_store(str(run))
     key = output_key(store, "part-00001")
     lines = store.get(key).data.splitlines(keepends=True)
@@ -567,7 +537,7 @@ def test_lines_of_other_rows_are_refused(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_of_another_job_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_run_of_another_job_is_refused(run, tmp_path):
     make_job(tmp_path / "other", rows=3, per_chunk=10)
     with pytest.raises(InputError, match="another job"):
         collect(run, tmp_path / "out", job=str(tmp_path / "other"))
@@ -581,8 +551,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, tmp_path, monkeypatch
+):
     assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
     before = contents(tmp_path / "out")
     assert collect(run, tmp_path / "out")["status"] == "UNCHANGED"
@@ -611,8 +581,8 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
 
 
 def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
-    run: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+    run, tmp_path, monkeypatch
+):
     out, files = tmp_path / "out", list[dict[str, bytes]]()
 
     def complete(where: str) -> None:
@@ -628,9 +598,7 @@ def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
     assert contents(out) == files[1]
 
 
-def test_of_two_collections_into_one_folder_the_first_gives_way(
-    run: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_of_two_collections_into_one_folder_the_first_gives_way(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, where="_row < 3"))
     with pytest.raises(InputError, match="at the same time"):
@@ -638,9 +606,7 @@ def test_of_two_collections_into_one_folder_the_first_gives_way(
     assert sorted(contents(out)) == ["_COLLECTED", "part-00000.parquet"]
 
 
-def test_files_that_are_only_named_like_those_of_a_collection_stay(
-    run: Path, tmp_path: Path
-) -> None:
+def test_files_that_are_only_named_like_those_of_a_collection_stay(run, tmp_path):
     shutil.copytree(run.parent.parent / "chunks", tmp_path / "out")
     before = contents(tmp_path / "out")
     with pytest.raises(InputError, match="other data"):
@@ -648,7 +614,7 @@ def test_files_that_are_only_named_like_those_of_a_collection_stay(
     assert contents(tmp_path / "out") == before
 
 
-def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
+def test_one_file_is_replaced_only_if_asked(run, tmp_path):
     (tmp_path / "a.jsonl").write_text("mine")
     with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "a.jsonl")
@@ -660,7 +626,7 @@ def test_one_file_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> None:
     collect(run, tmp_path / "a.jsonl")  # what it would write is there
 
 
-def test_no_progress_of_duckdb_stands_before_the_result() -> None:
+def test_no_progress_of_duckdb_stands_before_the_result():
     """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
     code = (
         "from pathlib import Path; from batchinfer.collect.answers import connect;"

@@ -1,7 +1,5 @@
 """`batchinfer compare`: each row counts once, whatever the two runs have done of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ def answers_b(row: int) -> Any:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> tuple[str, str]:
+def runs(tmp_path):
     """A has done rows 0 to 29, B rows 0 to 9 and 20 to 39."""
     job = tmp_path / "job"
     make_job(job, rows=50, per_chunk=10)
@@ -55,8 +53,8 @@ def compare_answers(tmp_path: Path, *given: list[Any], **options: Any) -> dict[s
 
 
 def test_every_row_has_one_outcome_and_those_that_differ_most_come_first(
-    runs: tuple[str, str],
-) -> None:
+    runs,
+):
     found = compare(*runs, rows=20)
     figures = found["figures"]
     assert figures["rows"] == 40
@@ -75,7 +73,7 @@ def test_every_row_has_one_outcome_and_those_that_differ_most_come_first(
     assert len(differing) == 15 + 2  # those that failed in one run only count, too
 
 
-def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path: Path) -> None:
+def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path):
     kinds = [[("x", 0.9)] * 4, [("x", 0.9), ("x", 0.8), ("y", 0.9), ("y", 0.9)]]
     given = [
         [{"data": [{"label": label, "probs": [share]}]} for label, share in each] for each in kinds
@@ -85,7 +83,7 @@ def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path: Path) -
     assert found["changes"] == [{"A": "x", "B": "y", "rows": 2}]
 
 
-def test_no_tool_calls_are_none_and_an_answer_without_text_is_a_dash(tmp_path: Path) -> None:
+def test_no_tool_calls_are_none_and_an_answer_without_text_is_a_dash(tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     plain, empty = chat("x"), chat("x", tool_calls=[])
     two = [each | {"choices": each["choices"] * 2} for each in (plain, empty)]
@@ -96,40 +94,34 @@ def test_no_tool_calls_are_none_and_an_answer_without_text_is_a_dash(tmp_path: P
     assert ("row id-1", "-", "y") in shown
 
 
-def test_a_run_that_has_done_nothing_yet_misses_every_row(
-    runs: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_run_that_has_done_nothing_yet_misses_every_row(runs, tmp_path):
     finish_run(tmp_path / "job", tmp_path / "job/runs/c", leave_out=range(5))
     found = compare(runs[0], str(tmp_path / "job/runs/c"))
     assert (found["figures"]["rows"], found["figures"]["same answer"]) == (30, 0)
     assert (found["B"]["missing here only"], found["A"]["missing here only"]) == (30, 0)
 
 
-def test_damaged_chunks_that_count_as_missing_are_told(
-    runs: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_chunks_that_count_as_missing_are_told(runs, caplog):
     Path(runs[1], "outputs/part-00001.succeed").write_text("damaged")
     assert compare(*runs)["B"]["missing here only"] == 10
     assert f"{runs[1]}: part-00001: outputs/part-00001.succeed: not a readable" in caplog.text
 
 
-def test_runs_of_other_jobs_are_refused(runs: tuple[str, str], tmp_path: Path) -> None:
+def test_runs_of_other_jobs_are_refused(runs, tmp_path):
     make_job(tmp_path / "other", rows=3, per_chunk=10)
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")
     with pytest.raises(InputError, match="not runs over one job"):
         compare(runs[0], str(tmp_path / "other/runs/a"))
 
 
-def test_answers_that_are_too_large_are_an_error_with_what_to_do(
-    runs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_are_too_large_are_an_error_with_what_to_do(runs, monkeypatch):
     monkeypatch.setattr("batchinfer.collect.answers._MEMORY", "6MB")
     with pytest.raises(InputError, match="Out of Memory") as caught:
         compare(*runs)
     assert "too large" in caught.value.hint
 
 
-def test_a_pipe_gets_a_narrow_table_without_control_characters(runs: tuple[str, str]) -> None:
+def test_a_pipe_gets_a_narrow_table_without_control_characters(runs):
     done = run_process(["compare", *runs, "--rows", "2"])
     assert done.status == 0
     assert len(done.result["differing"]) == 2

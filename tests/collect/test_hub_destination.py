@@ -1,7 +1,5 @@
 """`batchinfer collect hf://…`: a Hub that fails, and other people's commits. Readers see all or nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -32,7 +30,7 @@ RECORD = ".collected.json"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+def run(tmp_path_factory):
     job = str(tmp_path_factory.mktemp("hub") / "job")
     make_job(job, rows=ROWS, per_chunk=5)
     finish_run(job, f"{job}/runs/a")
@@ -59,9 +57,7 @@ def published(hub: Hub) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
-    hub: Hub, run: str, tmp_path: Path, kind: str
-) -> None:
+def test_files_are_uploaded_one_by_one_and_come_in_one_commit(hub, run, tmp_path, kind):
     scratch = tmp_path / "scratch"
     on_disk: list[int] = []
     look = lambda: on_disk.append(sum(path.is_file() for path in scratch.rglob("*-table")))  # noqa: E731
@@ -77,7 +73,7 @@ def test_files_are_uploaded_one_by_one_and_come_in_one_commit(
     assert b"path: data/part-*" in files[CARD]
 
 
-def test_the_same_command_again_changes_nothing_and_another_is_refused(hub: Hub, run: str) -> None:
+def test_the_same_command_again_changes_nothing_and_another_is_refused(hub, run):
     first = collect(run)
     count = len(hub.commits)
     again = collect(run)
@@ -94,9 +90,7 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(hub: Hub,
     assert len(published(hub)) == 2
 
 
-def test_readers_see_the_old_collection_until_the_new_one_is_whole(
-    hub: Hub, run: str, tmp_path: Path
-) -> None:
+def test_readers_see_the_old_collection_until_the_new_one_is_whole(hub, run, tmp_path):
     collect(run, shard_rows=2)
     collect(run, overwrite=True)
     collect(run, shard_rows=5, overwrite=True)
@@ -105,7 +99,7 @@ def test_readers_see_the_old_collection_until_the_new_one_is_whole(
     assert [*hub.branches[REPO]] == ["main"]
 
 
-def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: Hub, run: str) -> None:
+def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub, run):
     collect(run, f"{DEST}@v2")
     assert sorted(hub.branches[REPO]) == ["main", "v2"]
     assert published(hub) == {}
@@ -131,9 +125,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_failure_that_passes_changes_nothing(
-    hub: Hub, run: str, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_failure_that_passes_changes_nothing(hub, run, tmp_path, fault):
     hub.faults.append(fault)
     assert collect(run)["status"] == "SUCCESS"
     assert not hub.faults
@@ -143,9 +135,7 @@ def test_a_failure_that_passes_changes_nothing(
 
 
 @pytest.mark.parametrize("place", [("PUT", "/objects/"), ("POST", "/commit/main")])
-def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
-    hub: Hub, run: str, tmp_path: Path, place: tuple[str, str]
-) -> None:
+def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(hub, run, tmp_path, place):
     hub.faults += [Fault(*place, 500)] * 99
     with pytest.raises(StorageError, match="500") as caught:
         collect(run)
@@ -161,7 +151,7 @@ def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
 # --------------------------------------------------------------------------- other people
 
 
-def test_a_card_that_somebody_writes_meanwhile_is_kept(hub: Hub, run: str, tmp_path: Path) -> None:
+def test_a_card_that_somebody_writes_meanwhile_is_kept(hub, run, tmp_path):
     write = lambda: hub.someone_commits(REPO, CARD, b"my own words")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
     assert collect(run)["status"] == "SUCCESS"
@@ -169,7 +159,7 @@ def test_a_card_that_somebody_writes_meanwhile_is_kept(hub: Hub, run: str, tmp_p
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
-def test_a_card_is_replaced_unless_somebody_has_changed_it(hub: Hub, run: str) -> None:
+def test_a_card_is_replaced_unless_somebody_has_changed_it(hub, run):
     for size in (5, 2):
         collect(run, shard_rows=size, overwrite=True, where=f"_row < {size}")
         assert f"_row \\< {size}".encode() in hub.files(REPO)[CARD]
@@ -179,7 +169,7 @@ def test_a_card_is_replaced_unless_somebody_has_changed_it(hub: Hub, run: str) -
         assert hub.files(REPO)[CARD] == b"mine"
 
 
-def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: Hub, run: str) -> None:
+def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub, run):
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
     with pytest.raises(InputError, match="at the same time"):
@@ -191,9 +181,7 @@ def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub: Hub, run: s
 
 
 @pytest.mark.parametrize("token", ["hf_wrong", TOKEN])
-def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
-    hub: Hub, run: str, monkeypatch: pytest.MonkeyPatch, token: str
-) -> None:
+def test_a_token_that_may_not_write_is_refused_before_rows_are_read(hub, run, monkeypatch, token):
     hub.make(REPO)
     hub.has_rights = False
     monkeypatch.setenv("HF_TOKEN", token)
@@ -209,7 +197,7 @@ def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
 
 
 @pytest.mark.full
-def test_a_data_set_has_a_card_and_is_read_by_datasets(run: str, tmp_path: Path) -> None:
+def test_a_data_set_has_a_card_and_is_read_by_datasets(run, tmp_path):
     with contextlib.closing(Hub()) as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -1,7 +1,5 @@
 """`collect --with-source`: the source's columns with their own values and types, whatever they hold."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal
@@ -79,7 +77,7 @@ COLUMNS: dict[str, Any] = {
 
 
 @pytest.mark.full
-def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
+def test_parquet_columns_keep_their_types_and_values(tmp_path):
     found = table_of(finished(tmp_path, pa.table(COLUMNS)), tmp_path, with_source=True)
     wanted = parquet.read_table(tmp_path / "source")
     row = found.slice(3, 1).to_pylist()[0]
@@ -91,8 +89,8 @@ def test_parquet_columns_keep_their_types_and_values(tmp_path: Path) -> None:
 
 
 def test_columns_beyond_number_are_looked_at_and_one_of_them_is_taken_in_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(answers, "_MEMORY", "100MB")
     lines = [b'{"k%d":%d.5,"n":%d}' % (row, row, row) for row in range(500)]
     run = finished_lines(tmp_path, lines, per_chunk=500)
@@ -100,7 +98,7 @@ def test_columns_beyond_number_are_looked_at_and_one_of_them_is_taken_in_little_
     assert found["n"].to_pylist() == list(range(500))
 
 
-def test_chosen_rows_and_columns(tmp_path: Path) -> None:
+def test_chosen_rows_and_columns(tmp_path):
     run = finished(tmp_path, pa.table(COLUMNS))
     options: dict[str, Any] = {"with_source": True, "columns": ["kind", "id"]}
     found = table_of(run, tmp_path, where="_row IN (2, 3, 14, 24) AND id < 120", **options)
@@ -113,16 +111,14 @@ def test_chosen_rows_and_columns(tmp_path: Path) -> None:
 
 
 def test_where_reads_the_sources_column_though_one_of_the_answers_differs_in_case_only(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run = finished(tmp_path, pa.table({"Text": [f"own {row}" for row in range(ROWS)]}))
     found = table_of(run, tmp_path, with_source=True, where="text = 'own 3' OR _TEXT = 'answer 4'")
     assert found["_text"].to_pylist() == ["answer 3", "answer 4"]
 
 
-def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monkeypatch):
     sizes = []
     take = ParquetSource.take
     counting = lambda taker, rows: sizes.append(len(rows)) or take(taker, rows)  # noqa: E731
@@ -145,14 +141,14 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(
     assert max(sizes) == 3, "the mean is that of all rows of the files"
 
 
-def test_the_source_is_not_replaced(tmp_path: Path) -> None:
+def test_the_source_is_not_replaced(tmp_path):
     run = finished(tmp_path, pa.table({"n": range(ROWS)}))
     for dest in (tmp_path / "source", tmp_path / "source/0.parquet"):
         with pytest.raises(ConfigError, match="holds the source"):
             collect(run, dest, overwrite=True)
 
 
-def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
+def test_files_of_different_columns_and_limits(tmp_path):
     first = pa.table({"a": pa.array([1, 2, 3], pa.int32()), "b": ["x", "y", "z"]})
     second = pa.table({"b": ["v", "w"], "a": pa.array([2**40, 5])})
     (tmp_path / "source").mkdir()
@@ -167,7 +163,7 @@ def test_files_of_different_columns_and_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [7, None, 2**53 + 1])
-def test_integers_beside_floats_keep_their_values(number: int, tmp_path: Path) -> None:
+def test_integers_beside_floats_keep_their_values(number, tmp_path):
     """Pandas writes integers as floats where one is missing."""
     (tmp_path / "source").mkdir()
     day = [datetime.date(2026, 1, 1)]
@@ -184,7 +180,7 @@ def test_integers_beside_floats_keep_their_values(number: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("what", ["changed", "gone", "damaged"])
-def test_a_source_that_is_not_the_same_any_more_is_not_read(what: str, tmp_path: Path) -> None:
+def test_a_source_that_is_not_the_same_any_more_is_not_read(what, tmp_path):
     table = pa.table({"prompt": [f"row {row}" for row in range(ROWS)], "number": range(ROWS)})
     run = finished(tmp_path, table)
     path = tmp_path / "source/1.parquet"
@@ -199,9 +195,7 @@ def test_a_source_that_is_not_the_same_any_more_is_not_read(what: str, tmp_path:
     assert found["number"].to_pylist() == list(range(ROWS))
 
 
-def test_a_source_that_loses_rows_meanwhile_loses_no_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_loses_rows_meanwhile_loses_no_answers(tmp_path, monkeypatch):
     batches = ParquetSource.batches
     run = finished(tmp_path, pa.table(COLUMNS))
     monkeypatch.setattr(ParquetSource, "batches", lambda source: iter(list(batches(source))[:-1]))
@@ -210,7 +204,7 @@ def test_a_source_that_loses_rows_meanwhile_loses_no_answers(
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> None:
+def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path):
     more = {
         "late": pa.array([2932897] * ROWS, pa.date32()),
         "parts": pa.array([[{"at": 1}]] * ROWS, pa.list_(pa.struct({"at": pa.time64("ns")}))),
@@ -236,7 +230,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path: Path) -> Non
     assert line.endswith('"+10000-01-01","[{""at"":""00:00:00.000000001""}]","\ufffd"')
 
 
-def test_types_of_which_arrow_takes_no_rows_come_from_the_chunks(tmp_path: Path) -> None:
+def test_types_of_which_arrow_takes_no_rows_come_from_the_chunks(tmp_path):
     ids = pa.array([bytes(15) + bytes([row]) for row in range(ROWS)], pa.uuid())
     run = finished(tmp_path, pa.table({"ids": pa.StructArray.from_arrays([ids], ["own"])}))
     found = table_of(run, tmp_path, with_source=True)["ids"].to_pylist()
@@ -284,7 +278,7 @@ def is_same(value: Any, text: str) -> bool:
         (["[" * 50 + "]" * 50, "null", "null"], pa.string()),
     ],
 )
-def test_no_value_becomes_another(values: list[str], kind: pa.DataType, tmp_path: Path) -> None:
+def test_no_value_becomes_another(values, kind, tmp_path):
     """Also where each chunk, read apart, would give another type."""
     run = finished_lines(tmp_path, [b'{"v": %b}' % value.encode() for value in values], per_chunk=2)
     column = table_of(run, tmp_path, with_source=True)["v"]
@@ -293,7 +287,7 @@ def test_no_value_becomes_another(values: list[str], kind: pa.DataType, tmp_path
         assert is_same(value, text), (value, text)
 
 
-def test_lines_of_any_kind_cost_no_other_row(tmp_path: Path, caplog: Any) -> None:
+def test_lines_of_any_kind_cost_no_other_row(tmp_path, caplog):
     lines = [
         '{"b": "é\u2028😀", "name with \'quotes\' and / ~ \\"": true, "": 1}'.encode(),
         b'{"b": "x", "meta": {"y": "\xff"}}',
@@ -313,7 +307,7 @@ def test_lines_of_any_kind_cost_no_other_row(tmp_path: Path, caplog: Any) -> Non
     assert "share no type" in caplog.text
 
 
-def test_parts_and_samples_take_their_own_rows_of_the_chunks(tmp_path: Path) -> None:
+def test_parts_and_samples_take_their_own_rows_of_the_chunks(tmp_path):
     lines = [b'{"n": %d}' % row for row in range(ROWS)]
     run = finished_lines(tmp_path, lines)
     found = table_of(run, tmp_path, with_source=True, sample=6, where="n % 2 = 0")
@@ -323,6 +317,6 @@ def test_parts_and_samples_take_their_own_rows_of_the_chunks(tmp_path: Path) -> 
     assert found["n"].to_pylist() == found["_row"].to_pylist() == [*range(10), *range(20, ROWS)]
 
 
-def test_a_job_without_columns_beside_its_own(tmp_path: Path) -> None:
+def test_a_job_without_columns_beside_its_own(tmp_path):
     run = finished_lines(tmp_path, [b"1", b"2"])
     assert table_of(run, tmp_path, with_source=True).num_rows == 2

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `
 
 
 @pytest.fixture
-def state() -> State:
+def state():
     from composer_file import composer_content
 
     return composer_content(DEMO_MODEL)["state"]
@@ -67,7 +67,7 @@ CONFIG = ("integrations", "huggingface", "model", "config", "content")
 NORM = ("model", "model.model.norm.weight")
 
 
-def test_it_answers_as_the_model_before(state: State, tmp_path: Path) -> None:
+def test_it_answers_as_the_model_before(state, tmp_path):
     import torch
     from safetensors.torch import load_file
 
@@ -84,9 +84,7 @@ def test_it_answers_as_the_model_before(state: State, tmp_path: Path) -> None:
     assert answers(tmp_path / "hf") == answers(DEMO_MODEL)
 
 
-def test_tied_weights_and_several_files_load_again(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_weights_and_several_files_load_again(state, tmp_path, monkeypatch):
     save = functools.partial(huggingface_hub.save_torch_state_dict, max_shard_size=300_000)
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", save)
     state["model"]["model.lm_head.weight"] = at(state, "model", "model.model.embed_tokens.weight")
@@ -98,7 +96,7 @@ def test_tied_weights_and_several_files_load_again(
     assert answers(tmp_path / "hf") == answers(DEMO_MODEL)
 
 
-def test_dtype_converts_weights_and_config(state: State, tmp_path: Path, capsys: Capture) -> None:
+def test_dtype_converts_weights_and_config(state, tmp_path, capsys):
     import torch
     from safetensors.torch import load_file
 
@@ -142,7 +140,7 @@ def evil_script(mark: str) -> Any:
     return torch.jit.script(Evil())
 
 
-def test_it_is_never_run(state: State, tmp_path: Path) -> None:
+def test_it_is_never_run(state, tmp_path):
     mark = tmp_path / "was-run"
     for number, payload in enumerate((
         Payload(os.system, f"touch {mark}"), Payload(eval, f"open({str(mark)!r}, 'w')"),
@@ -155,7 +153,7 @@ def test_it_is_never_run(state: State, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_torchscript_archive_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_torchscript_archive_is_refused(tmp_path, capsys):
     import torch
     from transformers import MptConfig
 
@@ -171,7 +169,7 @@ def test_a_torchscript_archive_is_refused(tmp_path: Path, capsys: Capture) -> No
 
 
 @pytest.mark.parametrize("ending", [".py", ""])
-def test_py_files_are_written_only_when_trusted(state: State, tmp_path: Path, ending: str) -> None:
+def test_py_files_are_written_only_when_trusted(state, tmp_path, ending):
     at(state, *TOKENIZER)["evil.py"] = {"file_extension": ending, "content": "raise SystemExit"}
     assert convert(saved(tmp_path, state), tmp_path / "plain") == 0
     assert not (tmp_path / "plain/evil.py").exists()
@@ -200,14 +198,14 @@ def malformed() -> list[tuple[tuple[str, ...], Any, str]]:
     ]  # fmt: skip
 
 
-def test_an_error_says_what_is_wrong(state: State, tmp_path: Path, capsys: Capture) -> None:
+def test_an_error_says_what_is_wrong(state, tmp_path, capsys):
     for path, value, said in malformed():
         odd = copy.deepcopy(state)
         at(odd, *path[:-1])[path[-1]] = value
         assert said in refused(capsys, saved(tmp_path, odd), tmp_path / "hf")
 
 
-def test_other_and_damaged_files(state: State, tmp_path: Path, capsys: Capture) -> None:
+def test_other_and_damaged_files(state, tmp_path, capsys):
     path, dest = saved(tmp_path, state), tmp_path / "hf"
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "packed", "w", 8) as new:
@@ -224,7 +222,7 @@ def test_other_and_damaged_files(state: State, tmp_path: Path, capsys: Capture) 
     assert "dcp_to_torch" in refused(capsys, tmp_path, dest)
 
 
-def test_a_dest_that_cannot_be_made(state: State, tmp_path: Path, capsys: Capture) -> None:
+def test_a_dest_that_cannot_be_made(state, tmp_path, capsys):
     source = saved(tmp_path, state)
     assert "cannot be made" in refused(capsys, source, source / "hf")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -242,7 +240,7 @@ KILLED = (
 )
 
 
-def test_after_a_kill_the_same_command_finishes(state: State, tmp_path: Path) -> None:
+def test_after_a_kill_the_same_command_finishes(state, tmp_path):
     """SIGKILL just before the folder gets its name. DEST is a link, which stays."""
     source, dest = saved(tmp_path, state), tmp_path / "dest"
     dest.mkdir()

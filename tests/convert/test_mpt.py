@@ -27,7 +27,7 @@ BLOCK = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     from transformers import MptConfig, MptForCausalLM
 
     folder = tmp_path_factory.mktemp("mpt")
@@ -64,7 +64,7 @@ def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]) -> A
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("has_biases", [True, False])
-def test_parts_equal_the_source(model: Path, tmp_path: Path, gpus: int, has_biases: bool) -> None:
+def test_parts_equal_the_source(model, tmp_path, gpus, has_biases):
     import torch
     from safetensors.torch import load_file
 
@@ -110,7 +110,7 @@ def test_parts_equal_the_source(model: Path, tmp_path: Path, gpus: int, has_bias
         ({"no_bias": False}, 1, "transformer.norm_f.bias is missing"),
     ],
 )
-def test_what_does_not_fit_is_refused(model, tmp_path, capsys, values, gpus, said) -> None:
+def test_what_does_not_fit_is_refused(model, tmp_path, capsys, values, gpus, said):
     assert convert(edited(model, tmp_path / "mpt", **values), tmp_path / "ft", "--gpus", gpus) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "ft").exists()

@@ -24,7 +24,7 @@ def convert(*arguments: object) -> int:
 
 
 @needs_exporter
-def test_answers_equal_those_of_torch(tmp_path: Path, capsys: Capture) -> None:
+def test_answers_equal_those_of_torch(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
     options = ("--batch-size", 2, "--max-seq-len", 24, "--environment", ENVIRONMENT)
@@ -46,7 +46,7 @@ def test_answers_equal_those_of_torch(tmp_path: Path, capsys: Capture) -> None:
 
 
 @needs_exporter
-def test_what_the_exporter_refuses_is_an_error(tmp_path: Path, capsys: Capture) -> None:
+def test_what_the_exporter_refuses_is_an_error(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "novelty"}')
     assert convert(tmp_path / "model", tmp_path / "onnx", "--environment", ENVIRONMENT) == 2
@@ -57,9 +57,7 @@ def test_what_the_exporter_refuses_is_an_error(tmp_path: Path, capsys: Capture) 
 
 
 @pytest.mark.parametrize("setup", [(), ("--setup",)])
-def test_an_environment_whose_python_is_gone_is_said(
-    setup: tuple[str, ...], tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_environment_whose_python_is_gone_is_said(setup, tmp_path, capsys):
     """It was called an error of the scratch folder."""
     for name in ("pip", "optimum-cli"):
         program = tmp_path / "old/bin" / name
@@ -75,9 +73,7 @@ def test_an_environment_whose_python_is_gone_is_said(
 @pytest.mark.parametrize(
     "failure", [NotADirectoryError(20, "Not a directory"), CalledProcessError(1, "ensurepip")]
 )
-def test_an_environment_that_cannot_be_made_is_said(
-    failure: Exception, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_cannot_be_made_is_said(failure, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(venv, "create", Mock(side_effect=failure))
     assert convert("--setup", "--environment", tmp_path / "new") == 2
     assert f"{tmp_path}/new: cannot be made (" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +26,7 @@ def keys(url: str) -> set[str]:
     return {info.key for info in open_store(url).list("")}
 
 
-def test_a_killed_upload_is_no_model_and_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_upload_is_no_model_and_is_never_replaced(monkeypatch):
     put, url, left = BucketStore.put_file, "memory://kills/hf", iter(range(len(NAMES) - 1))
 
     def put_or_die(self: Any, *words: Any) -> None:
@@ -46,13 +45,13 @@ def test_a_killed_upload_is_no_model_and_is_never_replaced(monkeypatch: pytest.M
     assert keys("memory://kills/again") == {*NAMES}
 
 
-def test_a_bucket_that_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_cannot_be_written_is_refused_first(monkeypatch):
     monkeypatch.setattr(BucketStore, "create", Mock(side_effect=AccessDenied("no")))
     with pytest.raises(AccessDenied), result_at("memory://denied/hf"):
         pytest.fail("the conversion began")
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_conversion_that_fails_leaves_nothing(tmp_path):
     for dest in ("memory://fails/hf", str(tmp_path / "ft/2-gpu")):
         with pytest.raises(StorageError), result_at(dest) as folder:
             folder.mkdir()
@@ -60,9 +59,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mounted_folder_is_refused_before_the_conversion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mounted_folder_is_refused_before_the_conversion(tmp_path, monkeypatch):
     """Nothing can be renamed to its place, so the result was thrown away at the end."""
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
     with pytest.raises(InputError, match="mounted"), result_at(str(tmp_path)):
@@ -75,8 +72,8 @@ def test_a_mounted_folder_is_refused_before_the_conversion(
     [(errno.EACCES, InputError, "m: cannot be read: Perm"), (errno.ENOSPC, ScratchFull, "is full")],
 )
 def test_an_error_about_the_source_does_not_blame_the_scratch_folder(
-    code: int, expected: type[Exception], said: str, tmp_path: Path
-) -> None:
+    code, expected, said, tmp_path
+):
     with (
         pytest.raises(expected, match=said),
         result_at(str(tmp_path / "hf")),
@@ -85,6 +82,6 @@ def test_an_error_about_the_source_does_not_blame_the_scratch_folder(
         raise OSError(code, os.strerror(code), "m")
 
 
-def test_a_source_in_a_bucket_is_fetched(tmp_path: Path) -> None:
+def test_a_source_in_a_bucket_is_fetched(tmp_path):
     open_store("memory://source/runs").create("ep0.pt", b"weights")
     assert fetch_file("memory://source/runs/ep0.pt", tmp_path).read_bytes() == b"weights"

@@ -1,7 +1,5 @@
 """Records are decoded by many threads at once, from the first one on; lines are read one by one."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
@@ -42,11 +40,11 @@ for _ in range(100):
 
 
 @pytest.mark.parametrize("use", ["decode", "convert", "json"])
-def test_threads_may_decode_the_first_records_of_a_class_at_once(use: str) -> None:
+def test_threads_may_decode_the_first_records_of_a_class_at_once(use):
     """`verify` died of SIGSEGV now and then: msgspec let a thread see a class that another one had begun to read."""
     done = subprocess.run([sys.executable, "-c", _DECODE, use], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_only_newlines_end_lines() -> None:
+def test_only_newlines_end_lines():
     assert list(codec.lines(io.BytesIO(b"a\rb\r\n\nc"))) == [b"a\rb\r", b"", b"c"]

@@ -1,7 +1,5 @@
 """What users see by name is on the pages: every code of failed rows, every field of markers, every task."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -35,35 +33,35 @@ def codes_of_failures() -> Iterator[tuple[str, ast.expr]]:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", (named or node.args)[0]
 
 
-def test_every_code_is_documented_and_every_documented_one_exists() -> None:
+def test_every_code_is_documented_and_every_documented_one_exists():
     assert DOCUMENTED.pop(OTHER)
     assert list(Code) == list(DOCUMENTED)
 
 
-def test_failures_have_codes_of_the_table() -> None:
+def test_failures_have_codes_of_the_table():
     for place, code in codes_of_failures():
         assert not isinstance(code, ast.Constant), place
 
 
-def test_every_field_of_a_marker_is_documented() -> None:
+def test_every_field_of_a_marker_is_documented():
     section = FORMAT.split("### Markers")[1].split("### ")[0]
     first_cells = "".join(re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", first_cells)) == set(Marker.__struct_fields__)
 
 
-def test_every_column_of_tables_is_documented() -> None:
+def test_every_column_of_tables_is_documented():
     section = FORMAT.split("### Tables")[1].split("### ")[0]
     first_cells = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
     assert {*_SEVERAL, *_OPTIONAL} <= set(re.findall(r"`(\w+)`", first_cells))
 
 
-def test_every_command_of_chat_is_on_its_page() -> None:
+def test_every_command_of_chat_is_on_its_page():
     page = (ROOT / "docs/generate-and-chat.md").read_text(encoding="utf-8")
     for name in (name for name in vars(Chat) if name.startswith("do_")):
         assert f"\n| `/{name.removeprefix('do_')}" in page, name
 
 
-def test_every_task_has_a_path_and_is_in_the_table() -> None:
+def test_every_task_has_a_path_and_is_in_the_table():
     assert set(get_args(Task)) - {GENERATE} == set(TASK_PATHS)
     for task, path in TASK_PATHS.items():
         assert re.search(rf"^\| .*`{task}`.* \| .*`{path}`.* \|", FORMAT, re.MULTILINE), task

@@ -1,7 +1,5 @@
 """Depth of JSON, and rows that are hard to decode."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -27,24 +25,24 @@ def depth_of(value: Any) -> int:
 
 @given(value=JSON_VALUES, limit=st.integers(0, 6), is_escaped=st.booleans())
 @example(value="{", limit=0, is_escaped=False)
-def test_depth_is_that_of_the_decoded_value(value: Any, limit: int, is_escaped: bool) -> None:
+def test_depth_is_that_of_the_decoded_value(value, limit, is_escaped):
     text = json.dumps(value, ensure_ascii=is_escaped)
     assert is_deep(text.encode(errors="replace"), limit) == (depth_of(value) > limit)
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 1_000_000])
-def test_brackets_within_texts_do_not_count(depth: int) -> None:
+def test_brackets_within_texts_do_not_count(depth):
     assert not is_deep(json.dumps({"a": "[{" * depth + '\\"\\' + "]" * depth}).encode())
     assert is_deep(b"[" * depth + b"]" * depth) == (depth > MAX_DEPTH)
 
 
 @given(row=st.dictionaries(st.text(), JSON_VALUES))
-def test_plain_rows_are_decoded_as_json(row: dict[str, Any]) -> None:
+def test_plain_rows_are_decoded_as_json(row):
     assert read_object(msgspec.json.encode(row)) == msgspec.json.decode(msgspec.json.encode(row))
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "[1, 1e999]", "9" * 5000])
-def test_a_number_that_python_cannot_hold_stays_text_and_costs_no_other(text: str) -> None:
+def test_a_number_that_python_cannot_hold_stays_text_and_costs_no_other(text):
     line = f' {{"a": "x{{\\"", "hard" :{text} ,"b":[1, "]"],"c":null}} \n'
     row = read_object(line.encode())
     assert row is not None
@@ -62,5 +60,5 @@ def test_a_number_that_python_cannot_hold_stays_text_and_costs_no_other(text: st
     ],
     ids=lambda line: line[:18],
 )
-def test_a_line_that_is_no_object_is_none(line: bytes) -> None:
+def test_a_line_that_is_no_object_is_none(line):
     assert read_object(line) is None

@@ -1,9 +1,6 @@
 """Prices of machines, and the lists that they come from."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -28,7 +25,7 @@ def catalog(folder: Path, text: str = CATALOG) -> Path:
     return folder
 
 
-def test_every_price_of_the_table_is_a_price_and_others_are_not_known() -> None:
+def test_every_price_of_the_table_is_a_price_and_others_are_not_known():
     prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
         machine = replace(L4, accelerator=name)
@@ -42,7 +39,7 @@ def test_every_price_of_the_table_is_a_price_and_others_are_not_known() -> None:
         assert prices.price(replace(L4, accelerator=name)) is None
 
 
-def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
+def test_skypilots_catalog_is_read_where_it_lies(tmp_path):
     prices = Prices(catalogs=catalog(tmp_path))
     assert prices.price(L4) == (0.8, "SkyPilot's catalog")
     assert prices.price(replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
@@ -51,9 +48,7 @@ def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"cloud": "gcp"}, {"gpus": 3}, {"cloud": "../x"}, {}])
-def test_where_the_catalog_knows_nothing_the_table_answers(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path, fields):
     text = CATALOG if fields else "a,b\n1,2\n"  # of another form
     price = Prices(catalogs=catalog(tmp_path, text)).price(replace(L4, **fields))
     assert price is not None

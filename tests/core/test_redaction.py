@@ -1,7 +1,5 @@
 """Secrets in URLs are masked, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchinfer.core.redaction import has_user, redact
@@ -23,7 +21,7 @@ from batchinfer.core.redaction import has_user, redact
         ("http://proxy:SECRET@h https://h?a=SECRET&b=SECRET.", "http://…@h https://h?a=…&b=…."),
     ],
 )
-def test_secrets_of_urls_are_masked(text: str, shown: str):
+def test_secrets_of_urls_are_masked(text, shown):
     assert redact(text) == shown
     assert redact(shown) == shown
 
@@ -47,6 +45,6 @@ def test_secrets_of_urls_are_masked(text: str, shown: str):
         "at 12:30:00 w0: chunk part-00000",
     ],
 )
-def test_other_texts_stay(text: str):
+def test_other_texts_stay(text):
     assert redact(text) == text
     assert not has_user(text)

@@ -1,7 +1,5 @@
 """The echo engine, which answers in the worker's process."""
 
-from __future__ import annotations
-
 import json
 import threading
 

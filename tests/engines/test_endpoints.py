@@ -1,7 +1,5 @@
 """Endpoints that run elsewhere: what they may do wrong, and how the rows are shared among several."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

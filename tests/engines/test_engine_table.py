@@ -1,7 +1,5 @@
 """Options of an engine before anything is started, the commands of servers, and what replies mean."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

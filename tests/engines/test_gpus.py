@@ -1,7 +1,5 @@
 """Which GPUs there are, and how replicas of a model are laid out on them."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The connection between the machines of one model. A program that sleeps stands for vLLM's share."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is known of a model before it is loaded, wherever it is; and the adapters beside it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

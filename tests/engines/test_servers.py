@@ -1,7 +1,5 @@
 """Servers of our own: how they are started, watched, started again and ended. An echo server stands for all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -3,8 +3,6 @@
 Its death: tests/worker/test_worker_vllm.py.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output lines: equal answers are equal bytes, nothing that a server sends breaks a line, and lines are read back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +30,7 @@ def encoded(body: Any, *, prompt_tokens: int | None = None, **fields: Any) -> En
     return found
 
 
-def test_items_are_in_the_order_of_the_inputs() -> None:
+def test_items_are_in_the_order_of_the_inputs():
     """An endpoint may send them in another one."""
     items = [{"index": 10, "embedding": [1]}, {"index": 2, "embedding": [2]}]
     assert b'[{"index":2,"embedding":[2]},{"index":10,' in encoded({"data": items}).line
@@ -83,7 +81,7 @@ def response(number: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ bodies
 
 
-def test_equal_answers_with_ids_and_times_of_their_own_are_equal_bytes() -> None:
+def test_equal_answers_with_ids_and_times_of_their_own_are_equal_bytes():
     answers: list[Callable[[int], Any]] = [
         chat,
         lambda n: chat(n, tool_calls=[call(n), call(n + 2)]),
@@ -95,7 +93,7 @@ def test_equal_answers_with_ids_and_times_of_their_own_are_equal_bytes() -> None
         assert encoded(make(1)) == encoded(make(2))
 
 
-def test_ids_follow_from_the_row_and_keep_the_servers_prefix() -> None:
+def test_ids_follow_from_the_row_and_keep_the_servers_prefix():
     line = encoded(chat(tool_calls=[call(1), call(2), call(1) | {"id": "functions.add:2"}]))
     body = msgspec.json.decode(line.line)["body"]
     calls = [each["id"] for each in body["choices"][0]["message"]["tool_calls"]]
@@ -109,7 +107,7 @@ def test_ids_follow_from_the_row_and_keep_the_servers_prefix() -> None:
     assert calls[2] == "functions.add:2"
 
 
-def test_what_the_server_wrote_stays_as_it_wrote_it() -> None:
+def test_what_the_server_wrote_stays_as_it_wrote_it():
     body = (
         b'{"choices":[{"text":"\\u00e9 \xc3\xa9","x":1.10,"y":12345678901234567890123}],"z":1e-7}'
     )
@@ -119,7 +117,7 @@ def test_what_the_server_wrote_stays_as_it_wrote_it() -> None:
 # ------------------------------------------------------------------ lines
 
 
-def test_counts_of_an_answer() -> None:
+def test_counts_of_an_answer():
     for body, reason in ((chat(), "stop"), (response(1), "length")):
         found = encoded(body)
         assert (found.ok, found.code, found.finish_reason) == (True, "", reason)
@@ -136,14 +134,14 @@ def test_counts_of_an_answer() -> None:
         {"input_tokens_details": {"cached_tokens": 4}, "prompt_tokens_details": []},
     ],
 )
-def test_counts_in_both_spellings_or_without_details(other: dict[str, Any]) -> None:
+def test_counts_in_both_spellings_or_without_details(other):
     details = {"prompt_tokens_details": {"cached_tokens": 4}}
     usage = {"prompt_tokens": 7, "completion_tokens": 5, **details, **other}
     found = encoded(chat() | {"usage": usage}).usage
     assert found == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
 
 
-def test_a_row_of_a_shared_request_has_its_own_count() -> None:
+def test_a_row_of_a_shared_request_has_its_own_count():
     found = encoded(
         {"data": [{"embedding": "AACAPw=="}], "usage": {"prompt_tokens": 90}}, prompt_tokens=9
     )
@@ -151,7 +149,7 @@ def test_a_row_of_a_shared_request_has_its_own_count() -> None:
     assert "usage" not in msgspec.json.decode(found.line)["body"]
 
 
-def test_half_a_character_in_the_message_of_a_failure_breaks_no_line() -> None:
+def test_half_a_character_in_the_message_of_a_failure_breaks_no_line():
     failure = Failure(code=Code.PROMPT_TOO_LONG, message="too \ud800 long")
     line = read_line(encode_row(row(), failure).line)
     assert (line.error.message, answer_of(line)) == ("too \ufffd long", Answer())
@@ -169,7 +167,7 @@ def test_half_a_character_in_the_message_of_a_failure_breaks_no_line() -> None:
         b"{" * 100_000,
     ],
 )
-def test_a_body_that_is_no_json_is_an_error_row(body: bytes) -> None:
+def test_a_body_that_is_no_json_is_an_error_row(body):
     found = encoded(body)
     assert (found.code, found.ok) == ("invalid_answer", False)
     assert read_line(found.line).code == "invalid_answer"
@@ -188,7 +186,7 @@ def test_a_body_that_is_no_json_is_an_error_row(body: bytes) -> None:
         (b'{"text": "a", "usage": {"completion_tokens": 1%b}}' % (b"0" * 400), "a"),
     ],
 )
-def test_odd_bodies_stay_one_line_that_is_read_back(body: bytes, text: str) -> None:
+def test_odd_bodies_stay_one_line_that_is_read_back(body, text):
     found = encoded(body)
     assert found.ok
     assert found.usage == Usage(), "a marker could not hold its sum"
@@ -197,7 +195,7 @@ def test_odd_bodies_stay_one_line_that_is_read_back(body: bytes, text: str) -> N
     assert "".join(answer_of(read_line(found.line)).texts) == text
 
 
-def test_every_depth_that_is_written_can_be_read() -> None:
+def test_every_depth_that_is_written_can_be_read():
     found = [encoded(b'{"a":' * depth + b"1" + b"}" * depth) for depth in range(90, 110)]
     for each in found:
         read_line(each.line)
@@ -215,7 +213,7 @@ def test_every_depth_that_is_written_can_be_read() -> None:
         b'{"_row": 1, "_id": "a", "status": 200, "body": ' + b"[" * 200 + b"]" * 200 + b"}",
     ],
 )
-def test_other_lines_are_refused(line: bytes) -> None:
+def test_other_lines_are_refused(line):
     with pytest.raises(InputError):
         read_line(line)
 
@@ -226,9 +224,7 @@ def test_other_lines_are_refused(line: bytes) -> None:
 @pytest.mark.parametrize(
     ("is_chat", "keeps_logprobs"), [(False, True), (True, True), (False, False)]
 )
-def test_the_most_likely_answers_to_each_prompt_are_kept(
-    is_chat: bool, keeps_logprobs: bool
-) -> None:
+def test_the_most_likely_answers_to_each_prompt_are_kept(is_chat, keeps_logprobs):
     choices: list[dict[str, Any]] = []
     for index, logprobs in enumerate(([-9.0, None], [-1.0, -0.1], [-1.0]) * 2):
         positions = [{"token": "x", "logprob": each} for each in logprobs]
@@ -259,7 +255,7 @@ def test_the_most_likely_answers_to_each_prompt_are_kept(
         ({"other": 1}, [], ""),
     ],
 )  # fmt: skip
-def test_every_kind_of_answer_has_a_text(body: Any, texts: list[str], reason: str) -> None:
+def test_every_kind_of_answer_has_a_text(body, texts, reason):
     found = encoded(body)
     answer = answer_of(read_line(found.line))
     assert (answer.texts, answer.finish_reason) == (texts, reason)

@@ -6,8 +6,6 @@ like replaced by words. `python -m goldens` (from tests/) records all scenes ane
 change of the format and needs a line in docs/format.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

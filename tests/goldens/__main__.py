@@ -1,7 +1,5 @@
 """Record every scene anew: `cd tests && python -m goldens`."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Whatever is refused leaves no file behind. To add a refusal, write its command l
 `python -m goldens` (from tests/).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

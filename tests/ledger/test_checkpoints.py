@@ -3,11 +3,7 @@
 The simulation shows that rows come back in place, and what becomes of a segment that vanishes.
 """
 
-from __future__ import annotations
-
 import hashlib
-
-import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.codec import raw
@@ -44,7 +40,7 @@ def read(store: MemoryStore) -> tuple[Segments, list[int]]:
     return found, [each.line for each in found.rows()]
 
 
-def test_a_segment_has_the_bytes_that_the_format_says(store: MemoryStore) -> None:
+def test_a_segment_has_the_bytes_that_the_format_says(store):
     records = encode_rows([row(7), FinishedRow(line=8, ok=False, code="c", output=raw(b"{}"))])[0]
     records += encode_deaths([9], 512)
     assert records.splitlines() == [
@@ -70,9 +66,7 @@ SILENT = [
 """Segments that do not say what they answer."""
 
 
-def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(store, caplog):
     keys = [
         segment(store, encoded(row(0)), 1),
         segment(store, encoded(row(1)), 2, chunk_sha256="b" * 64),

@@ -1,8 +1,5 @@
 """A chunk's local copy: every line of it, and only if the bytes are those that job.json names."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ WHOLE = TEXT + b"\n"
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Scratch]:
+def scratch(tmp_path):
     scratch = Scratch(tmp_path)
     yield scratch
     scratch.close()
@@ -35,9 +32,7 @@ def put(store: MemoryStore, data: bytes, key: str = "x.jsonl", **fields: Any) ->
 
 @pytest.mark.parametrize("data", [TEXT, WHOLE, b"\n\n", b"\n "])
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_last_line_without_a_newline_is_a_row(
-    data: bytes, is_packed: bool, store: MemoryStore, scratch: Scratch
-) -> None:
+def test_a_last_line_without_a_newline_is_a_row(data, is_packed, store, scratch):
     packed = zstandard.compress(data[:2]) + zstandard.compress(data[2:])
     stored = packed if is_packed else data
     key = "x.jsonl.zst" if is_packed else "x.jsonl"
@@ -57,9 +52,7 @@ def test_a_last_line_without_a_newline_is_a_row(
         (zstandard.compress(WHOLE)[:-1], {"key": "x.jsonl.zst"}, "not readable as zstd"),
     ],
 )
-def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(
-    data: bytes, fields: dict[str, Any], said: str, store: MemoryStore, scratch: Scratch
-) -> None:
+def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(data, fields, said, store, scratch):
     wanted = put(store, data, **fields)
     with pytest.raises(InputError, match=said):
         fetch(store, wanted, scratch)
@@ -68,9 +61,7 @@ def test_a_chunk_that_was_changed_is_refused_and_leaves_no_copy(
     assert not list(scratch.folder.glob("*jsonl*"))
 
 
-def test_a_download_that_fails_leaves_nothing_on_the_disk(
-    store: MemoryStore, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_fails_leaves_nothing_on_the_disk(store, scratch, monkeypatch):
     """Each try has a file of its own, so a flaky network filled the disk."""
     wanted = put(store, WHOLE)
 

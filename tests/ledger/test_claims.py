@@ -1,7 +1,5 @@
 """Leases and claims: one holder at a time, ghosts stop, the dead are replaced."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
@@ -17,7 +15,7 @@ from making import put_raw
 
 
 @pytest.fixture
-def clock() -> FakeClock:
+def clock():
     return FakeClock()
 
 
@@ -58,9 +56,7 @@ def lose_record(store: MemoryStore, damage: bytes | None) -> None:
         put_raw(store, layout.worker_key("a"), damage)
 
 
-def test_a_lease_ends_with_its_closing(
-    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_ends_with_its_closing(store, clock, monkeypatch):
     """An upload that was still under way published its chunk, which others had taken over by the record."""
     lease = take_lease(store, "w0", clock)
     seen: list[bool] = []
@@ -73,9 +69,7 @@ def test_a_lease_ends_with_its_closing(
     assert not lease.is_held()
 
 
-def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
-    store: MemoryStore, clock: FakeClock
-) -> None:
+def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(store, clock):
     lease = take_lease(store, "w0", clock)
     with mock.patch.object(store, "replace", side_effect=StorageError("away")):
         clock.sleep(100)
@@ -87,9 +81,7 @@ def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
-def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
-    store: MemoryStore, clock: FakeClock, damage: bytes | None
-) -> None:
+def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(store, clock, damage):
     """It wrote its own record anew, and the successor took itself for superseded."""
     earlier = take_lease(store, "a", clock)
     lease = take_lease(store, "a", clock)
@@ -106,9 +98,7 @@ def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
 
 
 @pytest.mark.parametrize("how", ["released", "ended", "restarted", "silent", "damaged", "lost"])
-def test_a_claim_is_held_until_its_owner_is_gone(
-    store: MemoryStore, clock: FakeClock, how: str
-) -> None:
+def test_a_claim_is_held_until_its_owner_is_gone(store, clock, how):
     skewed = FakeClock(now=clock.seconds - 7 * 86_400)
     owner, lease = claims_of(store, "a", skewed)
     etag = taken(owner.take("part-00000")).etag
@@ -136,8 +126,8 @@ def test_a_claim_is_held_until_its_owner_is_gone(
 
 @pytest.mark.parametrize("listed", ["{}", '{};"7"', '"other"'])
 def test_who_watches_the_workers_takes_a_lapsed_claim_at_its_first_look(
-    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, listed: str
-) -> None:
+    store, clock, monkeypatch, listed
+):
     """Among 100 blocks of chunks an idle worker came to a block for the second time after minutes."""
     owner, lease = claims_of(store, "a", clock)
     taken(owner.take("part-00000"))
@@ -163,9 +153,7 @@ def test_who_watches_the_workers_takes_a_lapsed_claim_at_its_first_look(
     look(observer.take("part-00000"))
 
 
-def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
-    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_renewals_of_one_worker_at_once_leave_the_later_record(store, clock, monkeypatch):
     """The heartbeat's thread may be writing while the main thread writes that the worker is done."""
     lease = take_lease(store, "w0", clock)
     meanwhile(monkeypatch, store, "replace", lambda: lease.renew(worker_record(state="running")))
@@ -174,17 +162,13 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"worker":"../x","nonce":""}'])
-def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(
-    store: MemoryStore, clock: FakeClock, data: bytes
-) -> None:
+def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(store, clock, data):
     put_raw(store, layout.claim_key("part-00000"), data)
     taken(claims_of(store, "a", clock)[0].take("part-00000"))
     assert claim_of(store).worker == "a"
 
 
-def test_a_start_releases_its_own_claims_of_chunks_that_it_has_given_up(
-    store: MemoryStore, clock: FakeClock
-) -> None:
+def test_a_start_releases_its_own_claims_of_chunks_that_it_has_given_up(store, clock):
     """Not those of its successor, whose worker's id is the same."""
     earlier, _ = claims_of(store, "a", clock)
     taken(earlier.take("part-00000"))
@@ -195,9 +179,7 @@ def test_a_start_releases_its_own_claims_of_chunks_that_it_has_given_up(
     assert claim_of(store).worker == ""
 
 
-def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
-    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(store, clock, monkeypatch):
     """Threads of chunks look at the record, too, and a heartbeat may come between reading and comparing."""
     old, new = take_lease(store, "a", clock), take_lease(store, "a", clock)
 
@@ -212,9 +194,7 @@ def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(
     assert record.nonce == new.nonce
 
 
-def test_a_store_that_refuses_every_write_is_no_endless_loop(
-    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_every_write_is_no_endless_loop(store, clock, monkeypatch):
     """A gateway that changes etags was asked some 200 times a second for ever, without a word."""
     claims, lease = claims_of(store, "a", clock)
     taken(claims.take("part-00000"))

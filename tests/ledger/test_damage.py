@@ -2,11 +2,7 @@
 output. Claims are in test_claims.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +16,12 @@ MARKER = layout.marker_key(CHUNK)
 
 
 @pytest.fixture
-def job(memory_url: str) -> str:
+def job(memory_url):
     make_job(memory_url, rows=30, per_chunk=10)
     return memory_url
 
 
-def test_markers_that_were_swapped_are_replaced(job: str) -> None:
+def test_markers_that_were_swapped_are_replaced(job):
     run = open_store(f"{job}/runs/a")
     run_worker_here(job, run.url)
     one, other = (run.get(layout.marker_key(name)).data for name in ("part-00000", CHUNK))
@@ -36,7 +32,7 @@ def test_markers_that_were_swapped_are_replaced(job: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, b"", b'{"output":"part-', b"x" * 600, slice(-40)])
-def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(job: str, damage: Any) -> None:
+def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(job, damage):
     run = open_store(f"{job}/runs/a")
     run_worker_here(job, run.url)
     before = read_marker(run, CHUNK)
@@ -60,7 +56,7 @@ def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(job: str, dama
 
 
 @pytest.mark.parametrize("again", [[], ["--retry-errors"]])
-def test_a_marker_of_a_repair_that_is_cut_is_no_success(tmp_path: Path, again: list[str]) -> None:
+def test_a_marker_of_a_repair_that_is_cut_is_no_success(tmp_path, again):
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=4, per_chunk=2, make_row=lambda row: {"prompt": "x" if row else ""})
     run_worker_here(job, run)

@@ -1,7 +1,5 @@
 """Manifests: whose chunks, where they lie, and that no line leaves its root."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,12 @@ def read(*manifests: str, job: str | None = None) -> Assignment:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=95, per_chunk=10, workers=3)
     return str(tmp_path / "job")
 
 
-def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(
-    job: str, tmp_path: Path
-) -> None:
+def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(job, tmp_path):
     """`split --append` may be killed between job.json and the manifests."""
     (Path(job) / "manifests/worker-00000.txt").write_text("chunks/part-00000.jsonl\n")
     assert len(read(f"{job}/manifests/worker-00000.txt").chunks) == 3
@@ -49,7 +45,7 @@ def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(
     assert len(read(str(copy), job=job).chunks) == 1
 
 
-def test_a_job_in_a_bucket_names_no_file_elsewhere() -> None:
+def test_a_job_in_a_bucket_names_no_file_elsewhere():
     """Who wrote it may not have the right to read them."""
     url = "memory://references"
     job = msgspec.structs.replace(make_job(url, rows=1, per_chunk=1), num_workers=1)
@@ -60,12 +56,12 @@ def test_a_job_in_a_bucket_names_no_file_elsewhere() -> None:
         read(f"{url}/manifests/all.txt")
 
 
-def test_a_limit_cuts_the_last_chunk(job: str) -> None:
+def test_a_limit_cuts_the_last_chunk(job):
     [loaded, _] = load_job(job, open_store) or ()
     assert rows_by_chunk(loaded, 15) == {"part-00000": 10, "part-00001": 5}
 
 
-def test_every_chunk_has_one_rank_and_more_ranks_than_manifests_are_refused(job: str) -> None:
+def test_every_chunk_has_one_rank_and_more_ranks_than_manifests_are_refused(job):
     [loaded, _] = load_job(job, open_store) or ()
     for num_ranks in (1, 2, 3):
         keys = [key for rank in range(num_ranks) for key in rank_manifests(loaded, rank, num_ranks)]
@@ -77,8 +73,8 @@ def test_every_chunk_has_one_rank_and_more_ranks_than_manifests_are_refused(job:
 
 
 def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     said: list[str] = []
     source = {"url": "data", "format": "jsonl", "files": []}
     columns = {"sources": [source], "columns": ["prompt", "answer"]}
@@ -96,9 +92,7 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
     assert "split again with --columns" in caught.value.hint
 
 
-def test_a_relative_job_is_known_by_its_whole_path(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_job_is_known_by_its_whole_path(job, monkeypatch):
     """run.json records it, and commands in other folders read that."""
     monkeypatch.chdir(Path(job).parent)
     name = Path(job).name
@@ -147,7 +141,7 @@ def _fields(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**63, 2**70, 1.5, True, "3"])
-def test_a_wrong_number_in_a_job_is_refused_with_its_place(wrong: Any) -> None:
+def test_a_wrong_number_in_a_job_is_refused_with_its_place(wrong):
     assert _load(_full_job()).rows == 3
     for index in range(len(list(_fields(_full_job())))):
         content = _full_job()
@@ -178,8 +172,8 @@ def test_a_wrong_number_in_a_job_is_refused_with_its_place(wrong: Any) -> None:
     ],
 )
 def test_a_job_that_contradicts_itself_or_does_not_hold_each_row_once_is_refused(
-    chunk: int | None, change: dict[str, Any], what: str
-) -> None:
+    chunk, change, what
+):
     content = _full_job()
     (content if chunk is None else content["chunks"][chunk]).update(change)
     with pytest.raises(InputError, match=what):

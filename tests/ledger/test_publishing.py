@@ -1,7 +1,5 @@
 """Promises P2 to P4: whole or absent, marker last, create-only, the first marker wins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,25 +27,21 @@ def keys(store: MemoryStore) -> list[str]:
     return [info.key for info in store.list("")]
 
 
-def test_who_comes_second_discards_its_own_output(store: MemoryStore, tmp_path: Path) -> None:
+def test_who_comes_second_discards_its_own_output(store, tmp_path):
     first, second = (publish(store, tmp_path, nonce) for nonce in ("n1", "n2"))
     assert (first.is_ours, second.is_ours) == (True, False)
     assert second.marker == read_marker(store, CHUNK)
     assert keys(store) == sorted([layout.output_key(first.marker.output), layout.marker_key(CHUNK)])
 
 
-def test_of_two_that_replace_a_damaged_marker_the_first_wins(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_replace_a_damaged_marker_the_first_wins(store, tmp_path, monkeypatch):
     store.create(layout.marker_key(CHUNK), b"damaged")
     meanwhile(monkeypatch, store, "replace", lambda: publish(store, tmp_path))
     published = publish(store, tmp_path, "n2")
     assert (published.is_ours, read_marker(store, CHUNK).nonce) == (False, "n1")
 
 
-def test_a_store_that_refuses_every_write_is_no_endless_loop(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_every_write_is_no_endless_loop(store, tmp_path, monkeypatch):
     store.create(layout.marker_key(CHUNK), b"damaged")
     monkeypatch.setattr(store, "replace", Mock(side_effect=PreconditionFailed("never")))
     with pytest.raises(StorageError, match=r"part-00000\.succeed: the store keeps refusing"):
@@ -56,8 +50,8 @@ def test_a_store_that_refuses_every_write_is_no_endless_loop(
 
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
 def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+    store, tmp_path, monkeypatch, error
+):
     """Some buckets grant no right to delete; segments left behind do no harm."""
 
     monkeypatch.setattr(store, "delete", Mock(side_effect=error))

@@ -1,10 +1,7 @@
 """Promise P6: one configuration per run. And its job: it is found wherever it lies, and another is not taken for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,8 +19,8 @@ CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
 
 
 def test_the_first_worker_writes_it_and_others_read_it_though_what_is_only_recorded_differs(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+    store, caplog
+):
     first = join_run(store, CONFIG, {"engine_version": "0.32.0", "gpu": "L4"}, nonce="a")
     assert first.fingerprint == codec.fingerprint(CONFIG)
     other = {"engine_version": "0.33.0", "gpu": "H100"}
@@ -34,8 +31,8 @@ def test_the_first_worker_writes_it_and_others_read_it_though_what_is_only_recor
 
 
 def test_a_worker_ends_only_after_it_has_seen_run_json_however_often_it_is_removed(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, monkeypatch
+):
     run = join_run(store, CONFIG, {}, nonce="a")
     store.delete([layout.RUN_KEY])
     made, first = store.create, Mock(side_effect=[AlreadyExists("another worker was first")])
@@ -56,7 +53,7 @@ def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
     overwrite(store, layout.RUN_KEY, codec.encode(contents))
 
 
-def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
+def test_a_configuration_that_was_edited_is_refused(store):
     """It would be joined under the fingerprint of answers that were made with another one."""
     edited = {**CONFIG, "seed": 7}
     join_run(store, CONFIG, {}, nonce="a")
@@ -82,9 +79,7 @@ def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
         ("prompt", "p"),
     ],
 )
-def test_what_is_no_number_or_mapping_is_damage(
-    store: MemoryStore, key: str, value: object
-) -> None:
+def test_what_is_no_number_or_mapping_is_damage(store, key, value):
     config = {**CONFIG, key: value}
     join_run(store, CONFIG, {}, nonce="a")
     fingerprint = codec.fingerprint(config)
@@ -94,7 +89,7 @@ def test_what_is_no_number_or_mapping_is_damage(
     assert "verify" not in caught.value.hint
 
 
-def test_of_two_jobs_a_run_is_of_the_one_whose_checksum_it_has(tmp_path: Path) -> None:
+def test_of_two_jobs_a_run_is_of_the_one_whose_checksum_it_has(tmp_path):
     job, other = str(tmp_path / "job"), str(tmp_path / "other")
     make_job(job, rows=30, per_chunk=10)
     make_job(other, rows=5, per_chunk=5)
@@ -121,8 +116,8 @@ def test_of_two_jobs_a_run_is_of_the_one_whose_checksum_it_has(tmp_path: Path) -
     ],
 )
 def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
-    recorded: str, run_url: str, *, is_followed: bool
-) -> None:
+    recorded, run_url, *, is_followed
+):
     """Who can write run.json must not choose whom we ask."""
     places = {"job": recorded} if recorded else {}
     run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded=places)

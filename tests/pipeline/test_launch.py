@@ -1,7 +1,5 @@
 """`batchinfer launch`: real workers on a stand-in for Slurm, and what is refused before anything is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -69,7 +66,7 @@ def overview(run: Path, launch: str, state: str, reason: str = "", cost: float =
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def job(tmp_path, monkeypatch):
     """A job of 60 rows for two workers, and a Slurm that runs them here."""
     fake_slurm.install(tmp_path / "bin")
     (tmp_path / "slurm").mkdir()
@@ -122,7 +119,7 @@ def launched(call: Call, run: Path) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- workers that run
 
 
-def test_launched_workers_do_the_job(job: Path, call: Call, tmp_path: Path) -> None:
+def test_launched_workers_do_the_job(job, call, tmp_path):
     """Workers get texts of files as ``<(printf …)``, which can be read only once."""
     run = job / "runs/a"
     run.mkdir(parents=True)
@@ -147,9 +144,7 @@ def test_launched_workers_do_the_job(job: Path, call: Call, tmp_path: Path) -> N
     assert [view["lost"] for view in launched(call, run)] == [[], []]
 
 
-def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
-    job: Path, call: Call
-) -> None:
+def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(job, call):
     run = job / "runs/a"
 
     def kill_one() -> None:
@@ -170,9 +165,7 @@ def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(
     assert sorted(one["relaunched"] for one in launched(call, run)) == [0, 1]
 
 
-def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
-    job: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job, tmp_path, call):
     run = job / "runs/a"
     call(*launching_of(job, "--workers", "2", *SLOW))
     wait_for(lambda: len(list(run.glob("workers/*.stats.json"))) == 2)
@@ -198,9 +191,7 @@ def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
     assert call("verify", str(run)).status == 0
 
 
-def test_machines_that_never_came_are_named_and_started_again(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_never_came_are_named_and_started_again(job, call, monkeypatch):
     """A worker whose set-up fails leaves no record; only its cluster knows of it."""
     run = job / "runs/a"
     with monkeypatch.context() as patch:
@@ -224,9 +215,7 @@ def test_machines_that_never_came_are_named_and_started_again(
     assert "2 launched again" in call("status", str(run)).err
 
 
-def test_a_watch_cancels_workers_that_would_come_after_the_end(
-    job: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_watch_cancels_workers_that_would_come_after_the_end(job, tmp_path, call):
     """They were rented to find that nothing is left to do."""
     name = recorded(job / "runs/a", is_old=False).name
     waits = {"job": 0, "index": 0, "name": name, "pid": 0, "state": "PENDING"}
@@ -237,8 +226,8 @@ def test_a_watch_cancels_workers_that_would_come_after_the_end(
 
 
 def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_job_has_manifests(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, call, monkeypatch
+):
     """Without a check, too."""
     recorded(job / "runs/a", workers=500)
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
@@ -251,9 +240,7 @@ def test_a_watch_gives_up_and_a_forged_record_makes_it_start_no_more_than_the_jo
     assert sorted(started.values()) == [*[2] * 5, 1 + 2]
 
 
-def test_a_watch_whose_workers_are_refused_says_why(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watch_whose_workers_are_refused_says_why(job, call, monkeypatch):
     """It said that workers were started again and again."""
     watch = launch.Launch.watch
 
@@ -272,9 +259,7 @@ def test_a_watch_whose_workers_are_refused_says_why(
 LIMIT = ("--max-hours", "1e-5", "--echo-latency-seconds", "2")
 
 
-def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(
-    job: Path, call: Call
-) -> None:
+def test_a_watch_ends_when_the_run_is_stopped_or_its_workers_stop_by_a_rule(job, call):
     done = call(*launching_of(job, "--workers", "2", *SLOW, *LIMIT, "--watch"))
     assert done.status == 3
     assert "no worker is left (LimitReached" in done.err
@@ -307,8 +292,8 @@ AWAY = [
 
 @pytest.mark.parametrize(("state", "reason", "says", "numbers"), AWAY)
 def test_a_worker_that_did_not_come_back_is_told_from_one_that_will(
-    state: str, reason: str, says: str, numbers: tuple[int, int, int], job: Path, tmp_path: Path
-) -> None:
+    state, reason, says, numbers, job, tmp_path
+):
     """Those that a signal had stopped were not shown at all, whether they were queued again or gone for good."""
     plan = recorded(job / "runs/a")
     if says:
@@ -321,9 +306,7 @@ def test_a_worker_that_did_not_come_back_is_told_from_one_that_will(
         assert says in said
 
 
-def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(job, call, monkeypatch):
     """If the cluster cannot be asked, that is a note, and no worker is lost."""
     run = job / "runs/a"
     recorded(run, is_old=False)
@@ -344,8 +327,8 @@ def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
 def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
-    cluster: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, tmp_path, call, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     options = ("--on", cluster, "--workers", "2", "--secret", "NO_SUCH_TOKEN")
@@ -358,7 +341,7 @@ def test_a_dry_run_needs_no_bucket_and_no_client_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(call: Call) -> None:
+def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(call):
     """Values in queries were masked, so workers got another prompt, and an endpoint no version of its API."""
     url, cited = "https://host/v1?api-version=2024", "cite https://example.com/?id=7"
     options = ("s3://b/job", "--run", "s3://b/job/r", "--on", "slurm", "--workers", "1")
@@ -373,9 +356,7 @@ def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(cal
     assert "secrets of URLs are shown as …" in hidden.err
 
 
-def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
-    job: Path, tmp_path: Path, call: Call
-) -> None:
+def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(job, tmp_path, call):
     """It named a folder for logs that only `launch` made. Each worker gets its share of the budget."""
     template = tmp_path / "mine.sh"
     template.write_text(f"{Path(slurm.__file__).with_suffix('.sh').read_text()}\n# mine\n")
@@ -396,8 +377,8 @@ def test_the_printed_script_of_slurm_holds_all_options_and_runs_by_hand(
 
 
 def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, call, monkeypatch
+):
     """The price that counts is that of --gpu: `check` asked for one of the machine here, and launched nothing."""
     budget = ("--max-cost", "9", "--gpu", "L4")
     monkeypatch.setenv("FAKE_SLURM_FATE", "broken")
@@ -410,8 +391,8 @@ def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(
 
 
 def test_workers_that_are_added_get_a_budget_that_is_neither_spent_nor_given_to_others(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, call, monkeypatch
+):
     """They got what was not spent, so the run could cost about twice as much; a spent budget still bought machines."""
     plan = recorded(job / "runs/a", is_old=False, workers=2, share=2.5)
 
@@ -433,9 +414,7 @@ def test_workers_that_are_added_get_a_budget_that_is_neither_spent_nor_given_to_
     assert share_of(job, added) == 4
 
 
-def test_the_model_must_fit_each_accelerator_of_the_template(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_must_fit_each_accelerator_of_the_template(tmp_path, call, monkeypatch):
     """Without --gpu the memory was not looked at, and SkyPilot takes the cheapest of them."""
     asked: list[CheckConfig] = []
     monkeypatch.setattr(launch, "examine", asked.append)
@@ -457,9 +436,7 @@ def test_the_model_must_fit_each_accelerator_of_the_template(
 @pytest.mark.parametrize(
     ("fate", "is_there"), [("refused", False), ("silent", False), ("lost", True)]
 )
-def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
-    fate: str, is_there: bool, job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_stays_on_record_if_the_cluster_has_got_it(fate, is_there, job, call, monkeypatch):
     """An empty answer of sbatch counted as a job; a lost answer left workers that nobody could name."""
     run = job / "runs/a"
     monkeypatch.setenv("FAKE_SLURM_FATE", fate)
@@ -476,9 +453,7 @@ def test_a_launch_stays_on_record_if_the_cluster_has_got_it(
         wait_for(lambda: not alive())
 
 
-def test_of_two_launches_at_once_at_most_one_starts_workers(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_launches_at_once_at_most_one_starts_workers(job, call, monkeypatch):
     """The record of the other would make workers that never came, also where the cluster does not answer."""
     store, plan = open_store(str(job / "runs/a")), other(job / "runs/a")
 
@@ -497,8 +472,8 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(
 
 @pytest.mark.parametrize("more", [(), ("--cancel",)])
 def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
-    more: tuple[str, ...], job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    more, job, call, monkeypatch
+):
     """`stop --cancel` may look for them before they are there."""
     submit = slurm.submit
 

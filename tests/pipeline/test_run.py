@@ -1,7 +1,5 @@
 """`batchinfer run`: one command from a file to answers, stopped, refused, and started again with more to do."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -21,8 +19,7 @@ import pytest
 
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
 from batchinfer.pipeline.running import running_alone
-from fixtures_hub import Hub
-from making import Call, finish_process, start_process
+from making import finish_process, start_process
 from models import write_model_stub
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -30,12 +27,12 @@ TEXTS = [row["text"] for row in ROWS]
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     return write_lines(tmp_path / "rows.jsonl", ROWS)
 
 
 @pytest.fixture
-def dest(tmp_path: Path) -> Path:
+def dest(tmp_path):
     return tmp_path / "a.jsonl"
 
 
@@ -49,7 +46,7 @@ Runner = Any
 
 
 @pytest.fixture
-def run(call: Call) -> Runner:
+def run(call):
     def start(*arguments: object) -> int:
         done = call("run", *arguments, "--engine", "echo")
         vars(start).update(result=done.result, err=done.err)
@@ -65,9 +62,7 @@ def answers(path: Path) -> list[str]:
 # --------------------------------------------------------------------------- from a file to answers
 
 
-def test_every_row_has_its_answer_and_the_sources_columns(
-    run: Runner, rows: Path, tmp_path: Path
-) -> None:
+def test_every_row_has_its_answer_and_the_sources_columns(run, rows, tmp_path):
     assert run(rows, "-o", tmp_path / "a.parquet") == 0
     assert (run.result["status"], run.result["rows"]) == ("SUCCESS", 60)
     assert "taken from the data: --prompt-column text" in run.err
@@ -94,9 +89,7 @@ REQUEST = {
         (REQUEST, "--request-format openai-batch"),
     ],
 )
-def test_where_the_prompt_is_is_found_and_named(
-    run: Runner, tmp_path: Path, dest: Path, row: dict[str, Any], said: str
-) -> None:
+def test_where_the_prompt_is_is_found_and_named(run, tmp_path, dest, row, said):
     assert run(write_lines(tmp_path / "rows.jsonl", [row]), "-o", dest) == 0
     assert said in run.err
     assert (run.result["rows"], run.result["rows_error"]) == (1, 0)
@@ -104,8 +97,8 @@ def test_where_the_prompt_is_is_found_and_named(
 
 
 def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
-    run: Runner, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, rows, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.chdir(tmp_path)
     assert run(rows, "-o", "a.jsonl") == 0
@@ -123,7 +116,7 @@ def test_at_a_terminal_it_ends_with_two_lines_and_elsewhere_with_one_object(
 
 
 @pytest.mark.parametrize("given", ["one\ntwo\n", '{"prompt": "one"}\n{"prompt": "two"}\n'])
-def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> None:
+def test_from_standard_input_to_standard_output(tmp_path, given):
     done = subprocess.run(
         [sys.executable, "-m", "batchinfer", "run", "-", "-o", "-", "--engine", "echo"],
         input=given, capture_output=True, text=True, cwd=tmp_path,
@@ -133,7 +126,7 @@ def test_from_standard_input_to_standard_output(tmp_path: Path, given: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_whose_files_are_pipes_are_read_once(tmp_path: Path) -> None:
+def test_options_whose_files_are_pipes_are_read_once(tmp_path):
     """A check read the pipe, and the worker then answered without schema, system prompt and options of the server."""
     words = (
         'run - -o a.jsonl --engine echo --json-schema <(echo \'{"type": "object"}\') '
@@ -155,9 +148,7 @@ def test_options_whose_files_are_pipes_are_read_once(tmp_path: Path) -> None:
         (b'{"prompt":"a"}\n{"_id":1}', "error: stdin: has a column '_id'"),
     ],
 )
-def test_standard_input_that_cannot_be_used_is_named_so(
-    data: bytes, error: str, run: Runner, dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_that_cannot_be_used_is_named_so(data, error, run, dest, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert run("-", "-o", dest) == 2
     assert error in run.err
@@ -167,7 +158,7 @@ def test_standard_input_that_cannot_be_used_is_named_so(
 # --------------------------------------------------------------------------- the same command again
 
 
-def test_first_some_rows_then_whole_chunks_then_all(run: Runner, rows: Path, dest: Path) -> None:
+def test_first_some_rows_then_whole_chunks_then_all(run, rows, dest):
     assert run(rows, "-o", dest, "--limit", 20) == 0
     assert answers(dest) == TEXTS[:20]
     assert "WARNING" not in run.err
@@ -179,9 +170,7 @@ def test_first_some_rows_then_whole_chunks_then_all(run: Runner, rows: Path, des
     assert answers(dest) == TEXTS
 
 
-def test_dest_is_known_however_it_is_spelt(
-    run: Runner, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dest_is_known_however_it_is_spelt(run, rows, tmp_path, monkeypatch):
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path)
     assert run(rows, "-o", "a.jsonl") == 0
@@ -197,7 +186,7 @@ def test_dest_is_known_however_it_is_spelt(
     assert {path.name for path in Path().iterdir()} == {"_COLLECTED", "part-00000.parquet"}
 
 
-def test_other_data_is_refused(run: Runner, rows: Path, dest: Path) -> None:
+def test_other_data_is_refused(run, rows, dest):
     assert run(rows, "-o", dest) == 0
     write_lines(rows, ROWS[:-1])
     assert run(rows, "-o", dest) == 2
@@ -206,18 +195,14 @@ def test_other_data_is_refused(run: Runner, rows: Path, dest: Path) -> None:
     assert len(answers(dest)) == 60
 
 
-def test_without_vllm_nothing_is_written(
-    call: Call, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_vllm_nothing_is_written(call, rows, dest, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     done = call("run", rows, "-o", dest, "--model", write_model_stub(rows.parent / "model"))
     assert (done.status, "package vllm is not installed" in done.err) == (2, True)
     assert {path.name for path in rows.parent.iterdir()} == {"rows.jsonl", "model"}
 
 
-def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(
-    run: Runner, tmp_path: Path, dest: Path
-) -> None:
+def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(run, tmp_path, dest):
     """Rows of a file whose name comes first are last: rows that are there keep their numbers."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -237,9 +222,7 @@ def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(
 
 
 @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
-def test_the_hub_gets_some_rows_and_then_all(
-    run: Runner, rows: Path, tmp_path: Path, hub: Hub
-) -> None:
+def test_the_hub_gets_some_rows_and_then_all(run, rows, tmp_path, hub):
     dest = ("-o", "hf://datasets/org/new", "--work", tmp_path / "work")
     for limit, status, count in ((20, "PARTIAL", 20), (60, "SUCCESS", 60)):
         assert run(rows, *dest, "--limit", limit) == 0
@@ -255,9 +238,7 @@ def test_the_hub_gets_some_rows_and_then_all(
 # --------------------------------------------------------------------------- machines and commands side by side
 
 
-def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_once(
-    rows: Path, dest: Path
-) -> None:
+def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_once(rows, dest):
     slow = ["--engine", "echo", "--echo-latency-seconds", "0.2", "--max-num-seqs", "8"]
     words = ["run", str(rows), "-o", str(dest), *slow]
     first = start_process(words)
@@ -275,9 +256,7 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
     assert done.result["worker"]["request_count"] == 60
 
 
-def test_the_lock_needs_no_room_on_the_disk_but_a_filesystem_with_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_needs_no_room_on_the_disk_but_a_filesystem_with_locks(tmp_path, monkeypatch):
     """A full disk is told by what needs it for more than the number of the process."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "")))
@@ -298,9 +277,7 @@ def test_the_lock_needs_no_room_on_the_disk_but_a_filesystem_with_locks(
         (".a.jsonl", "cannot be made: its name starts with a dot"),
     ],
 )
-def test_a_dest_that_cannot_be_written_costs_no_answer(
-    name: str, said: str, run: Runner, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dest_that_cannot_be_written_costs_no_answer(name, said, run, rows, monkeypatch):
     """The job and the run are elsewhere, so nothing else found it before all rows were answered."""
     monkeypatch.chdir(rows.parent)
     refuses = Mock(side_effect=AccessDenied("may not write"))
@@ -310,9 +287,7 @@ def test_a_dest_that_cannot_be_written_costs_no_answer(
     assert not Path("work/run").exists()
 
 
-def test_a_link_that_leads_nowhere_gives_its_name_to_dest(
-    run: Runner, rows: Path, dest: Path
-) -> None:
+def test_a_link_that_leads_nowhere_gives_its_name_to_dest(run, rows, dest):
     """With a link to itself all rows were answered, and then came a traceback."""
     dest.symlink_to(dest.name)
     assert run(rows, "-o", dest) == run(rows, "-o", dest) == 0, run.err
@@ -324,9 +299,7 @@ def test_a_link_that_leads_nowhere_gives_its_name_to_dest(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_while_it_collects_too(
-    run: Runner, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_signal_ends_it_while_it_collects_too(run, rows, dest, monkeypatch, number):
     def collect(*_: object, **__: object) -> None:
         signal.raise_signal(number)
         raise AssertionError("the signal did nothing")
@@ -341,9 +314,7 @@ def test_a_signal_ends_it_while_it_collects_too(
         signal.signal(number, before)
 
 
-def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(
-    run: Runner, rows: Path, dest: Path
-) -> None:
+def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(run, rows, dest):
     reached = (rows, "-o", dest, "--max-hours", "1e-9")
     assert run(*reached, "--limit", "20") == 3, "nothing is answered yet"
     assert run(rows, "-o", dest, "--limit", "20") == 0
@@ -355,9 +326,7 @@ def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(
     assert run(*reached, "--limit", "20", "--retry-errors") == 3
 
 
-def test_starts_that_finish_no_row_do_not_use_it_up(
-    run: Runner, rows: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_that_finish_no_row_do_not_use_it_up(run, rows, dest, monkeypatch):
     with monkeypatch.context() as patch:
         failing = Mock(side_effect=EngineLoadError("no engine today"))
         patch.setattr("batchinfer.engines.http.HttpEngine.open", failing)
@@ -367,9 +336,7 @@ def test_starts_that_finish_no_row_do_not_use_it_up(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "folder"])
-def test_a_dest_that_was_changed_is_neither_vouched_for_nor_replaced(
-    run: Runner, rows: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_dest_that_was_changed_is_neither_vouched_for_nor_replaced(run, rows, tmp_path, name):
     dest = tmp_path / name
     assert run(rows, "-o", dest) == 0
     [file] = [dest] if dest.is_file() else list(dest.glob("*.parquet"))
@@ -387,8 +354,8 @@ def test_a_dest_that_was_changed_is_neither_vouched_for_nor_replaced(
 
 
 def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_again(
-    run: Runner, tmp_path: Path, dest: Path
-) -> None:
+    run, tmp_path, dest
+):
     half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
     source = write_lines(tmp_path / "rows.jsonl", half)
     for most in (["--min-errors", 30], []):

@@ -1,7 +1,5 @@
 """`batchinfer run` is killed before each change that it makes to files, and the same command then ends the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,9 +16,7 @@ STEPS = ["job/job.json", "run/run.json", ".succeed", "collecting.json", "a.parqu
 @pytest.mark.chaos
 @pytest.mark.parametrize("is_later", [False, True])
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_anywhere_it_ends_with_the_same_bytes(
-    tmp_path: Path, is_later: bool, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_anywhere_it_ends_with_the_same_bytes(tmp_path, is_later, step, monkeypatch):
     """With `is_later` the killed command is one to which a new file was added, and which appends it."""
     monkeypatch.chdir(tmp_path)
     for name, count in (("first", 24), ("later", 9)):

@@ -1,9 +1,6 @@
 """`chat` in a real terminal, and what becomes a turn; test_playground_vllm.py has contexts that are too small."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +16,14 @@ ECHO = ["chat", "--engine", "echo"]
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Iterator[Terminal]:
+def chat(tmp_path):
     with Terminal(*ECHO, state=tmp_path) as terminal:
         terminal.expect("/help lists the commands")
         terminal.expect(">>>")
         yield terminal
 
 
-def test_a_conversation_with_its_commands(chat: Terminal) -> None:
+def test_a_conversation_with_its_commands(chat):
     for typed, shown in (
         ("good morning to you", "\ngood morning to you\n"),
         ("/set max_tokens=2,temperature=0.5", "temperature = 0.5\n"),
@@ -52,8 +49,8 @@ def test_a_conversation_with_its_commands(chat: Terminal) -> None:
 
 
 def test_the_last_prompt_is_shown_after_an_answer_that_broke_off_and_the_chat_goes_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """It ended with "engine: closed", and the conversation was lost."""
     begun = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 99\r\n\r\n"
     with fake_endpoint() as endpoint:
@@ -73,7 +70,7 @@ def test_the_last_prompt_is_shown_after_an_answer_that_broke_off_and_the_chat_go
             assert chat.end() == 0
 
 
-def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat: Terminal) -> None:
+def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat):
     chat.type("never sent" + CTRL_C)
     chat.expect("Ctrl-D or /quit ends the chat")
     chat.type("sent\r")
@@ -85,14 +82,14 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat: Terminal) ->
     assert chat.end() == 0
 
 
-def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(chat: Terminal) -> None:
+def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(chat):
     assert chat.settings_now() != chat.settings  # the line editor has its own
     chat.kill(SIGTERM)
     assert chat.end() == 75
     assert chat.settings_now() == chat.settings
 
 
-def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) -> None:
+def test_typed_lines_are_there_in_the_next_chat(chat, tmp_path):
     chat.type("remember this\r")
     chat.expect("\nremember this\n")
     chat.type("/quit\r")
@@ -108,7 +105,7 @@ def test_typed_lines_are_there_in_the_next_chat(chat: Terminal, tmp_path: Path) 
     assert (tmp_path / "out").read_text() == "remember this\n"
 
 
-def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd) -> None:
+def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
     asked: list[list[str]] = []
 
     def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:

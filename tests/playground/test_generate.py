@@ -1,31 +1,27 @@
 """`generate`: the grid, figures that add up, the requests of a run, and refusals."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from batchinfer.cli.main import main
 from echo_server import fake_endpoint
-from making import Call
 from web_server import reply
 
 ECHO = ["--engine", "echo"]
 
 
 @pytest.fixture
-def generate(call: Call) -> Call:
+def generate(call):
     return partial(call, "generate", *ECHO)
 
 
-def test_one_answer_stands_alone_on_stdout(generate: Call) -> None:
+def test_one_answer_stands_alone_on_stdout(generate):
     ran = generate("--prompt", "hello  there\nfriend")
     assert (ran.status, ran.out) == (0, "hello  there\nfriend\n")
 
 
-def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate: Call) -> None:
+def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate):
     ran = generate("-p", "a b c", "-p", "d\x1b[2J", "--grid", "max_tokens=1,2")
     assert ran.out.splitlines() == [
         *("--- a b c · max_tokens 1", "a", "--- d\\x1b[2J · max_tokens 1", "d\\x1b[2J"),
@@ -36,7 +32,7 @@ def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate
     assert "4 requests: 8 input and 5 output tokens in" in ran.err
 
 
-def test_one_object_with_every_combination(generate: Call) -> None:
+def test_one_object_with_every_combination(generate):
     ran = generate(
         "--json", "-p", "a b", "-p", "c", "--grid", "temperature=0,0.7", "--grid", "top_p=0.5,1"
     )  # fmt: skip
@@ -45,7 +41,7 @@ def test_one_object_with_every_combination(generate: Call) -> None:
     assert ran.result["status"] == "SUCCESS"
 
 
-def test_figures_add_up_and_requests_run_together(generate: Call) -> None:
+def test_figures_add_up_and_requests_run_together(generate):
     slow = ["--json", "-p", "a b", "-p", "c", "-p", "d", "--echo-latency-seconds", "0.1"]
     found = generate(*slow).result
     each, totals = found["results"], found["totals"]
@@ -58,8 +54,8 @@ def test_figures_add_up_and_requests_run_together(generate: Call) -> None:
 
 
 def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
-    generate: Call,
-) -> None:
+    generate,
+):
     ran = generate("--json", "-p", "a b c d", "-p", "e", "--max-model-len", "3")
     assert (ran.status, ran.result["status"]) == (1, "PARTIAL")
     first, second = ran.result["results"]
@@ -68,7 +64,7 @@ def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
     assert "1 request without an answer" in ran.err
 
 
-def test_an_answer_without_a_text_is_shown_too(call: Call) -> None:
+def test_an_answer_without_a_text_is_shown_too(call):
     """It was a traceback."""
     shown = {"message": "\n", "else": "--- a\n[no answer: the reply has an unknown shape]\n"}
     for name, text in shown.items():
@@ -78,14 +74,14 @@ def test_an_answer_without_a_text_is_shown_too(call: Call) -> None:
             assert call("generate", *options, "-p", "a").out == text
 
 
-def test_a_file_is_a_prompt(generate: Call, tmp_path: Path) -> None:
+def test_a_file_is_a_prompt(generate, tmp_path):
     (tmp_path / "p.txt").write_text("two\nlines\n")
     ran = generate("--json", "-p", "first", "-p", f"@{tmp_path}/p.txt", "--n", "2")
     assert [each["prompt"] for each in ran.result["results"]] == ["first", "two\nlines"]
     assert [len(each["answers"]) for each in ran.result["results"]] == [2, 2]
 
 
-def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path: Path) -> None:
+def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path):
     (tmp_path / "rows.txt").write_text("a\n")
     sampling = ["--temperature", "0.7", "--seed", "3", "--max-tokens", "5"]
     with fake_endpoint() as endpoint:
@@ -98,7 +94,7 @@ def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path: Path) -
     assert {"seed", "max_tokens", "temperature"} <= first.keys()
 
 
-def test_a_settings_file_of_a_run_can_be_used(generate: Call, tmp_path: Path) -> None:
+def test_a_settings_file_of_a_run_can_be_used(generate, tmp_path):
     (tmp_path / "run.yaml").write_text(
         "input: {job: s3://bucket/job}\nengine: {engine: echo, replicas: 4}\n"
         "sampling: {max-tokens: 2, n: 1}\nbehaviour: {lease-seconds: 60}\n"

@@ -1,7 +1,5 @@
 """`chat` with the demo's model behind vLLM's server: what it knows, its prompts, and its context."""
 
-from __future__ import annotations
-
 import pytest
 
 from models import DEMO_MODEL
@@ -12,11 +10,11 @@ SUM = "What is 47 plus 38?"
 
 
 @pytest.fixture
-def options(demo_url: str) -> list[str]:
+def options(demo_url):
     return ["--engine", "openai", "--base-url", demo_url, "--model", str(DEMO_MODEL)]
 
 
-def test_chat_in_a_terminal(options: list[str], tmp_path) -> None:
+def test_chat_in_a_terminal(options, tmp_path):
     with Terminal(
         "chat", *options, "--max-tokens", "24", "--temperature", "0", state=tmp_path
     ) as chat:

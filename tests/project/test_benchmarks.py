@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_script_finds_what_it_imports() -> None:
+def test_every_script_finds_what_it_imports():
     """In a process of its own: modules of tests have such names, too."""
     scripts = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
     command = [sys.executable, "-c", f"import {', '.join(scripts)}"]
@@ -28,15 +28,15 @@ def test_every_script_finds_what_it_imports() -> None:
         "collect.py --rows 500 --repeat 1",
     ],
 )
-def test_scripts_that_need_no_vllm_run(command: str) -> None:
+def test_scripts_that_need_no_vllm_run(command):
     """The first four had failed since the format of runs had changed."""
     script, *options = command.split()
     subprocess.run([sys.executable, ROOT / "benchmarks" / script, *options], check=True)
 
 
 def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from harness import run
 
@@ -55,8 +55,8 @@ def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_
 
 
 def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import s3_stub
 
@@ -85,8 +85,8 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_2000_mixed_requests_bad_ones_among_them_are_all_answered_though_it_was_killed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """The comparison of docs/migrating.md, our half of it: what it says is what comes out."""
     script = ROOT / "benchmarks/compare_run_batch.py"
     command = [sys.executable, script, "--only", "batchinfer", "--work-dir", tmp_path]

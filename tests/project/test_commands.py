@@ -5,8 +5,6 @@ the command line run in this process, so that all that ask the demo's model shar
 Where a page names another model, the engine echo answers: it stands in the environment, not in the command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -40,7 +38,7 @@ from fixtures_hub import TOKEN
 from fixtures_vllm import replace_create_engine
 from making import put_program
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
-from pages import Step, steps_of
+from pages import steps_of
 from pictures import picture
 from terminal import CTRL_D, Terminal
 
@@ -206,7 +204,7 @@ def write_jobs(text: str) -> None:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def reader(tmp_path, monkeypatch):
     """Where the pages' reader is, with a server behind $ENDPOINT."""
     for name in ("here", "bin"):
         (tmp_path / name).mkdir()
@@ -336,12 +334,12 @@ def neat(text: str, *, has_times: bool) -> str:
 @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 @pytest.mark.parametrize(("steps", "needs_files"), UNITS)
 def test_the_commands_of_a_page_print_what_it_shows(
-    steps: list[Step],
-    needs_files: bool,
-    reader: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+    steps,
+    needs_files,
+    reader,
+    monkeypatch,
+    request,
+):
     commands = [step.command for step in steps if not reason_for(step.command)]
     if needs_files:
         text = "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
@@ -380,7 +378,7 @@ def block(page: str, start: str) -> str:
     return textwrap.dedent(found).strip()
 
 
-def test_what_pages_quote_is_what_a_worker_says(reader: Path) -> None:
+def test_what_pages_quote_is_what_a_worker_says(reader):
     write_files()
     make("split reviews.parquet --output JOB --num-chunks 4")
     worker = "batchinfer worker --job JOB --output run --prompt-column text --max-tokens"
@@ -395,14 +393,14 @@ def test_what_pages_quote_is_what_a_worker_says(reader: Path) -> None:
     assert neat(same["message"], has_times=True) == neat(line["message"], has_times=True)
 
 
-def test_each_command_that_is_not_run_is_there() -> None:
+def test_each_command_that_is_not_run_is_there():
     assert len(COMMANDS) > 100
     for pattern in NOT_RUN:
         assert any(re.search(pattern, command) for command in COMMANDS), pattern
 
 
 @pytest.mark.vllm
-def test_the_other_options_on_pages_are_options_of_vllm(vllm_options: set[str]) -> None:
+def test_the_other_options_on_pages_are_options_of_vllm(vllm_options):
     found: set[str] = set()
     for command in COMMANDS:
         if command.startswith("batchinfer "):

@@ -1,14 +1,11 @@
 """Rows and records that are nested too deep for Python: every command reads them, or refuses them in a sentence."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from batchinfer.storage.opening import open_store
-from making import Call, overwrite
+from making import overwrite
 
 DEPTHS = [50, 99, 100, 500, *range(850, 1000, 4), 100_000]
 """Python's decoders and encoders fail at some 950 levels; the exact number depends on who calls them."""
@@ -19,7 +16,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [f'{{"prompt": "row {depth}", "x": {nested(depth)}}}\n' for depth in DEPTHS]
     path.write_text("".join(lines))
@@ -27,9 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["job", "job of chosen columns", "list"])
-def test_deep_rows_are_error_rows_and_every_command_reads_their_run(
-    place: str, source: Path, tmp_path: Path, call: Call
-) -> None:
+def test_deep_rows_are_error_rows_and_every_command_reads_their_run(place, source, tmp_path, call):
     job, run = tmp_path / "job", tmp_path / "run"
     num_broken = len(DEPTHS) - 2  # a row itself is one level more
     (tmp_path / "list.txt").write_text("a.jsonl\n")

@@ -1,7 +1,5 @@
 """The demo passes on a real server, its own checks find what they are there for, and it ends as it says."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

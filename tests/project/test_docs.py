@@ -1,7 +1,5 @@
 """Every relative link in the documents leads somewhere, and so does every place that an error's hint names."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path
@@ -45,19 +43,19 @@ def broken(target: str, base: Path) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_relative_links_lead_somewhere(path: Path) -> None:
+def test_relative_links_lead_somewhere(path):
     text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", path.read_text()))
     targets = [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link)]
     assert not [problem for link in targets if (problem := broken(link, path))]
 
 
-def test_documents_that_the_code_names_are_there() -> None:
+def test_documents_that_the_code_names_are_there():
     named = {name for path in CODE for name in _NAMED.findall(path.read_text())}
     assert named
     assert not [problem for name in named if (problem := broken(name, ROOT / "x"))]
 
 
-def test_every_promise_names_proofs_that_exist() -> None:
+def test_every_promise_names_proofs_that_exist():
     rows = re.findall(
         r"^\| (P\d) \|.*\| ([^|]+) \|$", (ROOT / "docs/promises.md").read_text(), re.MULTILINE
     )
@@ -68,7 +66,7 @@ def test_every_promise_names_proofs_that_exist() -> None:
         assert all(name in DEFECTS or (ROOT / name).is_file() for name in names), names
 
 
-def test_the_costs_of_a_million_rows_on_the_page_are_the_estimates() -> None:
+def test_the_costs_of_a_million_rows_on_the_page_are_the_estimates():
     page = (ROOT / "docs/performance.md").read_text()
     rates = [float(rate) for rate in re.findall(r"(\d+) rows/s \|", page)]
     rows = re.findall(

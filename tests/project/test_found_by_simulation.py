@@ -1,9 +1,6 @@
 """Bugs that the simulation found, each as the shortest scene that shows it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -37,14 +34,14 @@ def saved_lines(stage: Stage) -> set[int]:
     ids=["takes its time", "not for ever", "ends within the grace of a stop", "denied"],
 )
 def test_rows_were_not_given_up_after_the_grace_when_the_engine_had_died(
-    outage_seconds: float,
-    lease_seconds: float,
-    stop_seconds: float | None,
-    is_denied: bool,
-    least: float,
-    most: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    outage_seconds,
+    lease_seconds,
+    stop_seconds,
+    is_denied,
+    least,
+    most,
+    monkeypatch,
+):
     """Nobody waits for a worker whose engine died, so the bucket may be away for some time after the death."""
     died: list[float] = []
 
@@ -68,7 +65,7 @@ def test_rows_were_not_given_up_after_the_grace_when_the_engine_had_died(
         assert is_saved == (outage_seconds == 50.0)
 
 
-def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
+def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path):
     """With --limit the own manifest may hold nothing; KeyError at the first chunk of another worker."""
     job, run = tmp_path / "job", tmp_path / "run"
     making.make_job(job, rows=20, per_chunk=10, workers=2)
@@ -76,7 +73,7 @@ def test_a_worker_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path
     assert result["request_count"] == 5
 
 
-def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
+def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one():
     with Stage([[f"say {index}" for index in range(40)]]) as stage:
         stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
         stage.engine.max_in_flight = 2
@@ -94,7 +91,7 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         assert len(written) == len(set(written))
 
 
-def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:
+def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start():
     """A complete chunk was in no checkpoint, so each start did its rows again, and that counted as progress."""
     with Stage([["say a", "say b", "say c"]]) as stage:
         refused = when(
@@ -114,7 +111,7 @@ def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_sta
         assert stage.run(**options).is_success
 
 
-def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> None:
+def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever():
     """What was complete waited for a fresh heartbeat, and that for the bucket; now it ends with 34."""
     with Stage([["mine"] * 6]) as stage:
 
@@ -126,7 +123,7 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
         assert ending.error.exit_status == 34
 
 
-def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
+def test_a_start_that_finds_all_done_lists_the_markers_once():
     with Stage([["mine"], ["theirs"]]) as stage:
         assert stage.run("w0").is_success
         listings = []

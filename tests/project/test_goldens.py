@@ -1,7 +1,5 @@
 """What small runs write and print is byte for byte what was recorded."""
 
-from __future__ import annotations
-
 import pytest
 
 from goldens import FOLDER, SCENES, record

@@ -1,7 +1,5 @@
 """Buckets that others write to, models from elsewhere, secrets in the environment: nothing leaks, nothing escapes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -13,8 +11,8 @@ from aiohttp import web
 import batchinfer
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.types import RowError
-from making import Call, make_job, run_process, worker_arguments
-from web_server import WebServer, reply
+from making import make_job, run_process, worker_arguments
+from web_server import reply
 
 PACKAGE = Path(batchinfer.__file__).parent
 SECRETS = {
@@ -30,9 +28,7 @@ def everything_below(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("is_mistake", [False, True])
-def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(
-    tmp_path: Path, is_mistake: bool
-) -> None:
+def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(tmp_path, is_mistake):
     make_job(tmp_path / "job", rows=5, per_chunk=5)
     options = ["--log-level", "debug", "--log-format", "json"]
     if is_mistake:
@@ -48,7 +44,7 @@ QUOTED = {"place", "flags", "redo", "plan.words", "FORMAT_VERSION"}
 """Values of messages that are quoted where they are made, or are numbers."""
 
 
-def test_commands_in_messages_are_quoted() -> None:
+def test_commands_in_messages_are_quoted():
     """People paste them into a shell, and a bucket's or a chunk's name may be anybody's."""
     bare = []
     for path in PACKAGE.rglob("*.py"):
@@ -67,9 +63,7 @@ def test_commands_in_messages_are_quoted() -> None:
 # --------------------------------------------------------------------------- URLs with secrets in them
 
 
-def test_a_source_is_read_with_its_secrets_and_recorded_without(
-    tmp_path: Path, call: Call, server: WebServer
-) -> None:
+def test_a_source_is_read_with_its_secrets_and_recorded_without(tmp_path, call, server):
     rows = b"".join(b'{"prompt": "%d"}\n' % row for row in range(10))
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -84,7 +78,7 @@ def test_a_source_is_read_with_its_secrets_and_recorded_without(
     assert call(*words).result["status"] == "unchanged"
 
 
-def test_an_error_shows_no_secret_of_an_address_and_that_of_a_row_its_own_text_whole() -> None:
+def test_an_error_shows_no_secret_of_an_address_and_that_of_a_row_its_own_text_whole():
     refused = ConfigError("http://me:SECRET@host/x?token=SECRET: no", hint="s3://id:SECRET@b/x")
     assert str(refused) == refused.message == "http://…@host/x?token=…: no"
     assert refused.hint == "s3://…@b/x"

@@ -1,7 +1,5 @@
 """scripts/setup.sh: what it asks of pip, by a Python that only writes down how it was called."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,13 +1,10 @@
 """The simulation holds the worker to its promises, and is itself held to noticing when they are broken."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +36,7 @@ INJECTED = {
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     """Logs are for replays. Garbage is collected between seeds, not at every few allocations."""
     logging.disable(logging.CRITICAL)
     gc.disable()
@@ -61,27 +58,27 @@ def first_violation(
 
 
 class TestPromises:
-    def test_some_seeds_break_no_promise(self) -> None:
+    def test_some_seeds_break_no_promise(self):
         """A few; CI runs some thousand (.ci/run), `make simulate` as many as one likes."""
         report = first_violation(range(40))
         assert report is None, f"--seed {report.seed}: {report.violation}"
 
-    def test_claims_only_save_work(self) -> None:
+    def test_claims_only_save_work(self):
         """Were every claim to lapse at once, the markers would still keep every promise about the data."""
         with DEFECTS["claims_lapse_at_once"]():
             assert first_violation(range(40), watches_claims=False) is None
 
     @pytest.mark.parametrize("name", KINDS)
-    def test_every_kind_of_injection_strikes(self, name: str) -> None:
+    def test_every_kind_of_injection_strikes(self, name):
         assert any(simulate(seed, injected=[name]).counts["injections"] for seed in range(5))
 
 
 class TestNotices:
-    def test_there_are_at_least_fifty_defects(self) -> None:
+    def test_there_are_at_least_fifty_defects(self):
         assert len(DEFECTS) >= 50
 
     @pytest.mark.parametrize("name", sorted(DEFECTS.keys() - SCENES.keys()))
-    def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name: str) -> None:
+    def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name):
         first = FIRST_SEED.get(name, 0)
         with DEFECTS[name]():
             report = first_violation(range(first, first + 1000), injected=INJECTED.get(name))
@@ -90,7 +87,7 @@ class TestNotices:
         assert not report.violation.startswith("crash:"), report.violation
 
     @pytest.mark.parametrize("name", SCENES)
-    def test_a_scene_shows_a_defect_that_seeds_seldom_meet(self, name: str) -> None:
+    def test_a_scene_shows_a_defect_that_seeds_seldom_meet(self, name):
         SCENES[name]()
         with DEFECTS[name](), pytest.raises(AssertionError):
             SCENES[name]()
@@ -98,7 +95,7 @@ class TestNotices:
 
 class TestReplay:
     @pytest.mark.parametrize("injected", [None, ["disks"]])
-    def test_a_seed_gives_the_same_events_twice(self, injected: list[str] | None) -> None:
+    def test_a_seed_gives_the_same_events_twice(self, injected):
         """Messages of a full disk name a scratch folder, and such a folder has a random name."""
         for seed in range(5):
             first, second = (
@@ -107,7 +104,7 @@ class TestReplay:
             assert len(first) > 20
             assert first == second
 
-    def test_the_command_fails_and_another_process_replays_the_seed(self) -> None:
+    def test_the_command_fails_and_another_process_replays_the_seed(self):
         """With texts hashed in another order, and without what ran before it here."""
         code = (
             "import sys\n"
@@ -146,8 +143,8 @@ class TestReplay:
     ],
 )
 def test_what_befalls_a_write_is_what_befalls_it_in_a_real_store(
-    weather: Weather, outcome: str, when_it_is_there: str
-) -> None:
+    weather, outcome, when_it_is_there
+):
     scheduler = Scheduler(0)
     server = Server(page_keys=1000, has_content_etags=True)
     network = Network(scheduler, server)

@@ -1,7 +1,5 @@
 """The SkyPilot files: read by SkyPilot itself, checked by our rules, and run as it would run them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

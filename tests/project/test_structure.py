@@ -1,7 +1,5 @@
 """The house rules that no other tool checks: who decodes, who changes an object."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools

@@ -1,9 +1,6 @@
 """What the server's own definitions of its requests say of the bodies that are built here. No server is started."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import EngineRules, Sampling
 from pictures import as_hub, picture
 from prompt_rows import prepare
-from vllm_forks import Forks
 
 pytestmark = pytest.mark.vllm
 
@@ -67,7 +63,7 @@ for path, text in json.loads(sys.argv[1]):
 """
 
 
-def test_the_servers_own_definition_takes_every_body(forks: Forks, tmp_path: Path) -> None:
+def test_the_servers_own_definition_takes_every_body(forks, tmp_path):
     bodies = []
     for options, row in CASES:
         prepared = prepare(row, RULES, seed=7, **options)

@@ -1,7 +1,5 @@
 """Where rows have images, sounds and videos, and what becomes of them in bodies. Nothing is fetched here."""
 
-from __future__ import annotations
-
 import json
 from email import message_from_bytes
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 
 from batchinfer.prompts.builder import finish_call
 from batchinfer.prompts.media import read_media
-from batchinfer.prompts.types import EngineRules, MediaKind, Prepared, Unfit
+from batchinfer.prompts.types import EngineRules, Prepared, Unfit
 from pictures import as_base64, as_data_url, as_hub, picture
 from prompt_rows import code, prepare, request, sent
 
@@ -48,7 +46,7 @@ def asking(*parts: Any) -> list[dict[str, Any]]:
         ("DATA:image/png;name=a.png;base64,AAAA", ["data:image/png;name=a.png;base64,AAAA"]),
     ],
 )
-def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
+def test_the_forms_of_a_medium(value, found):
     assert read_media(value, "image") == found
 
 
@@ -65,7 +63,7 @@ def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
         "data:;base64,",
     ],
 )
-def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
+def test_a_value_in_no_known_form_is_refused_at_once(value):
     with pytest.raises(Unfit):
         read_media(value, "image")
 
@@ -87,7 +85,7 @@ def user(prepared: Prepared) -> Any:
     return next(each["content"] for each in sent(prepared)["messages"] if each["role"] == "user")
 
 
-def test_media_of_columns_stand_before_the_text() -> None:
+def test_media_of_columns_stand_before_the_text():
     row: dict[str, Any] = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://x/a.wav"}
     options: dict[str, Any] = {"prompt_column": "q", "as_chat": True, "system_prompt": "Be brief."}
     found = built(row, columns={"image": ["image"], "audio": ["sound"]}, **options)
@@ -95,7 +93,7 @@ def test_media_of_columns_stand_before_the_text() -> None:
     assert user(built({"q": "What?", "image": None}, **options)) == "What?"
 
 
-def test_parts_without_an_image_take_the_columns_images_in_order() -> None:
+def test_parts_without_an_image_take_the_columns_images_in_order():
     # As the Hub's vision data sets store conversations: every part has every field.
     content = [
         {"index": None, "text": "First ", "type": "text"},
@@ -108,7 +106,7 @@ def test_parts_without_an_image_take_the_columns_images_in_order() -> None:
     assert user(built(row, messages_column="m")) == wanted
 
 
-def test_marks_in_the_text_take_the_columns_images() -> None:
+def test_marks_in_the_text_take_the_columns_images():
     # As LLaVA's data sets store conversations.
     conversation = [
         {"from": "human", "value": "<image>\nWhat is this, and <image>?"},
@@ -131,7 +129,7 @@ def test_marks_in_the_text_take_the_columns_images() -> None:
         ({"m": asking({"type": "file"}), "image": "a"}, "invalid_column"),
     ],
 )
-def test_a_row_whose_media_do_not_fit_fails(row: dict[str, Any], found: str) -> None:
+def test_a_row_whose_media_do_not_fit_fails(row, found):
     assert code(built(row, messages_column="m")) == found
 
 
@@ -147,7 +145,7 @@ def test_a_row_whose_media_do_not_fit_fails(row: dict[str, Any], found: str) -> 
         {"type": "input_image", "image_url": {"url": A, "detail": "low"}},
     ],
 )
-def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
+def test_the_forms_of_an_image_part(part):
     content = user(prepare({"m": asking(text("What?"), part)}, FETCHES, messages_column="m"))
     assert content[0] == text("What?")
     assert content[1]["image_url"]["url"] == A
@@ -167,9 +165,7 @@ def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "place", ["http://10.0.0.1/a", "file:///etc/passwd", "HTTPS://x/a", "/etc/passwd"]
 )
-def test_no_place_that_a_row_names_reaches_the_server(
-    body: dict[str, Any], kind: MediaKind, place: str
-) -> None:
+def test_no_place_that_a_row_names_reaches_the_server(body, kind, place):
     # The server would fetch it without the worker's guard against private addresses.
     data = json.dumps(body).replace("PLACE", place)
     prepared = request(json.loads(data))
@@ -181,7 +177,7 @@ def test_no_place_that_a_row_names_reaches_the_server(
     assert sent(finished) == json.loads(data.replace(place, wanted))
 
 
-def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> None:
+def test_links_stay_where_the_server_fetches_them_and_no_other_place_does():
     messages = asking(link(A), link("s3://b/c.png"), INLINE, link("local.png"))
     prepared = request({"messages": messages}, rules=FETCHES)
     assert named(prepared) == [("s3://b/c.png", "image"), ("local.png", "image")]
@@ -190,7 +186,7 @@ def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> N
     assert user(finish_call(prepared, [RED, blue])) == wanted
 
 
-def test_a_schema_names_no_media() -> None:
+def test_a_schema_names_no_media():
     tools = [{"type": "function", "function": {"name": "f", "parameters": link("http://x/y")}}]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     assert sent(request(body)) == body
@@ -199,7 +195,7 @@ def test_a_schema_names_no_media() -> None:
     assert sent(request(body, "/v1/responses")) == body
 
 
-def test_a_sound_has_the_form_that_every_server_knows() -> None:
+def test_a_sound_has_the_form_that_every_server_knows():
     row = {"m": "What?", "sound": {"bytes": as_base64(WAVE), "path": None}}
     options: dict[str, Any] = {"messages_column": "m", "columns": {"audio": ["sound"]}}
     sound = {"type": "input_audio", "input_audio": {"data": as_base64(WAVE), "format": "wav"}}
@@ -221,7 +217,7 @@ def form_of(prepared: Prepared) -> dict[str, bytes]:
     }
 
 
-def test_a_column_of_sounds_is_transcribed() -> None:
+def test_a_column_of_sounds_is_transcribed():
     body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
     options: dict[str, Any] = {"task": "transcribe", "columns": {"audio": ["a"]}, "seed": 7}
     plain = prepare({"a": as_data_url(WAVE)}, **options)
@@ -246,7 +242,7 @@ def test_a_column_of_sounds_is_transcribed() -> None:
         assert code(prepare(bad, **options)) == "invalid_media"
 
 
-def test_a_batch_file_names_sounds_as_vllms_own_does() -> None:
+def test_a_batch_file_names_sounds_as_vllms_own_does():
     url = "/v1/audio/translations"
     body = {"file_url": as_data_url(WAVE), "timestamp_granularities": ["word", "segment"]}
     prepared = request(body, url)

@@ -1,7 +1,5 @@
 """The run's options as fields of bodies, also as people have them in their scripts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -21,13 +19,13 @@ def sampling(**pairs: Any) -> dict[str, Any]:
     return make_body(Sampling(sampling=pairs))
 
 
-def test_a_copied_generation_config_means_what_it_meant() -> None:
+def test_a_copied_generation_config_means_what_it_meant():
     found = sampling(**json.loads(COPIED))
     same = {"repetition_penalty": 1.18, "temperature": 0.5, "top_p": 0.5, "top_k": 20}
     assert found == {"n": 3, "max_tokens": 500} | same
 
 
-def test_options_become_fields_and_pairs_win() -> None:
+def test_options_become_fields_and_pairs_win():
     pairs = {"top_k": 3, "bad_words": ["x"], "stop": "END", "eos_token_id": 2}
     names = {"thinking_budget": 9, "normalize": False}
     options = Sampling(max_tokens=5, temperature=0.0, stop=["x"], sampling=pairs | names)
@@ -37,7 +35,7 @@ def test_options_become_fields_and_pairs_win() -> None:
     } | {"top_k": 3, "stop": ["END"], "bad_words": ["x"], "stop_token_ids": [2]}
 
 
-def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
+def test_no_sampling_is_temperature_0_whatever_else_is_given():
     assert sampling(do_sample=False, early_stopping=True, temperature=0.7) == {"temperature": 0.0}
     assert sampling(prepend_bos=False) == {"add_special_tokens": False}
 
@@ -50,7 +48,5 @@ def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
         ({"sampling": {"structured": {"regex": "a"}}}, {"structured_outputs": {"regex": "a"}}),
     ],
 )
-def test_constraints_have_the_names_of_the_server(
-    options: dict[str, Any], fields: dict[str, Any]
-) -> None:
+def test_constraints_have_the_names_of_the_server(options, fields):
     assert make_body(Sampling(**options)) == fields

@@ -1,7 +1,5 @@
 """Promise P7 for the prompt builder: whatever a chunk holds, every line gives one result and nothing is raised."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -79,9 +77,7 @@ def broken(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("options", "row"), ROWS)
-def test_wrong_types_at_every_depth_give_a_call_or_an_error_row_with_a_code(
-    options: dict[str, Any], row: dict[str, Any]
-) -> None:
+def test_wrong_types_at_every_depth_give_a_call_or_an_error_row_with_a_code(options, row):
     builder = PromptBuilder(PromptConfig(**options), 0, rules=RULES)
     if "url" in row:
         row = {"custom_id": "a", "method": "POST", **row}

@@ -1,7 +1,5 @@
 """The request formats `openai-batch` and `completions`: envelopes, parameters, `best_of`, and what a run adds."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,19 +32,19 @@ def completion(rules: EngineRules = PLAIN_RULES, **fields: Any) -> Prepared:
         ({"custom_id": "a", "url": CHAT, "method": "POST", "body": []}, "body is []"),
     ],
 )
-def test_a_line_without_a_part_of_the_envelope_says_which(row: dict[str, Any], said: str) -> None:
+def test_a_line_without_a_part_of_the_envelope_says_which(row, said):
     failure = prepare(row, request_format="openai-batch").failure
     assert failure.message.startswith(said)
     assert failure.param == said.split(maxsplit=1)[0]
     assert failure.code == ("unknown_url" if failure.param == "url" else "invalid_request")
 
 
-def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
+def test_the_prompt_goes_first_and_a_name_of_a_model_stays():
     body = request({"temperature": 0, "model": "own", "messages": MESSAGES}).call.body
     assert body == b'{"messages":%b,"temperature":0,"model":"own"}' % codec.encode(MESSAGES)
 
 
-def test_a_request_of_the_first_completions_api_is_understood() -> None:
+def test_a_request_of_the_first_completions_api_is_understood():
     prepared = prepare(
         {**SEED_REQUEST, "_row": 0, "_id": "a", "id": "a", "k": 1},
         request_format="completions",
@@ -63,14 +61,14 @@ def test_a_request_of_the_first_completions_api_is_understood() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": []}, {"prompt": None}])
-def test_a_completion_needs_a_prompt(fields: dict[str, Any]) -> None:
+def test_a_completion_needs_a_prompt(fields):
     failure = completion(**fields).failure
     assert (failure.code, failure.param) == ("invalid_request", "prompt")
     assert failure.message.startswith("prompt: is missing or empty")
 
 
 @pytest.mark.parametrize(("custom_id", "expected"), [("c", "c"), (None, "k"), ("", "k")])
-def test_the_id_of_a_line_is_its_custom_id(custom_id: Any, expected: str) -> None:
+def test_the_id_of_a_line_is_its_custom_id(custom_id, expected):
     line = {"custom_id": custom_id, "k": "k", "_id": "k"}
     for columns in ({}, {"id": ["k"]}):
         assert prepare(line, request_format="openai-batch", columns=columns).id == expected
@@ -79,7 +77,7 @@ def test_the_id_of_a_line_is_its_custom_id(custom_id: Any, expected: str) -> Non
 # ------------------------------------------------------------------ parameters
 
 
-def test_names_that_the_server_does_not_know_are_refused() -> None:
+def test_names_that_the_server_does_not_know_are_refused():
     known = knows("max_tokens", "structured_outputs", "best_of")
     failure = request({"messages": MESSAGES, "max_token": 5}, rules=known).failure
     assert (failure.code, failure.param) == ("unknown_parameter", "max_token")
@@ -91,11 +89,11 @@ def test_names_that_the_server_does_not_know_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["stream", "background"])
-def test_an_answer_in_pieces_is_refused(name: str) -> None:
+def test_an_answer_in_pieces_is_refused(name):
     assert code(request({"messages": MESSAGES, name: True})) == "invalid_parameter"
 
 
-def test_a_run_fills_what_a_row_leaves_open() -> None:
+def test_a_run_fills_what_a_row_leaves_open():
     run = {"temperature": 0.5, "max_tokens": 9, "logprobs": 2, "structured_outputs": {"regex": "a"}}
     filled = {"messages": MESSAGES, **run, "logprobs": True, "top_logprobs": 2}
     assert sent(request({"messages": MESSAGES, "temperature": None}, run=run)) == filled
@@ -105,7 +103,7 @@ def test_a_run_fills_what_a_row_leaves_open() -> None:
     assert sent(request({"prompt": "x"}, "/v1/completions", run=run)) == {"prompt": "x", **run}
 
 
-def test_fields_of_chats_do_not_go_to_completions() -> None:
+def test_fields_of_chats_do_not_go_to_completions():
     run = {"tools": [{"type": "function"}], "chat_template_kwargs": {"a": 1}, "top_k": 2}
     assert sent(request({"prompt": "x"}, "/v1/completions", run=run)) == {"prompt": "x", "top_k": 2}
     assert sent(request({"messages": MESSAGES}, run=run)) == {"messages": MESSAGES, **run}
@@ -114,7 +112,7 @@ def test_fields_of_chats_do_not_go_to_completions() -> None:
 @pytest.mark.parametrize(
     "known", ["", "input model max_output_tokens text tools tool_choice reasoning top_p"]
 )
-def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
+def test_fields_of_chats_have_other_names_in_responses(known):
     schema = {"name": "answer", "schema": {"type": "object"}}
     run = {
         "max_tokens": 9,
@@ -142,7 +140,7 @@ def test_fields_of_chats_have_other_names_in_responses(known: str) -> None:
     assert found == {**own, "top_p": 0.5}
 
 
-def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
+def test_a_run_adds_to_a_path_only_what_it_takes():
     run = {"temperature": 0.5, "chat_template_kwargs": {"a": 1}}
     paths = {
         "/v1/x": frozenset({"model", "input", "temperature"}),
@@ -154,7 +152,7 @@ def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
     assert sent(request({"input": "x"}, "/v1/y", rules, run=run)) == {"input": "x"}
 
 
-def test_best_of_is_asked_as_answers_with_their_log_probabilities() -> None:
+def test_best_of_is_asked_as_answers_with_their_log_probabilities():
     found = completion(best_of=4, n=2)
     expected = BestOf(n=2, asked=4)
     assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, expected)
@@ -177,7 +175,7 @@ def test_best_of_is_asked_as_answers_with_their_log_probabilities() -> None:
 # ------------------------------------------------------------------ seeds
 
 
-def test_the_seed_depends_on_the_run_and_the_rows_key_alone() -> None:
+def test_the_seed_depends_on_the_run_and_the_rows_key_alone():
     own = builder(seed=7, prompt_column="p", body={"temperature": 0.7})
     rows = [RawRow(index, b'{"p":"a"}') for index in range(4)]
     together = [sent(item)["seed"] for item in own.build("c", 0, rows)]
@@ -186,7 +184,7 @@ def test_the_seed_depends_on_the_run_and_the_rows_key_alone() -> None:
     assert len(set(together)) == 4
 
 
-def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays() -> None:
+def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays():
     def seed(body: dict[str, Any], url: str = CHAT, rules: EngineRules = PLAIN_RULES) -> Any:
         return sent(request({"messages": MESSAGES, **body}, url, rules, seed=7)).get("seed")
 
@@ -214,15 +212,13 @@ def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays() -> None:
         ({"input": "x"}, "/v1/responses", None, None),
     ],
 )
-def test_prompts_are_cut_so_that_the_answer_fits(
-    body: dict[str, Any], url: str, room: int | None, side: str | None
-) -> None:
+def test_prompts_are_cut_so_that_the_answer_fits(body, url, room, side):
     found = sent(request(body, url, SHORT, truncate_prompt="left"))
     assert found.get("truncate_prompt_tokens") == room
     assert found.get("truncation_side") == side
 
 
-def test_a_text_to_embed_is_cut_and_a_chat_with_an_image_is_not() -> None:
+def test_a_text_to_embed_is_cut_and_a_chat_with_an_image_is_not():
     for side, expected in (("right", None), ("left", "left")):
         embed = prepare({"p": "x"}, SHORT, task="embed", prompt_column="p", truncate_prompt=side)
         assert sent(embed)["truncate_prompt_tokens"] == 100
@@ -235,7 +231,7 @@ def test_a_text_to_embed_is_cut_and_a_chat_with_an_image_is_not() -> None:
 # ------------------------------------------------------------------ the run's own fields
 
 
-def test_a_probe_has_the_runs_fields() -> None:
+def test_a_probe_has_the_runs_fields():
     assert builder(prompt_column="p").probe() is None
     assert builder(request_format="openai-batch", body={"n": 2}).probe() is None
     probe = builder(prompt_column="p", body={"top_k": 5, "max_tokens": 500}, seed=7).probe()
@@ -255,7 +251,7 @@ def test_a_probe_has_the_runs_fields() -> None:
         assert {field, "priority"} <= json.loads(probe.body).keys()
 
 
-def test_a_field_that_the_server_does_not_know_ends_the_run() -> None:
+def test_a_field_that_the_server_does_not_know_ends_the_run():
     with pytest.raises(ConfigError, match=r"tempature.*did you mean 'temperature'\?"):
         builder(knows(), prompt_column="p", body={"tempature": 0})
     builder(knows(), prompt_column="p", body={"temperature": 0, "best_of": 2})

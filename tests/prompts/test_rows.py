@@ -1,7 +1,5 @@
 """The request format `rows`: lines, columns, conversations, ids, places, and a row's own fields."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -49,22 +47,22 @@ def contents(value: Any, **options: Any) -> list[Any]:
         (b'{"p": []}', "invalid_column"),
     ],
 )
-def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:
+def test_a_bad_line_is_a_failure_with_a_code(line, found):
     assert code(prepare(line, prompt_column="p")) == found
 
 
-def test_a_number_beyond_all_readers_concerns_its_own_column_alone() -> None:
+def test_a_number_beyond_all_readers_concerns_its_own_column_alone():
     line = b'{"p": "x", "big": 1e400, "deep": ' + b"[" * 99 + b"]" * 99 + b"}"
     assert sent(prepare(line, prompt_column="p"))["prompt"] == "x"
     assert sent(prepare(line, prompt_template="{{ big }}"))["prompt"] == "1e400"
 
 
-def test_text_goes_through_unchanged_and_a_large_one_too() -> None:
+def test_text_goes_through_unchanged_and_a_large_one_too():
     for text in ("a\u2028b\u0085c\x00d\u200de😀", "x" * 10_000_000):
         assert sent(prepare({"p": text}, prompt_column="p"))["prompt"] == text
 
 
-def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
+def test_ids_come_from_the_chunk_the_id_column_or_the_row_number():
     row, options = {"p": "x", "k": 7, "_id": "abc"}, {"prompt_column": "p"}
     assert prepare(row, **options).id == "abc"
     assert prepare(row, **options, columns={"id": ["k"]}).id == "7"
@@ -74,8 +72,8 @@ def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
 
 
 def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(readers, "shown", None)
     failure = prepare({"p": []}, prompt_column="p").failure
     assert (failure.code, failure.status) == ("internal_error", 500)
@@ -85,7 +83,7 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 # ------------------------------------------------------------------ plain prompts
 
 
-def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
+def test_a_prompt_is_the_first_field_and_may_fill_the_model():
     prepared = prepare({"p": "x"}, prompt_column="p", body={"temperature": 0})
     assert prepared.call.path == "/v1/completions"
     assert prepared.call.body == b'{"prompt":"x","temperature":0,"model":"m"}'
@@ -96,7 +94,7 @@ def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
     assert (found["max_tokens"], found["truncate_prompt_tokens"]) == (100, 99)
 
 
-def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
+def test_an_end_mark_at_the_end_is_removed_at_once():
     # Cut off mark by mark, it would take an hour.
     rules = EngineRules(model="m", eos_token="</s>")
     text = "x</s>y" + "</s>" * 3_000_000
@@ -127,7 +125,7 @@ def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
         [*chat("s", "u1"), {"role": "assistant", "content": None}],
     ],
 )
-def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
+def test_every_known_shape_of_a_conversation_is_read(value):
     assert sent(prepare({"m": value}, messages_column="m"))["messages"] == chat("s", "u1")
 
 
@@ -143,22 +141,22 @@ def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
         *(str(chat("u", "a")), json.dumps(chat("u", "a"))[:-9], f"{{'messages': {chat('u')}}}"),
     ],
 )
-def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
+def test_a_bad_conversation_is_a_failure_with_a_code(value):
     assert code(prepare({"m": value}, messages_column="m", turns=0)) == "invalid_column"
 
 
 @pytest.mark.parametrize("text", ["hi", "[INST] hi", "{'a': 1}", "[{'role'} is a set]"])
-def test_a_text_is_what_a_user_says(text: str) -> None:
+def test_a_text_is_what_a_user_says(text):
     assert contents(text) == [text]
 
 
-def test_an_answer_without_parts_stays_so() -> None:
+def test_an_answer_without_parts_stays_so():
     value = [*chat("u"), {"role": "assistant", "content": []}, *chat("u")]
     body = sent(prepare({"m": value}, messages_column="m", turns=0))
     assert body["messages"][1] == {"role": "assistant", "content": []}
 
 
-def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
+def test_earlier_calls_of_tools_get_the_form_of_the_api():
     calls = [
         {"function": {"name": "add", "arguments": {"a": 1}}},
         {"name": "stop", "arguments": None},
@@ -190,11 +188,11 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
         (0, ["s", "u1", "a1", "u2"]),
     ],
 )
-def test_turns_choose_how_much_of_a_conversation_is_sent(turns: int, expected: list[str]) -> None:
+def test_turns_choose_how_much_of_a_conversation_is_sent(turns, expected):
     assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
 
 
-def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
+def test_a_system_prompt_takes_the_place_of_the_conversations_own():
     assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
     assert contents(chat("u1"), system_prompt="new") == ["new", "u1"]
     assert contents(chat("d", "u1"), system_prompt="new") == ["new", "u1"]
@@ -212,9 +210,7 @@ def test_a_system_prompt_takes_the_place_of_the_conversations_own() -> None:
         ("reward", "/pooling", {"use_activation": False}),
     ],
 )
-def test_a_pooling_task_has_its_path_and_sees_answers(
-    task: str, path: str, extra: dict[str, Any]
-) -> None:
+def test_a_pooling_task_has_its_path_and_sees_answers(task, path, extra):
     prepared = prepare({"p": "x"}, task=task, prompt_column="p", seed=7)
     assert prepared.path == path
     assert sent(prepared) == {"input": "x", **extra}
@@ -224,7 +220,7 @@ def test_a_pooling_task_has_its_path_and_sees_answers(
     assert contents(chat("a1"), task=task, turns=0) == ["a1"]
 
 
-def test_pairs_are_scored_and_documents_ranked() -> None:
+def test_pairs_are_scored_and_documents_ranked():
     options: dict[str, Any] = {"pair_columns": ["q", "d"]}
     score = prepare({"q": "x", "d": "y"}, task="score", **options)
     assert (score.path, sent(score)) == ("/score", {"text_1": "x", "text_2": "y"})
@@ -250,7 +246,7 @@ def test_pairs_are_scored_and_documents_ranked() -> None:
         ({"type": "text"}, {"structured_outputs": {"regex": "a"}}),
     ],
 )
-def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[str, Any]) -> None:
+def test_a_rows_constraint_takes_the_place_of_the_runs(value, fields):
     run = {"structured_outputs": {"regex": "a"}}
     row = {"p": "x", "c": value}
     options = {"prompt_column": "p", "as_chat": True, "columns": {"constraint": ["c"]}}
@@ -262,7 +258,7 @@ def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[
     "value",
     [5, "[", "{" * 200, {"chioce": ["a"]}, {"name": "Ada"}, {}, [], {"regex": ""}, {"json": [1]}],
 )
-def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> None:
+def test_a_column_without_a_usable_constraint_is_an_error_row(value):
     prepared = prepare({"p": "x", "c": value}, prompt_column="p", columns={"constraint": ["c"]})
     assert code(prepared) == "invalid_constraint"
 
@@ -270,7 +266,7 @@ def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> Non
 @pytest.mark.parametrize(
     "own", [[LOOK], json.dumps([LOOK]), [{"name": "look", "description": "d"}]]
 )
-def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
+def test_rows_have_the_tools_of_the_run_or_their_own(own):
     options: dict[str, Any] = {"prompt_column": "p", "as_chat": True, "columns": {"tools": ["t"]}}
     how = {"tool_choice": "required", "parallel_tool_calls": False}
     run = {"tools": [ADD], **how}

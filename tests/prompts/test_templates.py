@@ -1,7 +1,5 @@
 """Templates: the named ones, own Jinja over columns, worked examples, and the sandbox."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ def named(name: str, row: dict[str, Any], **options: Any) -> Prepared:
     return prepare(row, prompt_template=name, **options)
 
 
-def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns() -> None:
+def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns():
     assert set(NAMED_TEMPLATES) == {"alpaca", "gpteacher", "sharegpt", "completion"}
     for name, column in {"gpteacher": "instruction", "completion": "text"}.items():
         assert "<it>" in sent(named(name, {column: "<it>"}))["prompt"]
@@ -31,7 +29,7 @@ def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns
         named("alpcaa", {})
 
 
-def test_alpaca_has_a_form_with_and_one_without_input() -> None:
+def test_alpaca_has_a_form_with_and_one_without_input():
     with_input = sent(named("alpaca", {"instruction": "Add", "input": "1 1"}))["prompt"]
     without = sent(named("alpaca", {"instruction": "Add", "input": ""}))["prompt"]
     assert with_input.endswith("\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:")
@@ -39,7 +37,7 @@ def test_alpaca_has_a_form_with_and_one_without_input() -> None:
     assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
 
 
-def test_a_template_sees_columns_row_and_system_prompt() -> None:
+def test_a_template_sees_columns_row_and_system_prompt():
     text = render(
         "{{ q }} {{ row['odd name'] }} {{ system_prompt }} {{ secret }}|",
         {"q": "a", "odd name": "b", "secret": "x"},
@@ -54,7 +52,7 @@ def test_a_template_sees_columns_row_and_system_prompt() -> None:
     assert render("{{ row | tojson }}", row) == '{"row": "mine", "x": null}'
 
 
-def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
+def test_a_missing_column_is_named_before_and_while_rows_are_read():
     found = prepare({"qestion": "x"}, prompt_template="{{ question }}")
     assert code(found) == "missing_column"
     assert "did you mean 'qestion'?" in str(found.failure)
@@ -69,7 +67,7 @@ def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for i in %}", "{{ q | random }}", "{{ q | nosuch }}"])
-def test_a_template_that_could_not_work_is_refused_at_once(template: str) -> None:
+def test_a_template_that_could_not_work_is_refused_at_once(template):
     with pytest.raises(ConfigError, match="--prompt-template"):
         builder(prompt_template=template)
 
@@ -88,6 +86,6 @@ def test_a_template_that_could_not_work_is_refused_at_once(template: str) -> Non
     ],
 )
 def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
-    template: str,
-) -> None:
+    template,
+):
     assert code(prepare({"q": [1], "null": None}, prompt_template=template)) == "template_error"

@@ -1,7 +1,5 @@
 """`batchinfer clean` removes what dead workers left, and keeps whatever a worker may still need."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,7 +35,7 @@ NEEDED = {
 
 
 @pytest.fixture
-def run(memory_url: str) -> Store:
+def run(memory_url):
     """A run with two of three chunks done, whose workers have ended."""
     make_job(memory_url, rows=30, per_chunk=10, workers=3)
     store = open_store(f"{memory_url}/runs/a")
@@ -137,7 +135,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_goes_and_what_stays(run: Store, name: str) -> None:
+def test_what_goes_and_what_stays(run, name):
     case = CASES[name]
     case.act(run)
     before = {info.key: info.etag for info in run.list("")}
@@ -150,9 +148,7 @@ def test_what_goes_and_what_stays(run: Store, name: str) -> None:
         assert clean(run, **case.options)["removed"] == {}
 
 
-def test_a_marker_goes_after_all_else_of_its_chunk(
-    run: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_marker_goes_after_all_else_of_its_chunk(run, monkeypatch):
     """Killed before, the chunk still counts as done."""
     leave(run)
     doomed: list[str] = []
@@ -162,13 +158,13 @@ def test_a_marker_goes_after_all_else_of_its_chunk(
     assert doomed[-1] == MARKER
 
 
-def test_a_run_without_its_records_is_cleaned(run: Store) -> None:
+def test_a_run_without_its_records_is_cleaned(run):
     run.create(ORPHAN, b"{}\n")
     run.delete([info.key for info in run.list() if not info.key.startswith(layout.OUTPUTS)])
     assert clean(run)["removed"] == {"orphan outputs": 1}
 
 
-def test_old_temporary_files_of_a_folder_go(tmp_path: Path, call: Any) -> None:
+def test_old_temporary_files_of_a_folder_go(tmp_path, call):
     make_job(tmp_path / "job", rows=10, per_chunk=10)
     run = open_store(str(tmp_path / "job/runs/a"))
     run_worker_here(tmp_path / "job", run.url, "--worker-id", "w0")

@@ -1,7 +1,5 @@
 """Control characters in a bucket's records, markers, names and manifests reach no terminal and no JSON on stdout."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.records import ErrorExample, Run, Worker
 from batchinfer.storage.opening import open_store
-from making import Call, change_marker, make_job, overwrite, run_worker_here
+from making import change_marker, make_job, overwrite, run_worker_here
 
 EVIL = "\x1b[2Jgone\x9b31m\x00\r\u202eevil\u2066\u200f\x07"
 PATH = EVIL.replace("\x00", "")
@@ -21,7 +19,7 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 @pytest.fixture(autouse=True)
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(tmp_path, monkeypatch):
     """A run in which every text that somebody else can write is hostile."""
     monkeypatch.chdir(tmp_path)
     make_job("job", rows=6, per_chunk=3)
@@ -76,7 +74,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_prints_a_control_character(command: str, call: Call) -> None:
+def test_no_command_prints_a_control_character(command, call):
     done = call(*({"EVIL": EVIL, "PATH": PATH}.get(word, word) for word in command.split()))
     assert done.status in (0, 1, 2, 3)
     assert done.out or done.err

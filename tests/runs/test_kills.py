@@ -1,9 +1,6 @@
 """`split`, `collect`, `report`, `clean`, killed at any change to files: the same command ends with the same bytes."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -37,9 +34,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_any_change_the_same_command_ends_with_the_same_files(
-    name: str, tmp_path: Path
-) -> None:
+def test_killed_at_any_change_the_same_command_ends_with_the_same_files(name, tmp_path):
     start = tmp_path / "start"
     make_job(start / "job", rows=20, per_chunk=10)
     finish_run(start / "job", start / "job/run")

@@ -1,7 +1,5 @@
 """Figures and states of a run, made from records alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -81,7 +79,7 @@ PROGRESS: dict[str, tuple[list[Worker], dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", PROGRESS)
-def test_every_row_and_chunk_counts_once(case: str) -> None:
+def test_every_row_and_chunk_counts_once(case):
     workers, values, wanted = PROGRESS[case]
     seen = look(*workers, **values)
     found = (seen.chunks.done, seen.chunks.in_progress, seen.rows.done, seen.rows.in_progress)
@@ -121,13 +119,13 @@ STATES: dict[str, tuple[list[Worker], dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_states_of_workers_and_run(case: str) -> None:
+def test_states_of_workers_and_run(case):
     workers, values, state, states = STATES[case]
     seen = look(*workers, **values)
     assert (seen.state, [view.state for view in seen.workers]) == (state, states)
 
 
-def test_a_worker_with_half_the_speed_of_its_like_is_slow() -> None:
+def test_a_worker_with_half_the_speed_of_its_like_is_slow():
     fast = [running(id=f"a{index}") for index in range(3)]
     slow = running(id="b", minutes=minutes(rows=10))
     other = running(id="c", minutes=minutes(rows=10), engine={"device": "NVIDIA L4"})
@@ -138,7 +136,7 @@ def test_a_worker_with_half_the_speed_of_its_like_is_slow() -> None:
     assert look(*fast, just_loaded).workers[3].state == "running", "it has had no minute yet"
 
 
-def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock() -> None:
+def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock():
     seen = look(running())
     seconds = RECENT_MINUTES * 60 + NOW % 60
     assert seen.workers[0].recent.rows == pytest.approx(RECENT_MINUTES * 30 / seconds)
@@ -150,7 +148,7 @@ def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock() -> None
     assert look(LOADING, done=0).eta_seconds is None
 
 
-def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> None:
+def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready():
     """The second start of a worker shares its minute with the first, so that minute counts as a whole."""
     now = 60.0 * (NOW // 60) + 45
     young = {
@@ -164,7 +162,7 @@ def test_in_the_first_minute_the_rate_is_that_since_the_engine_was_ready() -> No
     assert look(again, taken=now).workers[0].recent.rows == pytest.approx(50 / 45)
 
 
-def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure() -> None:
+def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure():
     hours = 5 * 3600.0
     start, now = NOW - 700 - hours, NOW - hours
     late = minutes(rows=30, until=now)
@@ -176,7 +174,7 @@ def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure() -> Non
     assert look(running(), taken=NOW - 9000).workers[0].heartbeat_age_seconds == 0
 
 
-def test_cost_is_that_of_all_workers_and_their_tokens() -> None:
+def test_cost_is_that_of_all_workers_and_their_tokens():
     unpriced = running(id="x", host={}, up_seconds=3600.0)
     assert look(unpriced).cost.so_far is None
     seen = look(running(up_seconds=1800.0), GONE, prices=Prices(2.0))
@@ -191,7 +189,7 @@ def test_cost_is_that_of_all_workers_and_their_tokens() -> None:
     assert look(own, prices=Prices(2.0)).cost.so_far == pytest.approx(2.0 * 720 / 3600)
 
 
-def test_sums_are_those_of_markers_once_they_count_more() -> None:
+def test_sums_are_those_of_markers_once_they_count_more():
     record = running(errors={"x": 3}, finish_reasons={"stop": 297}, rows_ok=297, rows_error=3)
     by_records = look(record).totals
     assert (by_records.rows_done, by_records.errors) == (300, {"x": 3})
@@ -201,6 +199,6 @@ def test_sums_are_those_of_markers_once_they_count_more() -> None:
     assert look(record, of_markers=fewer, done=10).totals == fewer
 
 
-def test_a_lost_replica_is_noted() -> None:
+def test_a_lost_replica_is_noted():
     seen = look(running(engine={"num_replicas": 8}, replicas_lost=1))
     assert seen.notes == ["worker w0: 1 of 8 replicas are lost"]

@@ -1,12 +1,8 @@
 """`batchinfer report`: one page, whatever the state of the run and whatever its rows say."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,7 +48,7 @@ def text_of(page: str) -> str:
 # --------------------------------------------------------------------------- what is on the page
 
 
-def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(memory_url: str) -> None:
+def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(memory_url):
     run = write_in_memory(memory_url, SMALL)
     page = make(run)
     assert ids(page) >= SECTIONS
@@ -76,7 +72,7 @@ def test_the_page_has_every_section_and_what_would_be_empty_is_left_out(memory_u
     assert ids(page) == {"totals", "settings"}
 
 
-def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url: str) -> None:
+def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url):
     page = make(write_in_memory(memory_url, SMALL))
     minutes = [minute for worker in make_workers(SMALL) for minute in worker.minutes]
     rows = sum(minute.rows for minute in minutes)
@@ -94,8 +90,8 @@ def test_each_drawing_ends_at_the_sum_of_all_minutes(memory_url: str) -> None:
 
 @pytest.mark.parametrize("heartbeat", [NOW, -1.7e308, 1.7e308])
 def test_full_records_make_a_small_page_and_damaged_times_and_minutes_break_nothing(
-    memory_url: str, heartbeat: float
-) -> None:
+    memory_url, heartbeat
+):
     run = write_in_memory(memory_url, MANY)
     minutes = [msgspec.convert([at, 1, 1, 1, 0, 10**15], Minute) for at in (10**12, 1)]
     damaged = {"started": -heartbeat, "heartbeat": heartbeat, "minutes": minutes}
@@ -103,7 +99,7 @@ def test_full_records_make_a_small_page_and_damaged_times_and_minutes_break_noth
     assert len(make(run)) < 200_000
 
 
-def test_samples_show_rows_and_a_failed_one(memory_url: str) -> None:
+def test_samples_show_rows_and_a_failed_one(memory_url):
     run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     output = output_key(store, "part-00000")
@@ -122,7 +118,7 @@ def test_samples_show_rows_and_a_failed_one(memory_url: str) -> None:
     assert "secret words" not in make(run), "a marker cannot point outside the outputs"
 
 
-def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: str) -> None:
+def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url):
     """Values are shown as they stand in the chunk, and columns beyond those that are shown are counted."""
     run = write_in_memory(memory_url, SMALL._replace(rows_per_chunk=5, text="word " * 100_000))
     wide = ",".join(f'"c{number}": {number}' for number in range(30))
@@ -141,7 +137,7 @@ def test_rows_that_are_wide_long_or_hard_to_decode_are_shown_truly(memory_url: s
 
 
 @pytest.fixture
-def browser() -> Iterator[Any]:
+def browser():
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
@@ -153,8 +149,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.full
 def test_the_page_fits_any_window_and_hostile_text_on_it_neither_runs_nor_asks(
-    browser: Any, tmp_path: Path, memory_url: str
-) -> None:
+    browser, tmp_path, memory_url
+):
     shape = SMALL._replace(text="\n".join(INJECTIONS))
     path = tmp_path / "report.html"
     path.write_text(make(write_in_memory(memory_url, shape)))

@@ -1,7 +1,5 @@
 """The command that goes on with a run, where somebody else wrote run.json: bash gets words, and nothing to run."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
+def test_whatever_run_json_holds_is_one_word(tmp_path, text):
     prompt = dict.fromkeys(("messages_column", "system_prompt", "prompt_template"), text) | {
         "blank_columns": [text],
         "body": {"stop": [text], "response_format": {text: text}},
@@ -72,8 +70,8 @@ FORGED = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit":
     ],
 )
 def test_values_of_other_types_leave_a_gap_and_only_recorded_options_are_taken(
-    prompt: Any, recorded: Any, words: str
-) -> None:
+    prompt, recorded, words
+):
     command = worker_command(run_of({"prompt": prompt}, recorded), "/run", "/job")
     assert command == f"batchinfer worker --job /job --output /run {words}"
 
@@ -99,7 +97,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("typed", UNSAFE)
-def test_no_code_is_run_because_run_json_says_so(typed: str) -> None:
+def test_no_code_is_run_because_run_json_says_so(typed):
     options = {"server_command": "evil {model} {port}"}
     words = [*SAFE, *typed.split(" "), "--max-model-len", "8"]
     recorded = {"options": options, "server_args": words}

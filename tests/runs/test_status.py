@@ -1,10 +1,7 @@
 """`batchinfer status`, from a bucket that may hold anything."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +20,7 @@ from batchinfer.storage.opening import open_store
 from big_run import NOW, Shape, in_memory, make_workers, write_in_memory
 from counting_store import CountingStore
 from fakes import FakeClock, MemoryStore, put_worker
-from making import Call, make_job, overwrite, run_worker_here
+from making import make_job, overwrite, run_worker_here
 
 SMALL = Shape()
 
@@ -47,7 +44,7 @@ def shown(seen: Overview, width: int = 160) -> str:
 # --------------------------------------------------------------------------- what it finds
 
 
-def test_a_run_is_found_with_its_own_job(memory_url: str) -> None:
+def test_a_run_is_found_with_its_own_job(memory_url):
     run = write_in_memory(memory_url, SMALL)
     seen = look(run)
     assert (seen.chunks.done, seen.chunks.total, seen.job) == (12, 20, memory_url)
@@ -59,7 +56,7 @@ def test_a_run_is_found_with_its_own_job(memory_url: str) -> None:
     assert look(elsewhere).chunks.total == 20
 
 
-def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> None:
+def test_requests_are_listing_pages_and_workers_not_markers(memory_url):
     shape = Shape(num_chunks=1200, rows_per_chunk=1, num_workers=5, done_share=1.0)
     run = write_in_memory(memory_url, shape)
     of_run, of_job = CountingStore(in_memory(run)), CountingStore(in_memory(memory_url))
@@ -72,7 +69,7 @@ def test_requests_are_listing_pages_and_workers_not_markers(memory_url: str) -> 
 
 
 @pytest.mark.parametrize("limit", [[], ["--limit", "10"]])
-def test_rows_that_were_repaired_have_not_failed(tmp_path: Path, limit: list[str]) -> None:
+def test_rows_that_were_repaired_have_not_failed(tmp_path, limit):
     """They went on to count as failed, and were repaired again. Of a run with a limit, they counted twice."""
     job, run = tmp_path / "job", str(tmp_path / "run")
     rows = 15 if limit else 10
@@ -89,8 +86,8 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path: Path, limit: list[str
 
 
 def test_what_cannot_be_read_or_vanishes_meanwhile_is_left_out(
-    memory_url: str,
-) -> None:
+    memory_url,
+):
     run = write_in_memory(memory_url, SMALL)
     store = in_memory(run)
     store.create("outputs/part-00019.succeed", b"{")
@@ -116,7 +113,7 @@ def test_what_cannot_be_read_or_vanishes_meanwhile_is_left_out(
     assert "sky-2026-002.stats.json" in notes, "a number that no sum can hold"
 
 
-def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -> None:
+def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url):
     run = write_in_memory(memory_url, SMALL._replace(done_share=0.0))
     in_memory(run).delete([layout.RUN_KEY])
     for record in make_workers(SMALL):
@@ -132,7 +129,7 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url: str) -
 # --------------------------------------------------------------------------- the screen
 
 
-def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url: str) -> None:
+def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url):
     run = write_in_memory(memory_url, SMALL._replace(num_workers=5))
     change_worker(run, "sky-2026-001", at=NOW - 300, heartbeat=NOW - 300)
     text = shown(look(run, price_per_hour=2.0))
@@ -149,9 +146,7 @@ WHY_NOT = {"stopped": "no worker is at work", "loading": "the engine is loading"
 
 
 @pytest.mark.parametrize("state", WHY_NOT)
-def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
-    memory_url: str, state: str
-) -> None:
+def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(memory_url, state):
     """It said that no row was finished lately, right after hundreds were."""
     run = write_in_memory(memory_url, SMALL)
     for record in make_workers(SMALL):
@@ -162,7 +157,7 @@ def test_between_two_starts_the_rows_of_the_last_one_are_not_denied(
     assert text.count(WHY_NOT[state]) == 2
 
 
-def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> None:
+def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url):
     run = write_in_memory(memory_url, SMALL)
 
     def publish(_: float) -> None:
@@ -179,9 +174,7 @@ def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url: str) -> N
 # --------------------------------------------------------------------------- the command
 
 
-def test_the_last_line_of_stdout_is_one_object_and_json_is_everything(
-    memory_url: str, call: Call
-) -> None:
+def test_the_last_line_of_stdout_is_one_object_and_json_is_everything(memory_url, call):
     run = write_in_memory(memory_url, SMALL)
     done = call("status", run)
     assert (done.status, done.out.count("\n"), done.result["chunks"]["done"]) == (0, 1, 12)

@@ -1,7 +1,5 @@
 """`batchinfer stop`: workers end, and none starts before the run is resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from batchinfer.storage.opening import open_store
 from simulation.stage import Stage
 
 
-def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed() -> None:
+def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed():
     with Stage([[f"say {row}" for row in range(10)]] * 8) as stage:
         stage.engine.max_in_flight = 2
         outside = stage.outside()
@@ -36,7 +34,7 @@ def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed(
         assert stage.run().result["rows_resumed"] > 0
 
 
-def test_a_run_that_has_only_begun_can_be_stopped(tmp_path: Path, call: Any) -> None:
+def test_a_run_that_has_only_begun_can_be_stopped(tmp_path, call):
     for key in (layout.worker_key("w0"), layout.launch_key("x")):
         run = tmp_path / key
         open_store(str(run)).create(key, b"{}")

@@ -1,7 +1,5 @@
 """`batchinfer verify` finds every kind of damage to a run, and the commands that it names fix it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,7 +24,6 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from counting_store import CountingStore
 from making import (
-    Call,
     change_marker,
     make_job,
     output_key,
@@ -42,13 +39,13 @@ NO_CHUNK = "part-00077"
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=25, per_chunk=10, workers=2)
     return str(tmp_path / "job")
 
 
 @pytest.fixture
-def run(job: str) -> Store:
+def run(job):
     """A finished run."""
     run_worker_here(job, f"{job}/runs/a")
     return open_store(f"{job}/runs/a")
@@ -156,9 +153,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_is_found_and_the_commands_named_mend_it(
-    run: Store, name: str, call: Call
-) -> None:
+def test_a_damage_is_found_and_the_commands_named_mend_it(run, name, call):
     kind, subject, act = DAMAGES[name]
     act(run)
     for path in filter(Path.is_file, Path(run.url).rglob("*")):  # `clean` leaves the young alone
@@ -179,7 +174,7 @@ def test_a_damage_is_found_and_the_commands_named_mend_it(
     assert kind != "leftover" or not mended.findings
 
 
-def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_path: Path) -> None:
+def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_path):
     """Who ran the command that was named lost the job."""
     run = tmp_path / "run"
     make_job(run / "job", rows=25, per_chunk=10)
@@ -198,9 +193,7 @@ def test_a_job_in_its_run_and_what_a_link_leads_to_are_not_to_be_removed(tmp_pat
 
 
 @pytest.mark.parametrize(("compression", "column"), [("none", "k"), ("zstd", "_id")])
-def test_rows_that_failed_are_counted_and_sound(
-    tmp_path: Path, compression: str, column: str
-) -> None:
+def test_rows_that_failed_are_counted_and_sound(tmp_path, compression, column):
     def make_row(index: int) -> dict[str, Any]:
         return {"prompt": "hello", "k": f"k{index}"} if index % 5 else {"text": "\ud800"}
 
@@ -217,9 +210,7 @@ def test_rows_that_failed_are_counted_and_sound(
     assert sum(result["errors"].values()) == 5
 
 
-def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(
-    run: Store, job: str
-) -> None:
+def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(run, job):
     run_worker_here(job, run.url, "--worker-id", "w7")
     run.delete([MARKER, layout.marker_key("part-00002")])
     record = run.get(layout.worker_key("w7"))
@@ -249,9 +240,7 @@ EDITED = {
 
 
 @pytest.mark.parametrize("key", EDITED)
-def test_what_was_edited_is_found_and_nothing_is_judged_by_it(
-    run: Store, tmp_path: Path, key: str
-) -> None:
+def test_what_was_edited_is_found_and_nothing_is_judged_by_it(run, tmp_path, key):
     place, old, new, kind, hint = EDITED[key]
     store = open_store(str(tmp_path / place))
     overwrite(store, key, store.get(key).data.replace(old, new, 1))
@@ -263,7 +252,7 @@ def test_what_was_edited_is_found_and_nothing_is_judged_by_it(
     assert "".join(verdict.lines()).count("batchinfer") == (key == layout.JOB_KEY)
 
 
-def test_what_cannot_be_verified_is_refused(run: Store) -> None:
+def test_what_cannot_be_verified_is_refused(run):
     run.delete([layout.RUN_KEY])
     with pytest.raises(InputError, match=r"no run\.json"):
         verify(run)
@@ -273,8 +262,8 @@ def test_what_cannot_be_verified_is_refused(run: Store) -> None:
 
 
 def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_moved(
-    job: str, tmp_path: Path, call: Call
-) -> None:
+    job, tmp_path, call
+):
     run = tmp_path / "run"
     run_worker_here(job, run)
     moved = Path(job).rename(tmp_path / "moved")
@@ -290,8 +279,8 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
 
 
 def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does_not_fill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """To make a folder looks through the place of all scratch folders. Of many findings a few are shown."""
     make_job(tmp_path, rows=40, per_chunk=1)
     run_worker_here(tmp_path, tmp_path / "runs/a")
@@ -326,8 +315,8 @@ TEXTS = ["--model", "an echo", f"--chat-template=-{HARD}", "--stop", HARD]
 
 
 def test_the_worker_command_goes_on_with_the_run_as_it_is_where_options_named_files(
-    job: str, tmp_path: Path, call: Call
-) -> None:
+    job, tmp_path, call
+):
     """tests/cli/test_options.py proves how each option is spelled."""
     template, system = tmp_path / "t.jinja", tmp_path / "s"
     system.write_text(f"@{HARD}")  # looks as if it named a file

@@ -1,12 +1,9 @@
 """Files, folders, globs and URLs of every kind are found and read; what cannot be used is refused with what to do."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,7 @@ from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
-from fixtures_hub import Hub
-from web_server import WebServer, reply
+from web_server import reply
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -45,9 +41,7 @@ def numbers(*sources: str | Path, **options: Any) -> list[int]:
     return [int(row["n"]) for row in rows]
 
 
-def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_gives_its_data_by_name_and_nothing_hidden(tmp_path, caplog):
     data = tmp_path / "data"
     places = {"data/b": 2, "data/a/c": 1, "data/.hidden/d": 9, "data/_tmp": 9, "data/.dot": 8}
     for name, n in {**places, "elsewhere": 3}.items():
@@ -80,9 +74,7 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(
 
 
 @pytest.mark.parametrize("pattern", ["data", "data/**/*.jsonl", "d*/**/*.jsonl"])
-def test_a_folder_below_that_is_not_read_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_below_that_is_not_read_is_named(tmp_path, caplog, pattern, monkeypatch):
     """fsspec leaves out, without a word, what it may not list, and links to folders."""
     for name in ("data/a", "data/b", "data/.trash", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
@@ -103,7 +95,7 @@ def test_a_folder_below_that_is_not_read_is_named(
         numbers(source)
 
 
-def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_stay_as_they_are_typed(tmp_path, monkeypatch):
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
     monkeypatch.chdir(tmp_path)
     for argument in ("d", "d/", "d/*.parquet", "**/a.*", "d/a.parquet"):
@@ -117,7 +109,7 @@ def test_paths_stay_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert numbers("./~") == [2]
 
 
-def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Path) -> None:
+def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path):
     write_parquet(tmp_path / "a.parquet", n=[0, 1, 2])
     write_parquet(tmp_path / "none.parquet", n=[])
     pack = zstandard.ZstdCompressor().compress
@@ -137,7 +129,7 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path: Pat
         count_sources([*sources, str(tmp_path / "n*")])
 
 
-def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
+def test_a_large_file_is_read_in_pieces(tmp_path):
     lines = "".join(f'{{"n":{n},"text":"{"x" * 1000}"}}\n' for n in range(10_000))
     (tmp_path / "a.jsonl").write_text(lines)
     csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
@@ -148,9 +140,7 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
         assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
 
 
-def test_a_json_array_is_told_by_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_json_array_is_told_by_its_beginning(tmp_path, monkeypatch):
     seen: list[int] = []
     monkeypatch.setattr(text_lines, "raw_members", lambda line: seen.append(len(line)))
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"[" + b'{"n":1},' * 10**6 + b"{}]"))
@@ -159,7 +149,7 @@ def test_a_json_array_is_told_by_its_beginning(
     assert seen[0] <= 1 << 20
 
 
-def test_the_root_folder_is_not_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_root_folder_is_not_the_present_one(monkeypatch):
     listed: list[str] = []
     monkeypatch.setattr(files, "_look_into", listed.append)
     monkeypatch.setattr(LocalFileSystem, "find", lambda *_, **__: {})
@@ -196,9 +186,7 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_bad_input_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     content, what, hint = BAD[name]
     if content is not None:
@@ -212,9 +200,7 @@ def test_bad_input_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("header", ["etag", "last_modified"])
-def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(
-    server: WebServer, header: str
-) -> None:
+def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(server, header):
     for n in (1, 2):
         stamp = {header: f"Thu, 26 Nov 2026 10:00:0{n} GMT"}
         server.answers["/a.jsonl"] = reply(200, b'{"n":%d}' % n, **stamp)
@@ -225,7 +211,7 @@ def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(
         counted.check_unchanged()
 
 
-def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
+def test_damage_within_a_parquet_is_named(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", n=[f"text {n}" for n in range(1000)])
     data = bytearray(path.read_bytes())
     data[4:200] = b"\xff" * 196
@@ -234,9 +220,7 @@ def test_damage_within_a_parquet_is_named(tmp_path: Path) -> None:
         rows_of(count_sources([str(path)]))
 
 
-def test_a_column_that_only_some_files_have_is_told_or_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_column_that_only_some_files_have_is_told_or_refused(tmp_path, caplog):
     write_parquet(tmp_path / "a.parquet", n=[1], label=["x"])
     write_parquet(tmp_path / "b.parquet", n=[2])
     assert [row.get("label") for row in rows_of(count_sources([str(tmp_path)]))] == ["x", None]
@@ -247,8 +231,8 @@ def test_a_column_that_only_some_files_have_is_told_or_refused(
 
 
 def test_a_column_that_only_a_late_line_has_is_found_and_one_that_none_has_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "x.jsonl").write_text('{"n":1}\n' * 3000 + '{"late":2}')
     assert len(rows_of(count_sources([str(tmp_path)], columns=["late"]))) == 3001
     with pytest.raises(InputError, match="has no column 'm'"):
@@ -257,9 +241,7 @@ def test_a_column_that_only_a_late_line_has_is_found_and_one_that_none_has_is_re
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("count", [5, 20])
-def test_a_source_with_fewer_or_more_rows_than_before_is_named(
-    tmp_path: Path, kind: str, count: int
-) -> None:
+def test_a_source_with_fewer_or_more_rows_than_before_is_named(tmp_path, kind, count):
     path = tmp_path / f"x.{kind}"
 
     def write(count: int) -> Sources:
@@ -278,7 +260,7 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(
             rows_of(counted)
 
 
-def test_an_output_around_a_source_is_refused(tmp_path: Path) -> None:
+def test_an_output_around_a_source_is_refused(tmp_path):
     write_parquet(tmp_path / "d" / "a.parquet", n=[1])
     counted = count_sources([str(tmp_path / "d/*.parquet")])
     counted.check_apart(str(tmp_path / "d/job"))
@@ -287,7 +269,7 @@ def test_an_output_around_a_source_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.s3
-def test_s3_files_folders_and_globs_are_read(s3_url: Callable[..., str], tmp_path: Path) -> None:
+def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
     bucket = s3_url()
     path = write_parquet(tmp_path / "a.parquet", n=[1, 2, 3], text=["x"] * 3)
     store = open_store(bucket)
@@ -305,9 +287,7 @@ def test_s3_files_folders_and_globs_are_read(s3_url: Callable[..., str], tmp_pat
         counted.check_unchanged()
 
 
-def test_a_data_set_of_the_hub_is_read_at_one_commit(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path, hub, monkeypatch):
     data = {"native/train-0": [1, 2], "native/train-1": [3], "old/0": [0], "converted/all/0": [9]}
     for name, n in data.items():
         write_parquet(tmp_path / f"{name}.parquet", n=n)
@@ -352,9 +332,7 @@ def test_a_data_set_of_the_hub_is_read_at_one_commit(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
-def test_a_file_of_which_a_store_gives_less_than_there_is_is_refused(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_file_of_which_a_store_gives_less_than_there_is_is_refused(name, tmp_path):
     """Its last rows were left out without a word."""
     path, kind = tmp_path / name, {"a.txt": "text"}.get(name, name[2:])
     path.write_text('{"n":1}\n' * 9)

@@ -1,12 +1,9 @@
 """`split` makes a job of data sets, goes on after a kill, appends, and takes files by reference."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
 from making import run_worker_here, split
-from web_server import WebServer, reply
+from web_server import reply
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -34,7 +31,7 @@ def make_source(path: Path, *numbers: int) -> Path:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     return make_source(tmp_path / "a.parquet", *range(100))
 
 
@@ -78,9 +75,7 @@ def refused(what: str, source: Any, output: Path, **options: Any) -> str:
     return str(caught.value.hint)
 
 
-def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(tmp_path, caplog):
     lines = [json.dumps({"id": n % 8, "key": n, "prompt": "x"}) for n in range(10)] + ["broken"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with caplog.at_level("INFO"):
@@ -96,7 +91,7 @@ def test_a_column_id_names_the_rows_and_repeats_are_told_with_what_to_do(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_what_lies_beyond_a_limit_is_not_counted(tmp_path: Path, kind: str) -> None:
+def test_what_lies_beyond_a_limit_is_not_counted(tmp_path, kind):
     """More rows were said to have an id that an earlier row has than there were rows."""
     path, ids = tmp_path / f"a.{kind}", ["a", "a", None, "a", "a"]
     if kind == "parquet":
@@ -112,9 +107,7 @@ def test_what_lies_beyond_a_limit_is_not_counted(tmp_path: Path, kind: str) -> N
         assert chunk.count(b"\n") == limit
 
 
-def test_the_same_split_again_changes_nothing_wherever_the_files_lie(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_same_split_again_changes_nothing_wherever_the_files_lie(source, tmp_path):
     split(source, tmp_path / "job", num_chunks=5)
     before = tree(tmp_path / "job")
     moved = source.rename(tmp_path / "moved.parquet")
@@ -123,7 +116,7 @@ def test_the_same_split_again_changes_nothing_wherever_the_files_lie(
     assert tree(tmp_path / "job") == before
 
 
-def test_another_split_is_refused_with_the_difference(source: Path, tmp_path: Path) -> None:
+def test_another_split_is_refused_with_the_difference(source, tmp_path):
     split(source, tmp_path / "job", num_chunks=5)
     others: dict[str, Any] = {"columns": ["n"], "limit": 50, "id_column": "n"}
     others["compression"] = "zstd"
@@ -137,7 +130,7 @@ def test_another_split_is_refused_with_the_difference(source: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["runs/a/claims/x", "tests/b/run.json", "x/outputs/part-0.succeed"])
-def test_a_job_with_runs_is_never_split_anew(source: Path, tmp_path: Path, key: str) -> None:
+def test_a_job_with_runs_is_never_split_anew(source, tmp_path, key):
     split(source, tmp_path / "job")
     open_store(str(tmp_path / "job")).create(key, b"{}")
     before = tree(tmp_path / "job")
@@ -148,9 +141,7 @@ def test_a_job_with_runs_is_never_split_anew(source: Path, tmp_path: Path, key: 
     assert tree(tmp_path / "job") == {k: v for k, v in before.items() if k != "job.json"}
 
 
-def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(source, tmp_path, monkeypatch):
     job = tmp_path / "job"
     split(source, job, num_chunks=5)
     (job / "job.json").write_text("{")
@@ -168,9 +159,7 @@ def test_overwrite_removes_job_json_first_and_mends_a_damaged_one(
 
 
 @pytest.mark.parametrize("again", [{"overwrite": True, "num_chunks": 2}, {"append": True}])
-def test_files_of_others_beside_chunks_and_manifests_stay(
-    source: Path, tmp_path: Path, again: dict[str, Any]
-) -> None:
+def test_files_of_others_beside_chunks_and_manifests_stay(source, tmp_path, again):
     store, others = open_store(str(tmp_path / "job")), ("chunks/mine.jsonl", "manifests/app.yaml")
     for key in (*others, "manifests/worker-00001.txt", "manifests/first-5.txt"):
         store.create(key, b"mine")
@@ -181,7 +170,7 @@ def test_files_of_others_beside_chunks_and_manifests_stay(
     assert {*tree(tmp_path / "job")} == {*others, *own, *manifests, "job.json"}
 
 
-def test_a_newer_job_is_not_overwritten(source: Path, tmp_path: Path) -> None:
+def test_a_newer_job_is_not_overwritten(source, tmp_path):
     open_store(str(tmp_path / "job")).create("job.json", b'{"format_version":99}')
     for overwrite in (True, False):
         refused("format version 99", source, tmp_path / "job", overwrite=overwrite)
@@ -209,8 +198,8 @@ def touch_the_source(folder: Path) -> None:
     ],
 )
 def test_what_others_change_meanwhile_makes_no_mixed_job(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, act: Any
-) -> None:
+    source, tmp_path, monkeypatch, owner, step, act
+):
     meanwhile(monkeypatch, owner, step, lambda: act(tmp_path))
     is_source = act is touch_the_source
     what = "changed while it was being split" if is_source else "another split wrote here at the"
@@ -221,7 +210,7 @@ def test_what_others_change_meanwhile_makes_no_mixed_job(
         assert not (tmp_path / "job/job.json").exists()
 
 
-def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) -> None:
+def test_a_source_that_fails_late_leaves_no_job(source, tmp_path):
     (tmp_path / "b.jsonl").write_text('{"n":1}\n' * 2000 + '{"_id":1}')
     sources = [source, tmp_path / "b.jsonl"]
     refused(r"b\.jsonl, line 2001: has a column '_id'", sources, tmp_path / "job")
@@ -232,7 +221,7 @@ def test_a_source_that_fails_late_leaves_no_job(source: Path, tmp_path: Path) ->
 
 
 @pytest.fixture
-def grown(source: Path, tmp_path: Path) -> Path:
+def grown(source, tmp_path):
     """A job of `source` with the 9 rows of b.parquet appended."""
     split(source, tmp_path / "job", num_chunks=5, num_workers=2, compression="zstd")
     make_source(tmp_path / "b.parquet", *range(100, 109))
@@ -241,9 +230,7 @@ def grown(source: Path, tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def test_appended_rows_go_on_where_the_job_ended_and_its_identity_stays(
-    grown: Path, tmp_path: Path
-) -> None:
+def test_appended_rows_go_on_where_the_job_ended_and_its_identity_stays(grown, tmp_path):
     assert [row["n"] for row in rows_at(grown)] == list(range(109))
     first = load_job(str(grown), open_store)
     more = make_source(tmp_path / "c.parquet", 109)
@@ -258,7 +245,7 @@ def test_appended_rows_go_on_where_the_job_ended_and_its_identity_stays(
     assert last[1] == first[1] == first[0].first_sha256
 
 
-def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_job_is_not_appended(grown, tmp_path):
     make_source(tmp_path / "b.parquet", *range(5))
     pq.write_table(pa.table({"n": [1], "prompt": ["x"], "more": [2]}), tmp_path / "d.parquet")
     before = tree(grown)
@@ -286,9 +273,7 @@ def test_what_does_not_fit_the_job_is_not_appended(grown: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "other", ["file://{}/data/a.parquet", "{}/x/../data/a.parquet", "link/a.parquet"]
 )
-def test_a_changed_file_is_known_by_any_spelling_of_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, other: str
-) -> None:
+def test_a_changed_file_is_known_by_any_spelling_of_its_path(tmp_path, monkeypatch, first, other):
     """All of its old rows were appended a second time."""
     for name in ("data", "x"):
         (tmp_path / name).mkdir()
@@ -304,9 +289,7 @@ def test_a_changed_file_is_known_by_any_spelling_of_its_path(
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
 
 
-def test_a_changed_file_of_the_web_is_known_without_its_secrets(
-    tmp_path: Path, server: WebServer
-) -> None:
+def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path, server):
     for n, query in enumerate(("token=1", "token=2", "day=2", "day=3")):
         server.answers[f"/a.jsonl?{query}"] = reply(200, b'{"n":%d}\n' % n)
     split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
@@ -317,9 +300,7 @@ def test_a_changed_file_of_the_web_is_known_without_its_secrets(
     assert [row["n"] for row in rows_at(tmp_path / "days")] == [2, 3]
 
 
-def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
-    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_appends_at_once_one_wins_and_the_other_is_told(grown, tmp_path, monkeypatch):
     first, second = (make_source(tmp_path / f"{n}.parquet", n) for n in (109, 110))
     meanwhile(monkeypatch, LocalStore, "put_file", lambda: split(second, grown, append=True))
     refused("another command changed the job meanwhile", first, grown, append=True)
@@ -328,9 +309,7 @@ def test_of_two_appends_at_once_one_wins_and_the_other_is_told(
 
 
 @pytest.mark.parametrize("step", ["append", "complete_manifests"])
-def test_an_append_to_a_job_that_is_removed_meanwhile_says_so(
-    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_an_append_to_a_job_that_is_removed_meanwhile_says_so(grown, tmp_path, monkeypatch, step):
     source = make_source(tmp_path / "late.parquet", 109)
     meanwhile(monkeypatch, writer, step, (grown / "job.json").unlink)
     refused("another command changed the job meanwhile", source, grown, append=True)
@@ -347,7 +326,7 @@ def make_list(folder: Path) -> Path:
     return folder / "list.txt"
 
 
-def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> None:
+def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path):
     place, job = make_list(tmp_path / "data"), tmp_path / "job"
     place.write_text(f"../data/b.jsonl\n\nfile://{tmp_path}/x/../data/a.jsonl.zst\n")
     options = {"by_reference": str(place), "num_workers": 2}
@@ -362,7 +341,7 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path: Path) -> No
     refused("holds a finished job that differs in the sources' files", [], job, **options)
 
 
-def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path: Path) -> None:
+def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_path):
     place = make_list(tmp_path / "data")
     place.write_text("b.jsonl\n")
     split([], tmp_path / "job", by_reference=str(place))
@@ -378,7 +357,7 @@ def test_a_job_by_reference_is_another_one_where_its_files_lie_elsewhere(tmp_pat
     assert run_worker_here(tmp_path / "job", tmp_path / "run")["request_count"] == 3
 
 
-def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_chunks_are_refused(tmp_path):
     place = make_list(tmp_path / "data")
     (tmp_path / "data/none.jsonl").touch()
     for text, what in (
@@ -392,7 +371,7 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
-def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(tmp_path: Path) -> None:
+def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(tmp_path):
     make_list(tmp_path / "chunks")
     (tmp_path / "list.txt").write_text("chunks/b.jsonl\n")
     for place in (make_list(tmp_path / "manifests"), tmp_path / "list.txt"):
@@ -403,9 +382,7 @@ def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(tmp_path: Pat
 
 
 @pytest.mark.s3
-def test_from_s3_to_s3_by_copy_and_by_reference(
-    source: Path, tmp_path: Path, s3_url: Callable[..., str]
-) -> None:
+def test_from_s3_to_s3_by_copy_and_by_reference(source, tmp_path, s3_url):
     bucket = s3_url()
     store = open_store(bucket)
     store.create("data/a.parquet", source.read_bytes())
@@ -424,7 +401,7 @@ def test_from_s3_to_s3_by_copy_and_by_reference(
             assert run_worker_here(f"{place}/{name}", run)["status"] == "SUCCESS"
 
 
-def test_memory_is_bounded_by_a_row_group(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_a_row_group(tmp_path):
     program = (
         "import resource, sys; from batchinfer.cli.main import main; assert main(sys.argv[1:]) == 0;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)"

@@ -1,13 +1,10 @@
 """Values of the sources are those of the rows, whatever their types and spellings."""
 
-from __future__ import annotations
-
 import datetime as dt
 import decimal
 import json
 import math
 import uuid
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -110,7 +107,7 @@ def value_of(text: Any, like: Any) -> Any:
 @pytest.mark.parametrize(
     "array", [pytest.param(each, id=f"{i}: {each.type}") for i, each in enumerate(PLAIN + NESTED)]
 )
-def test_every_type_keeps_its_values(tmp_path: Path, array: pa.Array) -> None:
+def test_every_type_keeps_its_values(tmp_path, array):
     path = tmp_path / "column.parquet"
     pq.write_table(pa.table({"c": array}), path, row_group_size=2)
     expected = pq.read_table(path).column("c").to_pylist()
@@ -120,14 +117,14 @@ def test_every_type_keeps_its_values(tmp_path: Path, array: pa.Array) -> None:
     assert repr(found) == repr(expected) if "nan" in repr(expected) else found == expected
 
 
-def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path: Path) -> None:
+def test_text_of_parquet_that_is_no_utf8_is_a_broken_line(tmp_path):
     values = [b"ok", b"\xff bad", "\ufffd".encode(), None]
     texts = pa.array(values, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"c": texts}), tmp_path / "x.parquet")
     assert lines_of(tmp_path)[1] == b'{"c":"\xff bad","_row":1,"_id":"1"}'
 
 
-def test_dates_out_of_range_are_refused(tmp_path: Path) -> None:
+def test_dates_out_of_range_are_refused(tmp_path):
     pq.write_table(pa.table({"c": pa.array([0, 2**31 - 1], pa.date32())}), tmp_path / "x.parquet")
     with pytest.raises(InputError, match="rows 0 to 1 hold dates or times out of range"):
         lines_of(tmp_path)
@@ -139,13 +136,13 @@ TWICE = pa.struct([("a", pa.int8()), ("a", pa.int8())])
 @pytest.mark.parametrize(
     "kind", [pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())]), TWICE]
 )
-def test_a_type_without_a_form_is_refused_with_its_column(kind: pa.DataType) -> None:
+def test_a_type_without_a_form_is_refused_with_its_column(kind):
     with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
         _form(pa.struct([("in", pa.list_(kind))]), "a.parquet: column 'odd'")
     assert "--columns" in caught.value.hint
 
 
-def test_columns_are_taken_by_name_even_with_dots_and_quotes(tmp_path: Path) -> None:
+def test_columns_are_taken_by_name_even_with_dots_and_quotes(tmp_path):
     columns = {"a": [{"b": 1}], "a.b": [2], 'c "d"': [[]], "": ["e"], "*": [3], "^a$": [4]}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     assert lines_of(tmp_path) == [
@@ -176,7 +173,7 @@ ODD = [
 ]
 
 
-def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path) -> None:
+def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path):
     texts = [text.encode(errors="surrogateescape") for text, _ in ODD]
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(texts))
     found = zip(lines_of(tmp_path), texts, [expected for _, expected in ODD], strict=True)
@@ -192,7 +189,7 @@ def test_json_lines_keep_their_bytes_and_what_is_broken_is_copied(tmp_path: Path
         assert decode_object(line) == expected | {"_row": row, "_id": str(row)}
 
 
-def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> None:
+def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path):
     lines = ['{"a": 1.50, "b": 2, "_id": 3}', '{"b": 1e999, "a": [[1e-5]]}', '{"b":1}', "{"]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     assert lines_of(tmp_path, columns=["a", "b"]) == [
@@ -204,7 +201,7 @@ def test_chosen_columns_of_json_lines_keep_their_spelling(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
+def test_the_id_column_names_rows_as_text(tmp_path, kind):
     rows, more = [{"id": "a\u2028", "n": 7}, {"id": "😀", "n": 8}], ["2"]
     if kind == "jsonl":
         lines = [json.dumps(row) for row in rows] + ['{"id": null}', '{"id": {"x": 1.50}}']
@@ -228,8 +225,8 @@ def test_the_id_column_names_rows_as_text(tmp_path: Path, kind: str) -> None:
 
 
 def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     now = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     columns = [now, now.replace(tzinfo=None), now.time(), now.date(), dt.timedelta(seconds=1.5)]
     columns += [{"x": 1.5, "é": 'a"\u2028'}, [[now]]]
@@ -241,7 +238,7 @@ def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
         assert (first["_id"] in texts, last["_id"]) == (True, "1")
 
 
-def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path: Path) -> None:
+def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path):
     (tmp_path / "x.csv").write_text('\ufeffa,"b ""c"""\n007,"x,\ny"\n\n,"\u2028"\n')
     assert rows_of(tmp_path) == [
         {"a": "007", 'b "c"': "x,\ny", "_row": 0, "_id": "0"},
@@ -253,6 +250,6 @@ def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path:
         assert (row["a"], row["b"]) == ("1,2", "3")
 
 
-def test_each_line_of_a_text_is_a_row_but_for_blank_ones(tmp_path: Path) -> None:
+def test_each_line_of_a_text_is_a_row_but_for_blank_ones(tmp_path):
     (tmp_path / "x.txt").write_bytes("\ufeffé\u2028\r\n\n last".encode())
     assert [row["prompt"] for row in rows_of(tmp_path)] == ["é\u2028", " last"]

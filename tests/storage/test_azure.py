@@ -1,11 +1,7 @@
 """A whole run on Azure: source, job, run and result in one container of Azurite."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 from batchinfer.storage import bucket
 from batchinfer.storage.opening import open_store
@@ -13,7 +9,7 @@ from making import run_process
 
 
 def test_a_data_set_on_azure_is_split_answered_verified_and_collected(
-    azure_url: Callable[[str], str],
+    azure_url,
 ):
     root = azure_url("")
     rows = [{"prompt": f"say {index}"} for index in range(20)]
@@ -35,7 +31,7 @@ def test_a_data_set_on_azure_is_split_answered_verified_and_collected(
     assert [json.loads(line)["_row"] for line in answers] == list(range(20))
 
 
-def test_a_large_file_goes_up_in_parts(azure_url: Callable[[str], str], tmp_path: Path):
+def test_a_large_file_goes_up_in_parts(azure_url, tmp_path):
     store, file = open_store(azure_url("job")), tmp_path / "file"
     file.write_bytes(os.urandom(2 * bucket.PART_BYTES + 1))
     store.put_file("outputs/a", file)

@@ -1,23 +1,19 @@
 """Every store keeps the same promises: local, memory, S3 (moto), Azure (Azurite) and GCS (a fake with generations)."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from store_contract import StoreContract
 
 
 class TestLocal(StoreContract):
     @pytest.fixture
-    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
+    def reopen(self, tmp_path):
         return lambda: open_store(str(tmp_path / "new" / "root"))
 
 
@@ -25,7 +21,7 @@ class TestWithoutFolderLocks(TestLocal):
     """NFS."""
 
     @pytest.fixture(autouse=True)
-    def refuse_folder_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_folder_locks(self, monkeypatch):
         flock = fcntl.flock
 
         def files_only(handle: int, operation: int) -> None:
@@ -38,13 +34,13 @@ class TestWithoutFolderLocks(TestLocal):
 
 class TestMemory(StoreContract):
     @pytest.fixture
-    def reopen(self) -> Callable[[], Store]:
+    def reopen(self):
         url = f"memory://{secrets.token_hex(6)}/job"
         return lambda: open_store(url)
 
 
 class TestBuckets(StoreContract):
     @pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.s3), "azure", "gcs"])
-    def reopen(self, request: pytest.FixtureRequest) -> Callable[[], Store]:
+    def reopen(self, request):
         url = request.getfixturevalue(f"{request.param}_url")("some/job")
         return lambda: open_store(url)

@@ -3,8 +3,6 @@
 The faults are on the wire, so they hold for obstore, whose own repetition is off, and for what the adapter makes of it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -37,7 +35,7 @@ QUICK = RetryPolicy(attempts=30, first_pause_seconds=0.01, longest_pause_seconds
 
 
 @pytest.fixture
-def proxy(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(s3_environment, monkeypatch):
     monkeypatch.setattr(clouds, "_SILENCE", {"quick": "1s", "patient": "2s"})
     made = Proxy(s3_environment)
     monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
@@ -100,9 +98,7 @@ KINDS: dict[str, tuple[bytes, bytes, Callable[[Store, Path], bool]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_spoilt_request_is_sent_again(
-    s3_url: Callable[..., str], proxy: Proxy, tmp_path: Path, fault: str
-):
+def test_a_spoilt_request_is_sent_again(s3_url, proxy, tmp_path, fault):
     """All kinds at the same time, each in a bucket of its own."""
 
     def try_kind(name: str) -> bool:
@@ -122,9 +118,7 @@ def test_a_spoilt_request_is_sent_again(
     assert not any(rule.times for rule in proxy.rules)
 
 
-def test_an_upload_whose_parts_cannot_be_removed_is_sent_again(
-    s3_url: Callable[..., str], proxy: Proxy, tmp_path: Path
-):
+def test_an_upload_whose_parts_cannot_be_removed_is_sent_again(s3_url, proxy, tmp_path):
     """The refusal hid what had failed before, and ended a worker with status 2, which starts no new one."""
     proxy.rules += [Rule("503", b"PUT ", b"partNumber=2"), Rule("403", b"DELETE ", b"uploadId=")]
     assert upload_in_parts(open_store(s3_url("job"), retries=QUICK), tmp_path)
@@ -146,7 +140,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_signals_are_heard_while_a_server_is_silent(s3_environment: str, monkeypatch):
+def test_signals_are_heard_while_a_server_is_silent(s3_environment, monkeypatch):
     """obstore does not return before an answer or a time-out, and Python's handlers wait for that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(120)
@@ -193,7 +187,7 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once
     assert len(pages) == 4
 
 
-def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path: Path):
+def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path):
     """Of one above 80 GiB, 10,000 parts went up, and the next was refused."""
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 1 << 40)  # takes no room

@@ -4,11 +4,9 @@ Answers are scripted, so these tests hold what is made of an answer. That server
 them; moto and Azurite are asked where they do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -45,9 +43,7 @@ def refusal(status: int, code: str) -> Answer:
 
 
 @pytest.fixture
-def scripted(
-    s3_environment: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Scripted]]:
+def scripted(s3_environment, monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def make(*answers: Answer) -> Scripted:
@@ -70,7 +66,7 @@ def scripted(
         (502, "BadGateway"),
     ],
 )
-def test_passing_trouble_is_tried_again(scripted, status: int, code: str):
+def test_passing_trouble_is_tried_again(scripted, status, code):
     server = scripted(*[refusal(status, code)] * 2)
     assert open_store("s3://bucket/job", retries=QUICK).create("k", b"1") == '"e"'
     assert server.num_requests == 3
@@ -90,9 +86,7 @@ def test_passing_trouble_is_tried_again(scripted, status: int, code: str):
         (400, "InvalidRequest", StorageError, ""),
     ],
 )
-def test_lasting_trouble_is_said_at_once(
-    scripted, status: int, code: str, expected: type, hint: str
-):
+def test_lasting_trouble_is_said_at_once(scripted, status, code, expected, hint):
     server = scripted(*[refusal(status, code)] * 9)
     with pytest.raises(expected, match="s3://bucket/job/k") as caught:
         open_store("s3://bucket/job", retries=QUICK).create("k", b"1")
@@ -103,7 +97,7 @@ def test_lasting_trouble_is_said_at_once(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_listing_is_a_refused_access(scripted, status: int):
+def test_a_refused_listing_is_a_refused_access(scripted, status):
     scripted(refusal(status, "Whatever"))
     with pytest.raises(AccessDenied) as caught:
         list(open_store("s3://bucket/job", retries=QUICK).list(""))
@@ -131,9 +125,7 @@ NO_ANSWERS = {
 
 @pytest.mark.parametrize("answer", NO_ANSWERS)
 @pytest.mark.parametrize("verb", ["list", "get", "stat", "create", "replace", "delete"])
-def test_an_answer_that_no_store_gives_is_no_answer(
-    scripted, verb: str, answer: str, tmp_path: Path
-):
+def test_an_answer_that_no_store_gives_is_no_answer(scripted, verb, answer, tmp_path):
     """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
     scripted(*[NO_ANSWERS[answer]] * 9)
     with pytest.raises(StorageError, match="after 3 attempts") as caught:
@@ -170,14 +162,14 @@ def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:
         "gs gcs_url GOOGLE_BASE_URL",
     ]
 )
-def cloud(request: pytest.FixtureRequest) -> tuple[str, str]:
+def cloud(request):
     """The scheme of a cloud whose server runs, and the variable with the server's address."""
     scheme, fixture, variable = request.param.split()
     request.getfixturevalue(fixture)
     return scheme, variable
 
 
-def test_a_missing_bucket_is_named_by_every_verb(cloud: tuple[str, str], tmp_path: Path):
+def test_a_missing_bucket_is_named_by_every_verb(cloud, tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     for name in every_verb(open_store("memory://none"), tmp_path / "file").keys() - {"delete"}:
         store = open_store(f"{cloud[0]}://nowhere/job", retries=QUICK)
@@ -186,9 +178,7 @@ def test_a_missing_bucket_is_named_by_every_verb(cloud: tuple[str, str], tmp_pat
         assert "nowhere" in caught.value.hint, name
 
 
-def test_an_address_where_nothing_answers_is_said_after_five_seconds_of_tries(
-    cloud: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_address_where_nothing_answers_is_said_after_five_seconds_of_tries(cloud, monkeypatch):
     """With ten seconds for a connection that nobody refuses, that is 15 at most."""
     scheme, variable = cloud
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
@@ -213,9 +203,7 @@ def test_a_store_that_has_answered_before_is_given_its_two_minutes(scripted, mon
 
 
 @pytest.fixture
-def credentials(
-    s3_environment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[str, str], None]:
+def credentials(s3_environment, monkeypatch, tmp_path):
     """Put what AWS's two files say in the place of the keys that variables hold."""
 
     def put(config: str, keys: str) -> None:
@@ -270,7 +258,7 @@ def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials
 
 
 @pytest.mark.parametrize("endpoint", ["https://oss.example.com", "https://job.oss.example.com"])
-def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, endpoint: str):
+def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, endpoint):
     """Only in the name: a request for s3://job/a/k went to the bucket a."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_REGION", "eu-1")
@@ -293,7 +281,7 @@ def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, en
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_before_a_request(
-    s3_environment, monkeypatch, url: str, variable: str, value: str, said: str
+    s3_environment, monkeypatch, url, variable, value, said
 ):
     monkeypatch.delenv(variable, raising=False)
     if value:

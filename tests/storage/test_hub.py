@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +5,6 @@ from huggingface_hub import errors as client_errors
 
 from batchinfer.core.errors import (
     AccessDenied,
-    BatchinferError,
     InputError,
     ObjectNotFound,
     ScratchFull,
@@ -18,14 +14,14 @@ from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import check_preconditions, open_store
 from batchinfer.storage.retrying import TransientError
 from fakes import QUICK
-from fixtures_hub import Fault, Hub
+from fixtures_hub import Fault
 
 REPOSITORY = "datasets/org/name"
 FILES = {"data/a.txt": b"alpha", "data/b/c.txt": b"gamma" * 1000, "README.md": b"# read me"}
 
 
 @pytest.fixture
-def web_url(hub: Hub) -> str:
+def web_url(hub):
     """A folder of files on a web server, which is also the Hub."""
     from huggingface_hub import constants
 
@@ -34,13 +30,13 @@ def web_url(hub: Hub) -> str:
 
 
 @pytest.fixture(params=["http", "hf"])
-def store(request: pytest.FixtureRequest, web_url: str) -> ReadOnlyStore:
+def store(request, web_url):
     return ReadOnlyStore(
         web_url if request.param == "http" else f"hf://{REPOSITORY}", retries=QUICK
     )
 
 
-def test_objects_can_be_read_and_absent_ones_are_not_found(store: ReadOnlyStore, tmp_path: Path):
+def test_objects_can_be_read_and_absent_ones_are_not_found(store, tmp_path):
     held = store.get("data/a.txt")
     assert held.data == b"alpha"
     assert held.etag
@@ -54,9 +50,7 @@ def test_objects_can_be_read_and_absent_ones_are_not_found(store: ReadOnlyStore,
             verb("data/nothing.txt")
 
 
-def test_a_web_server_is_asked_through_the_proxy_and_may_take_its_time(
-    web_url: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_web_server_is_asked_through_the_proxy_and_may_take_its_time(web_url, monkeypatch):
     """A download of more than five minutes never came to its end."""
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -68,7 +62,7 @@ def test_a_web_server_is_asked_through_the_proxy_and_may_take_its_time(
     assert store._fs.client_kwargs["timeout"].total is None
 
 
-def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
+def test_writing_is_refused(store, tmp_path):
     for verb in (
         lambda: store.create("k", b"1"),
         lambda: store.put_file("k", tmp_path / "file"),
@@ -80,7 +74,7 @@ def test_writing_is_refused(store: ReadOnlyStore, tmp_path: Path):
             verb()
 
 
-def test_a_repository_is_listed_in_key_order_and_a_web_server_not_at_all(web_url: str, hub: Hub):
+def test_a_repository_is_listed_in_key_order_and_a_web_server_not_at_all(web_url, hub):
     store = open_store(f"hf://{REPOSITORY}")
     assert [(found.key, found.bytes) for found in store.list()] == [
         ("README.md", 9),
@@ -95,7 +89,7 @@ def test_a_repository_is_listed_in_key_order_and_a_web_server_not_at_all(web_url
         open_store(web_url).list()
 
 
-def test_trouble_is_tried_again_or_told(web_url: str, hub: Hub):
+def test_trouble_is_tried_again_or_told(web_url, hub):
     def refuse(status: int, times: int) -> None:
         hub.faults[:] = [Fault(verb, "a.txt", status) for verb in ("GET", "HEAD")] * times
 
@@ -152,9 +146,7 @@ def outage_behind(error: Exception) -> Exception:
         (RuntimeError("Task error: CAS Client Error: sending request"), TransientError, ""),
     ],
 )
-def test_an_error_of_the_hub_is_said_in_our_words(
-    error: Exception, raised: type[BatchinferError], said: str
-) -> None:
+def test_an_error_of_the_hub_is_said_in_our_words(error, raised, said):
     with pytest.raises(raised, match=r"^the subject: ") as caught, hub_errors("the subject"):
         raise error
     assert type(caught.value) is raised
@@ -163,7 +155,7 @@ def test_an_error_of_the_hub_is_said_in_our_words(
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), InputError("ours")])
-def test_what_no_client_raised_passes(error: Exception) -> None:
+def test_what_no_client_raised_passes(error):
     with pytest.raises(type(error)) as caught, hub_errors("the subject"):
         raise error
     assert caught.value is error

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -24,7 +22,7 @@ from batchinfer.storage.scratch import Scratch
 from store_contract import race
 
 
-def test_a_filesystem_without_locks_is_refused(store: LocalStore, monkeypatch):
+def test_a_filesystem_without_locks_is_refused(store, monkeypatch):
     def flock(_handle: int, _operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -36,7 +34,7 @@ def test_a_filesystem_without_locks_is_refused(store: LocalStore, monkeypatch):
     assert not list((store.root / "scratch").iterdir())
 
 
-def test_an_object_that_is_removed_meanwhile_was_there(store: LocalStore, monkeypatch):
+def test_an_object_that_is_removed_meanwhile_was_there(store, monkeypatch):
     store.create("k", b"1")
 
     def read(path: Path) -> bytes:
@@ -48,7 +46,7 @@ def test_an_object_that_is_removed_meanwhile_was_there(store: LocalStore, monkey
         store.create("k", b"2")
 
 
-def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypatch):
+def test_a_filesystem_without_hard_links_is_refused(store, monkeypatch):
     refused = PermissionError(errno.EPERM, "Operation not permitted")
     monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     with pytest.raises(ConfigError, match="no hard links") as caught:
@@ -58,11 +56,11 @@ def test_a_filesystem_without_hard_links_is_refused(store: LocalStore, monkeypat
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
+def store(tmp_path):
     return LocalStore(tmp_path / "root")
 
 
-def test_comparing_and_replacing_is_one_step(store: LocalStore, monkeypatch):
+def test_comparing_and_replacing_is_one_step(store, monkeypatch):
     replace = Path.replace
 
     def late(temp: Path, target: Path) -> Path:
@@ -75,7 +73,7 @@ def test_comparing_and_replacing_is_one_step(store: LocalStore, monkeypatch):
     assert len(etags) == 1
 
 
-def test_only_old_temporary_files_are_shown_as_left_behind(store: LocalStore):
+def test_only_old_temporary_files_are_shown_as_left_behind(store):
     store.create("a/b", b"1")
     old = store.root / "a" / ".b.0123456789abcdef.tmp"
     old.write_bytes(b"part")
@@ -88,7 +86,7 @@ def test_only_old_temporary_files_are_shown_as_left_behind(store: LocalStore):
 
 
 def test_dot_files_dangling_links_and_pipes_are_no_objects_and_linked_folders_are_listed(
-    store: LocalStore, tmp_path: Path
+    store, tmp_path
 ):
     store.create("a/b", b"1")
     (store.root / ".hidden").write_bytes(b"x")
@@ -111,7 +109,7 @@ def test_dot_files_dangling_links_and_pipes_are_no_objects_and_linked_folders_ar
             store.create(key, b"x")
 
 
-def test_files_that_vanish_while_listing_are_left_out(store: LocalStore):
+def test_files_that_vanish_while_listing_are_left_out(store):
     for index in range(3):
         store.create(f"x/{index}/file", b"1")
     listing = store.list()
@@ -122,7 +120,7 @@ def test_files_that_vanish_while_listing_are_left_out(store: LocalStore):
     assert list(listing) == []
 
 
-def test_etag_is_new_even_where_inode_and_tick_come_back(store: LocalStore):
+def test_etag_is_new_even_where_inode_and_tick_come_back(store):
     etags = {store.create("k", b"000")}
     for index in range(1, 200):
         store.delete(["k"])
@@ -130,7 +128,7 @@ def test_etag_is_new_even_where_inode_and_tick_come_back(store: LocalStore):
     assert len(etags) == 200
 
 
-def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
+def test_read_only_filesystem_is_access_denied(store, monkeypatch):
     etag = store.create("a/b", b"1")
     refused = OSError(errno.EROFS, "Read-only file system")
     monkeypatch.setattr(Path, "open", Mock(side_effect=refused))
@@ -142,7 +140,7 @@ def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
         check_preconditions(store)
 
 
-def test_a_name_that_is_too_long_is_refused_and_shown_whole(store: LocalStore, tmp_path: Path):
+def test_a_name_that_is_too_long_is_refused_and_shown_whole(store, tmp_path):
     long = LocalStore(tmp_path / ("n" * 300))
     for refused, key in ((store, "x" * 300), (long, "k")):
         what = f"{key}: File name too long, expected a shorter name"
@@ -155,9 +153,7 @@ def test_a_name_that_is_too_long_is_refused_and_shown_whole(store: LocalStore, t
 @pytest.mark.parametrize(
     "root", ["/sys/batchinfer", "/proc/batchinfer", "file/run", "file", "circle"]
 )
-def test_folder_that_cannot_be_made_is_access_denied_not_a_missing_object(
-    root: str, tmp_path: Path
-):
+def test_folder_that_cannot_be_made_is_access_denied_not_a_missing_object(root, tmp_path):
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(AccessDenied, match=root):
@@ -165,9 +161,7 @@ def test_folder_that_cannot_be_made_is_access_denied_not_a_missing_object(
 
 
 @pytest.mark.parametrize("verb", ["create", "put_file"])
-def test_full_disk_is_a_storage_error_and_leaves_nothing(
-    store: LocalStore, tmp_path: Path, monkeypatch, verb: str
-):
+def test_full_disk_is_a_storage_error_and_leaves_nothing(store, tmp_path, monkeypatch, verb):
     store.create("a/b", b"1")
     (built := tmp_path / "built").write_bytes(b"1")
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -178,7 +172,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(
     assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
 
 
-def test_folder_in_the_place_of_an_object_is_named(store: LocalStore):
+def test_folder_in_the_place_of_an_object_is_named(store):
     store.create("a/b", b"1")
     for write in (lambda: store.create("a", b"1"), lambda: store.put_file("a", store.root / "a/b")):
         with pytest.raises(AccessDenied, match="root/a: is a folder, expected a file"):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import is_inside, open_store
 
 
-def test_paths_and_file_urls_open_folders(tmp_path: Path, monkeypatch):
+def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for url, expected in {
@@ -57,13 +55,13 @@ def test_opening_a_folder_loads_no_object_store():
 
 
 @pytest.mark.parametrize("part", ["", ".", ".."])
-def test_a_part_that_keys_cannot_have_is_refused_with_what_is_meant(part: str) -> None:
+def test_a_part_that_keys_cannot_have_is_refused_with_what_is_meant(part):
     with pytest.raises(ConfigError) as caught:
         open_store(f"s3://bucket/{part}/job/")
     assert caught.value.hint == "did you mean s3://bucket/job?"
 
 
-def test_inside_is_by_whole_components(tmp_path: Path) -> None:
+def test_inside_is_by_whole_components(tmp_path):
     assert is_inside("s3://b/data/x", "s3://b/data")
     assert is_inside("s3://b/data/", "s3://b/data")
     assert not is_inside("s3://b/data2", "s3://b/data")

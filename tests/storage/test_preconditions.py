@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +14,7 @@ from making import make_job, run_worker_here
 
 
 @pytest.fixture
-def store(memory_url: str) -> MemoryStore:
+def store(memory_url):
     return MemoryStore(memory_url)
 
 
@@ -54,11 +50,11 @@ UNABLE = Mock(side_effect=NotSupported("501"))
     ],
 )
 def test_a_store_is_refused_with_what_was_tried_and_what_it_did(
-    store: MemoryStore,
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
-    act: Callable[..., str],
-    said: str,
+    store,
+    monkeypatch,
+    verb,
+    act,
+    said,
 ):
     monkeypatch.setattr(store, verb, partial(act, store))
     with pytest.raises(ConfigError, match=said) as caught:
@@ -69,9 +65,7 @@ def test_a_store_is_refused_with_what_was_tried_and_what_it_did(
     assert list(store.list()) == []
 
 
-def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_is_tried_once_and_again_where_it_was_copied_to(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(opening, "check_preconditions", lambda store: tried.append(store.url))
     job, run, copy = (str(tmp_path / name) for name in ("job", "run", "copy"))
@@ -84,7 +78,7 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(
     assert tried == [run, copy]
 
 
-def test_probe_that_cannot_be_removed_is_only_a_warning(store: MemoryStore, caplog, monkeypatch):
+def test_probe_that_cannot_be_removed_is_only_a_warning(store, caplog, monkeypatch):
     monkeypatch.setattr(store, "delete", Mock(side_effect=AccessDenied("no")))
     check_preconditions(store)
     assert "cannot remove the probe" in caplog.text

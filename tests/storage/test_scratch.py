@@ -1,15 +1,11 @@
 """Local scratch space: folders of the dead removed, a full disk named."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +14,7 @@ from batchinfer.core.errors import ConfigError, ScratchFull
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 
-def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path):
     code = (
         "import sys, os, signal; from pathlib import Path; from batchinfer.storage.scratch import Scratch;"
         "s = Scratch(Path(sys.argv[1])); s.new_path('x').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -31,7 +27,7 @@ def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("names", [[], ["1-chunk"]])
-def test_a_folder_without_a_lock_is_removed(tmp_path: Path, names: list[str]) -> None:
+def test_a_folder_without_a_lock_is_removed(tmp_path, names):
     """Its process was killed before it made the lock, or while it removed the folder, the lock first."""
     folder = tmp_path / "batchinfer-scratch-killed"
     folder.mkdir()
@@ -42,9 +38,7 @@ def test_a_folder_without_a_lock_is_removed(tmp_path: Path, names: list[str]) ->
     scratch.close()
 
 
-def test_nothing_is_made_or_removed_in_another_users_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_made_or_removed_in_another_users_folder(tmp_path, monkeypatch):
     """A link to elsewhere in a shared temporary folder would have a lock made there."""
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "batchinfer-scratch-link"
@@ -54,7 +48,7 @@ def test_nothing_is_made_or_removed_in_another_users_folder(
     assert sorted(tmp_path.rglob("*")) == [link, tmp_path / "elsewhere"]
 
 
-def test_the_folder_of_a_living_worker_is_left_alone(tmp_path: Path) -> None:
+def test_the_folder_of_a_living_worker_is_left_alone(tmp_path):
     first, second = Scratch(tmp_path), Scratch(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
     first.close()
@@ -66,9 +60,7 @@ def test_the_folder_of_a_living_worker_is_left_alone(tmp_path: Path) -> None:
     ("number", "what"),
     [(errno.ENOSPC, "is full"), (errno.EDQUOT, "is full"), (errno.EROFS, "cannot be written")],
 )
-def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
-    tmp_path: Path, number: int, what: str
-) -> None:
+def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(tmp_path, number, what):
     with pytest.raises(ScratchFull, match=what) as caught, scratch_errors(tmp_path):
         raise OSError(number, os.strerror(number))
     assert str(tmp_path) in caught.value.message
@@ -76,7 +68,7 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
     assert caught.value.exit_status == 34
 
 
-def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch) -> None:
+def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch):
     none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
     monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
     with pytest.raises(ScratchFull, match="no folder for temporary files"):
@@ -85,9 +77,7 @@ def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch) -
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 @pytest.mark.parametrize("step", [(os, "mkdir"), (tempfile, "mkdtemp")])
-def test_a_folder_that_may_not_be_written_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: tuple[ModuleType, str]
-) -> None:
+def test_a_folder_that_may_not_be_written_is_a_mistake(tmp_path, monkeypatch, number, step):
     monkeypatch.setattr(*step, Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(ConfigError, match="cannot be made") as caught:
         Scratch(tmp_path / "scratch")

@@ -1,7 +1,5 @@
 """Fetching from web servers, against a server on 127.0.0.1 that misbehaves in every way."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -11,17 +9,17 @@ from batchinfer.core.errors import ObjectNotFound, StorageError
 from batchinfer.storage import web
 from batchinfer.storage.retrying import RetryPolicy
 from fakes import QUICK
-from web_server import Answer, WebServer, endless, raw, reply
+from web_server import Answer, endless, raw, reply
 
 LOCAL = web.WebRules(max_bytes=1000, seconds=5.0, allows_private=True)
 
 
-def test_a_file_is_fetched_whole(server: WebServer) -> None:
+def test_a_file_is_fetched_whole(server):
     server.answers["/a%20b.png?x=1"] = reply(200, b"image")
     assert web.fetch(f"{server.url}/a b.png?x=1", LOCAL, QUICK) == b"image"
 
 
-def test_without_permission_no_connection_is_made_to_a_private_address(server: WebServer) -> None:
+def test_without_permission_no_connection_is_made_to_a_private_address(server):
     server.answers["/a"] = reply(200, b"secret")
     strict = LOCAL._replace(allows_private=False)
     port = server.url.rpartition(":")[2]
@@ -48,13 +46,11 @@ PUBLIC = ("8.8.8.8", "168.63.129.17", "2606:4700::1111", "::ffff:8.8.8.8", "64:f
 
 
 @pytest.mark.parametrize("address", [*PRIVATE, *PUBLIC])
-def test_addresses_that_are_not_of_the_public_internet_are_private(address: str) -> None:
+def test_addresses_that_are_not_of_the_public_internet_are_private(address):
     assert web.is_private(address) == (address in PRIVATE)
 
 
-def test_a_redirect_into_the_private_network_is_refused(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redirect_into_the_private_network_is_refused(server, monkeypatch):
     """The first server counts as public, as an attacker's would be."""
     server.answers["/go"] = reply(302, Location=f"{server.url.replace('127.0.0.1', '127.0.0.2')}/a")
     server.answers["/a"] = reply(200, b"secret")
@@ -77,15 +73,15 @@ def test_a_redirect_into_the_private_network_is_refused(
     ],
 )
 def test_another_scheme_is_refused_and_what_is_no_url_is_a_missing_file_also_of_a_redirect(
-    server: WebServer, where: str, error: type[Exception]
-) -> None:
+    server, where, error
+):
     server.answers["/go"] = reply(302, Location=where)
     for url in (where, f"{server.url}/go"):
         with pytest.raises(error, match="http" if error is web.Forbidden else None):
             web.fetch(url, LOCAL, QUICK)
 
 
-def test_a_redirect_is_followed_and_a_circle_of_them_ends(server: WebServer) -> None:
+def test_a_redirect_is_followed_and_a_circle_of_them_ends(server):
     server.answers |= {
         "/1": reply(301, Location="/2"),
         "/2": reply(307, Location=f"{server.url}/3"),
@@ -97,7 +93,7 @@ def test_a_redirect_is_followed_and_a_circle_of_them_ends(server: WebServer) -> 
         web.fetch(f"{server.url}/round", LOCAL, QUICK)
 
 
-def test_a_passing_failure_and_a_file_that_is_cut_off_are_tried_again(server: WebServer) -> None:
+def test_a_passing_failure_and_a_file_that_is_cut_off_are_tried_again(server):
     cut = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\nhalf")
     for failures in ((reply(503), reply(429)), (cut,)):
         server.seen.clear()
@@ -107,14 +103,14 @@ def test_a_passing_failure_and_a_file_that_is_cut_off_are_tried_again(server: We
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
-def test_a_refusal_is_not_tried_again(server: WebServer, status: int) -> None:
+def test_a_refusal_is_not_tried_again(server, status):
     server.answers["/a"] = reply(status)
     with pytest.raises(ObjectNotFound, match=str(status)):
         web.fetch(f"{server.url}/a", LOCAL, QUICK)
     assert len(server.seen) == 1
 
 
-def test_a_file_that_is_too_large_is_not_read_to_its_end(server: WebServer) -> None:
+def test_a_file_that_is_too_large_is_not_read_to_its_end(server):
     server.answers["/untold"] = raw(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1001)
     server.answers["/told"] = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1001\r\n\r\nx")
     server.answers["/endless"] = endless(b"x" * 1000)
@@ -123,7 +119,7 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(server: WebServer) -> N
             web.fetch(f"{server.url}{path}", LOCAL, QUICK)
 
 
-def test_a_server_that_drips_is_given_up(server: WebServer) -> None:
+def test_a_server_that_drips_is_given_up(server):
     def drip(first: bytes) -> Answer:
         async def send(request: Request) -> StreamResponse:
             request.transport.write(first)
@@ -142,7 +138,7 @@ def test_a_server_that_drips_is_given_up(server: WebServer) -> None:
             web.fetch(f"{server.url}{path}", LOCAL._replace(seconds=0.3), once)
 
 
-def test_nobody_listens(server: WebServer) -> None:
+def test_nobody_listens(server):
     server.close()
     with pytest.raises(StorageError, match="after 3 attempts"):
         web.fetch(f"{server.url}/a", LOCAL, QUICK)

@@ -1,9 +1,5 @@
 """LoRA adapters of a run, and the names by which requests ask for the model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,12 +46,12 @@ UNKNOWN = "model_not_found"
     ],
 )
 def test_rows_ask_for_the_model_and_for_adapters_by_their_names(
-    tmp_path: Path,
-    make_row: Callable[[int, Any], dict[str, Any]],
-    options: tuple[str, ...],
-    names: list[Any],
-    answered: list[str],
-) -> None:
+    tmp_path,
+    make_row,
+    options,
+    names,
+    answered,
+):
     adapter, job = write_adapter(tmp_path / "sql"), tmp_path / "job"
     make_job(job, rows=len(names), per_chunk=4, make_row=lambda i: make_row(i, names[i]))
     given = [option.format(adapter=adapter) for option in options]
@@ -67,15 +63,15 @@ def test_rows_ask_for_the_model_and_for_adapters_by_their_names(
 
 
 def test_a_run_all_of_whose_rows_ask_for_another_model_is_told_how_to_name_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=lambda i: request(i, "gpt-4"))
     with pytest.raises(ErrorRateExceeded) as caught:
         run_worker_here(tmp_path / "job", tmp_path / "run", *BATCH)
     assert "--served-model-name NAME gives the model the name by which" in caught.value.hint
 
 
-def test_adapters_are_part_of_the_run_by_their_content(tmp_path: Path) -> None:
+def test_adapters_are_part_of_the_run_by_their_content(tmp_path):
     first = write_adapter(tmp_path / "first", seed=1)
     job, run = tmp_path / "job", tmp_path / "run"
     make_job(job, rows=4, per_chunk=4)

@@ -1,7 +1,5 @@
 """Stop requests: the first one counts, with a period of grace that a second signal ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -13,20 +11,20 @@ from fakes import FakeClock
 
 
 @pytest.fixture
-def clock() -> FakeClock:
+def clock():
     return FakeClock()
 
 
 @pytest.fixture
-def stopper(clock: FakeClock) -> Stopper:
+def stopper(clock):
     made = Stopper(clock, grace_seconds=20)
     install_signal_handlers(made)
     return made
 
 
 def test_a_request_takes_effect_at_once_for_new_rows_and_after_the_grace_for_running_ones(
-    stopper: Stopper, clock: FakeClock
-) -> None:
+    stopper, clock
+):
     assert (stopper.is_requested, stopper.is_set()) == (False, False)
     stopper.request(StopRequested("by hand"))
     assert (stopper.is_requested, stopper.is_set(), stopper.seconds_left) == (True, False, 20)
@@ -42,8 +40,8 @@ def test_a_request_takes_effect_at_once_for_new_rows_and_after_the_grace_for_run
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_a_second_signal_ends_the_grace_and_the_first_one_after_a_notice_leaves_it(
-    stopper: Stopper, number: signal.Signals, *, is_announced: bool
-) -> None:
+    stopper, number, *, is_announced
+):
     """A cloud announces the end of a machine and sends its signal at about the same time."""
     if is_announced:
         stopper.request(Interrupted("the cloud takes the machine"))

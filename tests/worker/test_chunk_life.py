@@ -1,7 +1,5 @@
 """A checkpoint of many bytes is several segments, each of whole records, and all of them are written."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchinfer.core import codec, layout
@@ -20,7 +18,7 @@ PROMPTS = [[f"say {index}" for index in range(40)]]
 
 
 @pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_segments(monkeypatch):
     monkeypatch.setattr(chunk_life, "_SEGMENT_BYTES", SEGMENT_BYTES)
     monkeypatch.setattr(chunk, "_BLOCK_BYTES", 50)
 
@@ -31,9 +29,7 @@ def records(stage: Stage) -> list[list[bytes]]:
     return [data.splitlines(keepends=True)[1:] for data in found]
 
 
-def test_a_worker_that_is_stopped_writes_all_parts_before_its_last_rows_come_and_after_them() -> (
-    None
-):
+def test_a_worker_that_is_stopped_writes_all_parts_before_its_last_rows_come_and_after_them():
     """The machine may be gone before they come (P5)."""
     at_the_stop: list[int] = []
     with Stage(PROMPTS, seed=1) as stage:
@@ -48,7 +44,7 @@ def test_a_worker_that_is_stopped_writes_all_parts_before_its_last_rows_come_and
         assert all(sum(map(len, part[:-1])) < SEGMENT_BYTES for part in records(stage))
 
 
-def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim() -> None:
+def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim():
     name, file = "part-00000", layout.output_file("part-00000", "aaaa")
     with Stage(PROMPTS) as stage:
         stage.engine.max_in_flight = 2
@@ -65,7 +61,7 @@ def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim
         assert not stage.objects(layout.CHECKPOINTS)
 
 
-def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
+def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened():
     """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
     uploads: list[str] = []
 
@@ -84,5 +80,5 @@ def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_ope
         assert len(uploads) == 4
 
 
-def test_promises_hold_with_small_segments() -> None:
+def test_promises_hold_with_small_segments():
     assert not any(simulate(seed).violation for seed in range(920_000, 920_025))

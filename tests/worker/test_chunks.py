@@ -1,10 +1,6 @@
 """Opening chunks: what is taken up is of this very chunk, and takes little memory however much it is."""
 
-from __future__ import annotations
-
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -34,19 +30,19 @@ FAILED = b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}'
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Store:
+def run(tmp_path):
     return open_store(str(tmp_path / "run"))
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Scratch]:
+def scratch(tmp_path):
     made = Scratch(tmp_path / "scratch")
     yield made
     made.close()
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Store:
+def source(tmp_path):
     """A job's folder with a chunk of short rows."""
     made = open_store(str(tmp_path / "job"))
     made.create(REF.key, b"{}\n" * NUM_ROWS)
@@ -78,9 +74,7 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
     return open_chunk(ref, cast("RunAccess", access), now=0.0)
 
 
-def test_taking_up_segments_takes_the_memory_of_one_of_them(
-    run: Store, source: Store, scratch: Scratch
-) -> None:
+def test_taking_up_segments_takes_the_memory_of_one_of_them(run, source, scratch):
     """All rows of the chunk are finished already."""
     for index in range(NUM_SEGMENTS):
         lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
@@ -101,9 +95,7 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
     assert peak < NUM_ROWS * ROW_BYTES / 3
 
 
-def test_an_answer_comes_before_an_error_of_the_same_row(
-    run: Store, source: Store, scratch: Scratch
-) -> None:
+def test_an_answer_comes_before_an_error_of_the_same_row(run, source, scratch):
     """The row was asked again with --retry-errors: a later start without it took up the error."""
     failed = FinishedRow(line=0, ok=False, code="c", output=codec.raw(FAILED))
     answered = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
@@ -115,9 +107,7 @@ def test_an_answer_comes_before_an_error_of_the_same_row(
     chunk.close()
 
 
-def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
-    run: Store, source: Store, scratch: Scratch
-) -> None:
+def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(run, source, scratch):
     """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
     built = build_output(scratch.new_path("output"), [FAILED, output_line(1), output_line(2)])
     sha256 = codec.sha256(source.get(REF.key).data)

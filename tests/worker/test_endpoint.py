@@ -1,11 +1,9 @@
 """Whole runs on an endpoint: what reaches the outputs, what a failing endpoint leaves, and what is told before."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +15,26 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.worker_config import rules_of
 from echo_server import FakeEndpoint, fake_endpoint, refusal
-from making import Call, make_job, output_lines, read_marker
+from making import make_job, output_lines, read_marker
 
 KEY = "sk-a1B2c3D4e5F6"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Short waits and a key."""
     monkeypatch.setattr(http, "pause_seconds", lambda _: 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
 @pytest.fixture
-def endpoint() -> Iterator[FakeEndpoint]:
+def endpoint():
     with fake_endpoint() as found:
         yield found
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=40, per_chunk=10)
     return tmp_path / "job"
 
@@ -53,7 +51,7 @@ Told = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def call(call: Call) -> Told:
+def call(call):
     """Call the command line in this process: its exit status, its result and its log."""
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:

@@ -1,8 +1,5 @@
 """When a worker's own record tells it to go on, and when to give up."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +12,7 @@ from simulation.stage import Ending, Stage, when
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage():
     with Stage([["mine"] * 5, ["theirs"] * 5]) as made:
         yield made
 
@@ -27,7 +24,7 @@ def run(stage: Stage, *, kill_after: float | None = None, max_attempts: int = 2)
     return stage.run(max_attempts=max_attempts, within_seconds=1000.0)
 
 
-def test_a_worker_that_is_stopped_while_it_loads_goes_on(stage: Stage) -> None:
+def test_a_worker_that_is_stopped_while_it_loads_goes_on(stage):
     stage.engine.load_seconds = 1e6
     for error in [Interrupted("preempted"), StopRequested("stopped")] * 2:
         stage.scheduler.after(20.0, lambda error=error: stage.stop(error))
@@ -38,8 +35,8 @@ def test_a_worker_that_is_stopped_while_it_loads_goes_on(stage: Stage) -> None:
 
 @pytest.mark.parametrize("is_loading", [False, True])
 def test_machines_that_vanish_are_replaced_without_end_unless_they_are_gone_while_they_load(
-    stage: Stage, *, is_loading: bool
-) -> None:
+    stage, *, is_loading
+):
     stage.let_another_hold("part-00000", "part-00001")
     stage.engine.load_seconds = 1e6 if is_loading else 1.0
     for _ in range(2 if is_loading else 4):
@@ -52,14 +49,14 @@ def test_machines_that_vanish_are_replaced_without_end_unless_they_are_gone_whil
         assert run(stage, kill_after=60.0, max_attempts=3).is_killed
 
 
-def test_a_start_that_only_waits_does_not_count_however_it_ends(stage: Stage) -> None:
+def test_a_start_that_only_waits_does_not_count_however_it_ends(stage):
     stage.let_another_hold("part-00000", "part-00001")
     for _ in range(3):
         stage.scheduler.after(60.0, lambda: stage.stop(StorageError("away")))
         assert isinstance(run(stage).error, StorageError)
 
 
-def test_heartbeats_that_take_longer_than_the_lease_end_the_worker() -> None:
+def test_heartbeats_that_take_longer_than_the_lease_end_the_worker():
     """Each was written, so nothing was wrong, and nothing could ever be published."""
     with Stage([["mine"] * 50]) as stage:
 
@@ -79,7 +76,7 @@ def heartbeat_of(store: MemoryStore, clock: FakeClock) -> tuple[Heartbeat, Mock]
     return Heartbeat(store, lease, telemetry, Mock(), clock), lease
 
 
-def test_a_start_whose_lease_lapsed_meanwhile_leaves_the_statistics_of_the_newer_one() -> None:
+def test_a_start_whose_lease_lapsed_meanwhile_leaves_the_statistics_of_the_newer_one():
     store, clock = MemoryStore("memory://statistics"), FakeClock()
     heartbeat, lease = heartbeat_of(store, clock)
     lease.renew.return_value, lease.is_held.return_value = True, False
@@ -87,7 +84,7 @@ def test_a_start_whose_lease_lapsed_meanwhile_leaves_the_statistics_of_the_newer
     assert not list(store.list(layout.statistics_key("a")))
 
 
-def test_a_machine_that_was_frozen_after_an_outage_goes_on() -> None:
+def test_a_machine_that_was_frozen_after_an_outage_goes_on():
     clock = FakeClock()
     heartbeat, lease = heartbeat_of(MemoryStore("memory://frozen"), clock)
     lease.renew.return_value = lease.is_held.return_value = False

@@ -1,7 +1,5 @@
 """What the workers of one run must agree on, and which columns a run needs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,12 +11,12 @@ from making import make_job, run_worker_here, split
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
+def job(tmp_path):
     make_job(tmp_path / "job", rows=6, per_chunk=3)
     return str(tmp_path / "job")
 
 
-def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(job: str) -> None:
+def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(job):
     run = f"{job}/runs/a"
     slow = ("--tokenizer-mode", "slow")
     run_worker_here(job, run, *slow, "--kv-cache-memory-bytes", "1")
@@ -33,9 +31,7 @@ def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(jo
     assert recorded["recorded"]["server_args"] == [*slow, "--kv-cache-memory-bytes", "1"]
 
 
-def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(job, monkeypatch):
     """It was found only when its chunk was opened, in the middle of a paid run."""
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     path = Path(job, "job.json")
@@ -48,9 +44,7 @@ def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(
     assert not Path(job, "runs/a/claims").exists()
 
 
-def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_that_repeat_are_mentioned_when_a_worker_starts(tmp_path, caplog):
     """Without --output, the run lies in the job, however that is named."""
     request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
@@ -65,8 +59,6 @@ def test_ids_that_repeat_are_mentioned_when_a_worker_starts(
     assert again["chunks_skipped"] == 3
 
 
-def test_a_rehearsal_says_what_it_does_not_check(
-    job: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rehearsal_says_what_it_does_not_check(job, caplog):
     run_worker_here(job, f"{job}/runs/a", "--model", "no/such")
     assert "neither the model nor the lengths of prompts are checked" in caplog.text

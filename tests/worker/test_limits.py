@@ -1,9 +1,6 @@
 """--max-cost and --max-hours: a worker ends with status 3 near its limit, and goes on with a higher one."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +14,7 @@ COST = {"price_per_hour": 36.0, "max_cost": 0.6}
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage():
     """A job that takes two hundred seconds, a row in two."""
     with Stage([["row"] * 100]) as made:
         made.engine.max_in_flight, made.engine.row_seconds = 1, 2.0
@@ -30,9 +27,7 @@ def up_seconds(stage: Stage) -> float:
 
 
 @pytest.mark.parametrize("limit", [COST, {"max_hours": 1 / 60}])
-def test_a_worker_ends_at_its_limit_and_goes_on_with_a_higher_one(
-    stage: Stage, limit: dict[str, float]
-) -> None:
+def test_a_worker_ends_at_its_limit_and_goes_on_with_a_higher_one(stage, limit):
     for minutes in (1, 2):
         higher = {name: value * minutes for name, value in limit.items() if "max" in name}
         ending = stage.run(**limit | higher)
@@ -48,8 +43,8 @@ def test_a_worker_ends_at_its_limit_and_goes_on_with_a_higher_one(
 
 
 def test_with_the_limit_that_it_has_reached_a_worker_generates_nothing_and_tries_nothing_in_vain(
-    stage: Stage,
-) -> None:
+    stage,
+):
     stage.run(**COST)
     num_finished = len(stage.finished)
     for _ in range(3):
@@ -58,9 +53,7 @@ def test_with_the_limit_that_it_has_reached_a_worker_generates_nothing_and_tries
 
 
 @pytest.mark.parametrize("max_cost", [1.5, 5000.0])
-def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(
-    max_cost: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_is_done_before_its_cost_is_seen_says_so(max_cost, caplog):
     """Cost is looked at once a second, and a worker may be done between two looks."""
     with Stage([["say so"]], seed=1) as short:
         logging.disable(logging.NOTSET)

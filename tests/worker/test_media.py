@@ -1,12 +1,9 @@
 """Media of rows on their way to the engine: where they may be, what is refused, and whole runs with them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,13 +21,13 @@ from echo_server import fake_endpoint
 from fakes import QUICK
 from making import make_job, output_lines, run_worker_here, said
 from pictures import as_data_url, as_hub, picture
-from web_server import WebServer, reply
+from web_server import reply
 
 RED, BLUE = picture("red"), picture("blue", 50, "JPEG")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(web.fetch, "__defaults__", (QUICK,))
 
 
@@ -53,7 +50,7 @@ FORBIDDEN, UNAVAILABLE, TOO_LARGE = "media_forbidden", "media_unavailable", "med
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A folder with an image, a link that leaves it, and a secret beside it. A bucket has the image, too."""
     (tmp_path / "root" / "folder").mkdir(parents=True)
     (tmp_path / "root" / "a.png").write_bytes(RED)
@@ -88,17 +85,15 @@ def root(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_at_a_place_arrives_as_it_was_and_a_path_does_not_leave_the_root(
-    root: Path, monkeypatch: pytest.MonkeyPatch, media_root: str, place: str, expected: bytes | str
-) -> None:
+    root, monkeypatch, media_root, place, expected
+):
     nobody = Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "no such name"))
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     limits = {"media_root": media_root.format(root=root), "max_media_bytes": len(RED)}
     assert outcome(place.format(root=root), **limits) == expected
 
 
-def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(
-    server: WebServer, root: Path
-) -> None:
+def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(server, root):
     server.answers |= {
         "/a.png": reply(200, RED),
         "/error": reply(500),
@@ -117,7 +112,7 @@ def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_dead: bool) -> None:
+def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_dead):
     cache = MediaCache(1 << 20)
     asked: list[str] = []
     all_begun, is_over = threading.Barrier(9), threading.Event()
@@ -149,7 +144,7 @@ def test_rows_of_one_link_wait_for_one_request_and_keep_no_other_waiting(*, is_d
     assert cache.get("link", lambda: BLUE) == (BLUE if is_dead else RED)
 
 
-def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately() -> None:
+def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately():
     cache = MediaCache(18_000)
     for place in ("a", "b", "a", "d"):
         assert cache.get(place, lambda: b"x" * 7000) == b"x" * 7000
@@ -157,7 +152,7 @@ def test_the_cache_counts_what_it_keeps_and_forgets_what_was_used_least_lately()
     assert cache._num_bytes == 2 * 8001
 
 
-def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:
+def test_the_media_of_one_row_have_a_limit_together(tmp_path):
     (tmp_path / "a.png").write_bytes(RED)
     few = fetcher(max_row_memory=0, max_media_bytes=3 * len(RED), media_root=str(tmp_path))
     refs = [MediaRef(place="a.png")] * 4
@@ -169,8 +164,8 @@ def test_the_media_of_one_row_have_a_limit_together(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def fail(_: str) -> bytes:
         raise ZeroDivisionError("oh")
 
@@ -185,7 +180,7 @@ def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
 # --------------------------------------------------------------------------- whole runs
 
 
-def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_path: Path) -> None:
+def test_places_that_cannot_be_had_fail_their_rows_alone(server, tmp_path):
     (tmp_path / "a.png").write_bytes(RED)
     server.answers["/a.png"] = reply(200, RED)
     link = f"{server.url}/a.png"
@@ -205,9 +200,7 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server: WebServer, tmp_
     assert server.seen.count("/a.png") == 1
 
 
-def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-a1B2")
     link = "https://example.com/a.png"
     part = {"type": "image_url", "image_url": {"url": link, "detail": "low"}}

@@ -1,7 +1,5 @@
 """The memory that a real worker takes, with rows that are large."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -38,7 +36,7 @@ def peak_bytes(tmp_path: Path, rows: Iterable[dict[str, str]], *options: str) ->
 
 
 @pytest.mark.slow
-def test_large_rows_take_the_memory_that_is_allowed(tmp_path: Path) -> None:
+def test_large_rows_take_the_memory_that_is_allowed(tmp_path):
     """They took as much as the engine had sequences, and segments of them took 128 MB more."""
     texts = (f"{row} " * (ROW_BYTES // len(f"{row} ")) for row in range(NUM_ROWS))
     options = ("--max-num-seqs", "512", "--echo-latency-seconds", "5", "--checkpoint-seconds", "1")
@@ -47,7 +45,7 @@ def test_large_rows_take_the_memory_that_is_allowed(tmp_path: Path) -> None:
     assert peak_bytes(tmp_path, ({"prompt": text} for text in texts), *options) < most
 
 
-def test_media_count_as_memory_of_rows(tmp_path: Path) -> None:
+def test_media_count_as_memory_of_rows(tmp_path):
     """Rows that name files of 4 MB, 60 of them, with --max-row-memory 32."""
     rows = [{"prompt": f"row {row}", "image": f"{row}.png"} for row in range(60)]
     for row in rows:

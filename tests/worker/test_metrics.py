@@ -1,7 +1,5 @@
 """The worker's metrics, over a real socket; the dashboard and the page know them all."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -13,22 +11,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from batchinfer.ledger.metrics import families_of
 from fakes import worker_record
-from making import Call, make_job, run_worker_here
+from making import make_job, run_worker_here
 from metrics_reader import NAMES, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     rows = [{"prompt": f"hello row {row}" if row % 10 else None} for row in range(600)]
     make_job(tmp_path / "job", rows=600, per_chunk=100, make_row=rows.__getitem__)
     return tmp_path / "job"
 
 
-def test_status_prints_the_same_names_and_the_last_figures(
-    job: Path, tmp_path: Path, call: Call
-) -> None:
+def test_status_prints_the_same_names_and_the_last_figures(job, tmp_path, call):
     run = tmp_path / "run"
     limit = ("--worker-id", "w0", "--max-cost", "9", "--price-per-hour", "1")
     assert run_worker_here(job, run, *limit)["status"] == "SUCCESS"
@@ -46,9 +42,7 @@ def test_status_prints_the_same_names_and_the_last_figures(
     assert cost == pytest.approx(seen["batchinfer_up_seconds_total"][labels] / 3600)
 
 
-def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
-    job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(job, tmp_path, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = run_worker_here(job, tmp_path / "run", "--metrics", port)
@@ -57,7 +51,7 @@ def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
     assert "goes on without metrics" in caplog.text
 
 
-def test_hostile_texts_stay_within_their_labels() -> None:
+def test_hostile_texts_stay_within_their_labels():
     name = 'w"} 1\nbatchinfer_rows_total{worker="other\x1b[2J\\'
     record = worker_record(id=name, errors={'x"}\n': 1, "fine": 2, "also not fine": 3})
 
@@ -76,7 +70,7 @@ def test_hostile_texts_stay_within_their_labels() -> None:
     assert codes == {"invalid": 4, "fine": 2}
 
 
-def test_every_query_of_the_dashboard_uses_metrics_that_exist() -> None:
+def test_every_query_of_the_dashboard_uses_metrics_that_exist():
     board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [one["definition"] for one in board["templating"]["list"] if "definition" in one]

@@ -1,7 +1,5 @@
 """The series by minute loses no row, has a largest length, and keeps the newest minutes."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given
@@ -14,7 +12,7 @@ ROW = Counts(rows_ok=1, prompt_tokens=2, completion_tokens=3)
 
 
 @given(st.lists(st.integers(0, 6_000), max_size=4000), st.integers(0, 4000))
-def test_whatever_the_clock_says_no_row_is_lost(numbers: list[int], restart: int) -> None:
+def test_whatever_the_clock_says_no_row_is_lost(numbers, restart):
     counted = Minutes()
     for index, minute in enumerate(numbers):
         if index == restart:
@@ -27,7 +25,7 @@ def test_whatever_the_clock_says_no_row_is_lost(numbers: list[int], restart: int
     assert all(one.minute + one.length <= two.minute for one, two in itertools.pairwise(series))
 
 
-def test_a_start_of_a_week_keeps_the_newest_minutes_and_joins_the_older_ones() -> None:
+def test_a_start_of_a_week_keeps_the_newest_minutes_and_joins_the_older_ones():
     counted = Minutes()
     last = 7 * MAX_MINUTES
     for minute in range(last + 1):

@@ -1,8 +1,5 @@
 """One configuration per run, also where run.json is removed or replaced: a run of two is refused, never a success."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,7 +18,7 @@ OTHER = {"prompt": prompt_config(0.7)}
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage():
     with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6], num_workers=3, seed=1) as made:
         made.engine.max_in_flight = 6
         yield made
@@ -72,7 +69,7 @@ def assert_does_nothing(stage: Stage, *words: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("num_done", [1, 3])
-def test_a_removed_run_goes_on_with_the_same_options_alone(stage: Stage, num_done: int) -> None:
+def test_a_removed_run_goes_on_with_the_same_options_alone(stage, num_done):
     """Where nothing was left to do, nobody compared the options: any worker said SUCCESS."""
     run_first(stage)
     if num_done == 3:
@@ -88,7 +85,7 @@ def test_a_removed_run_goes_on_with_the_same_options_alone(stage: Stage, num_don
 
 
 @pytest.mark.parametrize("num_done", [1, 3])
-def test_a_replaced_run_does_not_go_on(stage: Stage, num_done: int) -> None:
+def test_a_replaced_run_does_not_go_on(stage, num_done):
     run_first(stage)
     if num_done == 3:
         assert stage.run().is_success
@@ -98,7 +95,7 @@ def test_a_replaced_run_does_not_go_on(stage: Stage, num_done: int) -> None:
     assert stage.scheduler.now < began + 50, "it waited for the engine"
 
 
-def test_a_run_that_is_complete_and_mixed_is_no_success(stage: Stage) -> None:
+def test_a_run_that_is_complete_and_mixed_is_no_success(stage):
     assert stage.run().is_success
     first, name = stored_run(stage), layout.marker_key("part-00001")
     remove_run(stage)
@@ -107,7 +104,7 @@ def test_a_run_that_is_complete_and_mixed_is_no_success(stage: Stage) -> None:
     assert_refused(stage.run(), "another", first.fingerprint)
 
 
-def test_a_run_that_went_on_after_it_was_replaced_is_no_success(stage: Stage) -> None:
+def test_a_run_that_went_on_after_it_was_replaced_is_no_success(stage):
     """Markers of the replaced run were younger than run.json: the next worker said SUCCESS over them."""
     stage.engine.row_seconds = 5.0
     stage.scheduler.after(8.0, lambda: replace_run(stage))
@@ -116,7 +113,7 @@ def test_a_run_that_went_on_after_it_was_replaced_is_no_success(stage: Stage) ->
     assert_does_nothing(stage, *markers(stage))
 
 
-def test_only_markers_of_the_own_manifest_are_read(stage: Stage) -> None:
+def test_only_markers_of_the_own_manifest_are_read(stage):
     run_first(stage)
     assert stage.run(manifest=own_manifest(1)).is_success
     read = set()
@@ -129,7 +126,7 @@ def test_only_markers_of_the_own_manifest_are_read(stage: Stage) -> None:
     assert read == {("part-00002", 0)}
 
 
-def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(stage: Stage) -> None:
+def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(stage):
     stage.engine.row_seconds = 5.0
     before: list[Run] = []
 
@@ -142,7 +139,7 @@ def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(stage: Stage) -> 
     assert [stored_run(stage)] == before
 
 
-def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(stage: Stage) -> None:
+def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(stage):
     """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
     run_first(stage)
     marker = markers(stage)["part-00000"]

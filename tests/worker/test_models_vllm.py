@@ -3,8 +3,6 @@
 Each test has a server of its own, with a model of random weights.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -26,8 +24,7 @@ from making import make_job, output_lines, read_marker
 from models import ROOT, sound, write_bert, write_mistral, write_vision_model, write_whisper
 from pages import steps_of
 from pictures import as_base64, as_data_url, clip, picture
-from vllm_forks import Forks
-from web_server import WebServer, reply
+from web_server import reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -49,7 +46,7 @@ CHATS = [
 
 
 @pytest.fixture
-def serve(served: Any, tmp_path: Path) -> Serve:
+def serve(served, tmp_path):
     """Serves a model for a task, with these options of vLLM, in a `with` statement."""
 
     def start(model: Path, *arguments: str, task: str = "generate") -> Any:
@@ -96,7 +93,7 @@ def logits(model: Path, *texts: str) -> Any:
     return computed(model, *texts).logits[0]
 
 
-def test_embeddings_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
+def test_embeddings_are_those_of_transformers(tmp_path, serve):
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in [*TEXTS, "x y " * 100, ""]]
     with serve(model, *FLOAT, "--max-model-len", "96", task="embed") as url:
@@ -110,7 +107,7 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, serve: Serve) -> N
     assert marker.prompt_tokens > len(TEXTS)
 
 
-def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path, serve):
     """A server of a model that can do both makes one vector a text, unless it is told otherwise."""
     model = write_bert(tmp_path / "model")
     rows = [{"text": text} for text in TEXTS[:5]]
@@ -124,7 +121,7 @@ def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path, serve: Serv
         assert own == [pytest.approx(each, abs=1e-4) for each in vectors]
 
 
-def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
+def test_classes_and_rewards_are_those_of_transformers(tmp_path, serve):
     model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
     rows = [{"text": text} for text in TEXTS[:12]]
     options = ("--prompt-column", "text", "--task")
@@ -139,7 +136,7 @@ def test_classes_and_rewards_are_those_of_transformers(tmp_path: Path, serve: Se
         assert other["body"]["data"][0]["data"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path: Path, serve: Serve) -> None:
+def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path, serve):
     model = write_bert(tmp_path / "model", labels=["relevant"])
     rows = [{"query": query, "document": document} for query, document in PAIRS]
     query, documents = PAIRS[0][0], [document for _, document in PAIRS]
@@ -172,9 +169,7 @@ print("found", json.dumps([[one.outputs[0].text, len(one.prompt_token_ids)] for 
 """
 
 
-def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(
-    tmp_path: Path, serve: Serve, forks: Forks
-) -> None:
+def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(tmp_path, serve, forks):
     """Mistral's tokenizers have no Jinja template; only vLLM's own renderer makes their prompts."""
     model = write_mistral(tmp_path / "model")
     options = ("--messages-column", "messages", "--turns", "all", "--temperature", "0")
@@ -220,8 +215,8 @@ def follow(title: str, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_whisper_transcribes_as_the_server_does_alone(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any, server: WebServer
-) -> None:
+    tmp_path, serve, monkeypatch, s3_url, server
+):
     """Wherever the sounds lie: in a column, in a folder, behind a link, in a bucket; and by the cookbook's recipe."""
     pytest.importorskip("soundfile", reason="vLLM reads sounds with it")
     model, bucket = write_whisper(tmp_path / "model"), s3_url()
@@ -260,8 +255,8 @@ def describe(url: str, model: Path, kind: str, medium: str) -> Any:
 
 
 def test_images_and_videos_are_described_as_the_server_does_alone(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, s3_url: Any, server: WebServer
-) -> None:
+    tmp_path, serve, monkeypatch, s3_url, server
+):
     """Wherever they lie: in a column, behind a link, in a bucket, in a folder; and by the cookbook's recipe."""
     model, bucket = write_vision_model(tmp_path / "model"), s3_url()
     images = [picture(color, size) for color, size in (("red", 40), ("blue", 90), ("green", 56))]

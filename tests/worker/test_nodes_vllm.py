@@ -1,12 +1,9 @@
 """Two machines that run one model with real vLLM, as two processes on 127.0.0.1: each of them is killed once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +45,7 @@ def checkpoints(run: str) -> int:
 
 
 @pytest.mark.timeout(2400)
-def test_two_machines_answer_as_one_and_end_together(tmp_path: Path) -> None:
+def test_two_machines_answer_as_one_and_end_together(tmp_path):
     source, job = tmp_path / "data.jsonl", str(tmp_path / "job")
     examples = demo_data.draw_examples(NUM_ROWS, seed=7, held_out=True)
     rows = [{"messages": [{"role": "user", "content": each.prompt}]} for each in examples]

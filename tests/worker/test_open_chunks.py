@@ -1,14 +1,10 @@
 """The chunks that a worker has at work."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
-
-import pytest
 
 from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
@@ -38,7 +34,7 @@ def begin(chunks: OpenChunks) -> Life:
     return life
 
 
-def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do() -> None:
+def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do():
     """Its thread opens it between two looks of the main loop, which took the work for done and waited for ever."""
     chunks = chunks_of(FakeClock(), ring=SimpleNamespace(is_finished=True))
     assert not chunks.may_grow
@@ -60,7 +56,7 @@ class Ticking(FakeClock):
         return self.seconds
 
 
-def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_saved() -> None:
+def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_saved():
     """With a full disk or a bucket that is away it went on for ever, and so did the machine's cost."""
     clock, turns = Ticking(), 0
     background = Background()
@@ -80,7 +76,7 @@ def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_sav
     assert clock.monotonic() >= chunks._hall.deadline()
 
 
-def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() -> None:
+def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others():
     """It opened up to four at once, as if each of its rows took a second, and was the last to end, by minutes."""
     clock = FakeClock()
     ring = Mock(tick=Mock(return_value=set()), next=Mock(return_value=None))
@@ -98,8 +94,8 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others() 
 
 
 def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The loop, which looks once a second for an idle engine, looks when a chunk is open."""
     opened, taken = [], []
     with Stage([["a"]]) as stage:

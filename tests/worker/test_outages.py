@@ -1,7 +1,5 @@
 """A store that fails for a while, in scenes over the simulated store: what a worker gives up, and when."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchinfer.core.errors import StorageError
@@ -15,9 +13,7 @@ IMPATIENT = Limits(storage_attempts=2, storage_retry_seconds=0.5)
 
 @pytest.mark.parametrize("part", ["outputs/part-00000", "chunks/part-00000"])
 @pytest.mark.parametrize("until_seconds", [20.0, float("inf")])
-def test_a_chunk_is_not_given_up_while_there_are_rows_to_generate(
-    part: str, until_seconds: float
-) -> None:
+def test_a_chunk_is_not_given_up_while_there_are_rows_to_generate(part, until_seconds):
     """It was after a few tries, and the worker ended with 34 although the store had come back long before its end."""
     with Stage([["short"], [f"say {index}" for index in range(60)]]) as stage:
         stage.engine.max_in_flight = 2
@@ -32,7 +28,7 @@ def test_a_chunk_is_not_given_up_while_there_are_rows_to_generate(
             assert len(stage.objects("outputs/")) == 2  # of the other chunk
 
 
-def test_a_chunk_that_arrived_damaged_is_fetched_once_more() -> None:
+def test_a_chunk_that_arrived_damaged_is_fetched_once_more():
     """A damaged transfer ended the worker with 34; a chunk that is damaged in the store still does."""
     with Stage([["say a"], ["say b"]]) as stage:
         good = stage.server.objects[DAMAGED].data

@@ -1,7 +1,5 @@
 """Which chunks are done again with --retry-errors, and with which generation."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 from batchinfer.ledger.jobs import ChunkRef
@@ -18,7 +16,7 @@ def goals(done: dict[str, int], failed: str, unread: str = "") -> dict[str, tupl
     return {ref.name: (ref.generation, ref.base) for ref in to_repair(OWN, done, markers)}
 
 
-def test_a_repair_that_was_begun_is_brought_to_its_end_before_the_next() -> None:
+def test_a_repair_that_was_begun_is_brought_to_its_end_before_the_next():
     everything = dict.fromkeys("abcd", 0)
     assert goals(everything, "ab") == {"a": (1, 0), "b": (1, 0)}
     assert goals(everything | {"a": 1}, "ab") == {"b": (1, 0)}
@@ -26,11 +24,11 @@ def test_a_repair_that_was_begun_is_brought_to_its_end_before_the_next() -> None
     assert goals(everything, "") == {}
 
 
-def test_what_is_not_done_or_has_a_marker_that_cannot_be_read_is_done_from_the_start() -> None:
+def test_what_is_not_done_or_has_a_marker_that_cannot_be_read_is_done_from_the_start():
     assert goals({"a": 0, "b": 2, "c": 0}, "", unread="b") == {"b": (2, None), "d": (0, None)}
 
 
-def test_a_worker_that_ends_lists_only_the_neighbours_of_its_chunks() -> None:
+def test_a_worker_that_ends_lists_only_the_neighbours_of_its_chunks():
     """A thousand that ended together listed two hundred pages each: more than a bucket takes."""
     store = MemoryStore("memory://ends")
     with mock.patch.object(store, "list", wraps=store.list) as listed:

@@ -1,7 +1,5 @@
 """Runs whose task is not to generate text, with the echo engine: bodies, options, kills."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from pathlib import Path
@@ -15,7 +13,7 @@ from models import sound
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     def make_row(index: int) -> dict[str, Any]:
         pair = {"query": "which?", "document": f"number {index}"}
         return {"prompt": f"text {index}", **pair, "all": [f"number {index}", "another"]}
@@ -45,9 +43,7 @@ LIST = ("--prompt-column", "", "--pair-columns", "query,all")
         ("rerank", LIST, "relevance_score"),
     ],
 )
-def test_each_task_has_its_body_and_counts_no_text(
-    job: Path, task: str, options: tuple[str, ...], field: str
-) -> None:
+def test_each_task_has_its_body_and_counts_no_text(job, task, options, field):
     result = run_worker_here(job, job / "run", "--task", task, *options)
     found = bodies(job / "run")
     answers = [body.get("data") or body["results"] for body in found]
@@ -59,14 +55,14 @@ def test_each_task_has_its_body_and_counts_no_text(
     assert marker.prompt_tokens > 0
 
 
-def test_vectors_are_base64_and_as_long_as_asked_for(job: Path) -> None:
+def test_vectors_are_base64_and_as_long_as_asked_for(job):
     run_worker_here(job, job / "run", "--task", "embed", "--sampling", "dimensions=5")
     for body in bodies(job / "run"):
         numbers = struct.unpack("<5f", base64.b64decode(body["data"][0]["embedding"]))
         assert sum(number**2 for number in numbers) == pytest.approx(1)
 
 
-def test_sounds_are_transcribed(tmp_path: Path) -> None:
+def test_sounds_are_transcribed(tmp_path):
     (tmp_path / "a.wav").write_bytes(sound(220))
     data = base64.b64encode(sound(220)).decode()
     rows = [{"sound": {"bytes": data, "path": "a.wav"}}, {"sound": "a.wav"}, {"sound": "b.wav"}]

@@ -1,11 +1,8 @@
 """What a worker shows on a terminal: a readable bar, log lines above it, and numbers that never exceed their total."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +20,7 @@ from models import write_model_stub
 from terminal import Terminal
 
 
-def test_a_terminal_shows_log_lines_and_one_bar(tmp_path: Path) -> None:
+def test_a_terminal_shows_log_lines_and_one_bar(tmp_path):
     make_job(tmp_path / "job", rows=300, per_chunk=50)
     model = str(write_model_stub(tmp_path / "model"))
     names = ["--served-model-name", model]
@@ -47,7 +44,7 @@ def test_a_terminal_shows_log_lines_and_one_bar(tmp_path: Path) -> None:
     assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s, \d:\d\d left", bar) for bar in bars)
 
 
-def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
+def test_the_line_fits_into_a_terminal_of_80_columns():
     telemetry = cast(
         "Telemetry",
         SimpleNamespace(
@@ -77,9 +74,7 @@ def state(work: Workload) -> tuple[int, int | None, int, int]:
     return work.rows_done, work.rows, work.chunks_done, work.chunks
 
 
-def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once_it_is_done() -> (
-    None
-):
+def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once_it_is_done():
     """A worker with an eighth of the job said that under one minute was left of eleven."""
     work = Workload()
     work.set_own({"own": 10})
@@ -101,7 +96,7 @@ def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once
     "rest",
     ["", "[3, 10", '[3, 10, "3/10 ro', "[3, 10]", "5", '["a", 10, "b"]', "[3, 10, Traceback", "\ud800"],
 )  # fmt: skip
-def test_a_marked_line_that_is_cut_is_for_people_to_read(rest: str) -> None:
+def test_a_marked_line_that_is_cut_is_for_people_to_read(rest):
     bar = Bar()
     assert not bar.take(f"\x1eprogress {rest}")
     assert bar.take('\x1eprogress [4, 10, "4/10 rows"]')

@@ -1,7 +1,5 @@
 """A batch file of requests of every kind is answered as vLLM's server answers each of them by itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +50,7 @@ def settled(value: Any, number: Callable[[float], Any] = float, *, name: str = "
 
 
 @pytest.fixture(scope="module")
-def lines(demo_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def lines(demo_url, tmp_path_factory):
     """Output lines of good requests, each with a bad one after it."""
     folder = tmp_path_factory.mktemp("matrix")
     source = folder / "requests.jsonl"
@@ -65,9 +63,7 @@ def lines(demo_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return run(demo_url, source, folder, "--request-format", "openai-batch")
 
 
-def test_each_good_request_has_the_servers_own_answer(
-    lines: list[dict[str, Any]], demo_url: str
-) -> None:
+def test_each_good_request_has_the_servers_own_answer(lines, demo_url):
     requests = [good_request(index) for index in range(NUM_GOOD)]
 
     def answer(request: dict[str, Any]) -> tuple[int, Any]:
@@ -81,7 +77,7 @@ def test_each_good_request_has_the_servers_own_answer(
         assert settled(line["body"]) == settled(body, near), request
 
 
-def test_each_bad_request_is_an_error_row_with_its_code(lines: list[dict[str, Any]]) -> None:
+def test_each_bad_request_is_an_error_row_with_its_code(lines):
     found = [line.get("error", {}).get("code", "answered") for line in lines[1::2]]
     wanted = [expected_code(index) for index in range(NUM_GOOD)]
     assert {each for _, each in BAD} <= set(wanted)
@@ -94,8 +90,8 @@ def test_each_bad_request_is_an_error_row_with_its_code(lines: list[dict[str, An
 
 
 def test_calls_and_reasoning_are_found_as_the_server_finds_them(
-    lines: list[dict[str, Any]],
-) -> None:
+    lines,
+):
     choices = [line["body"]["choices"][0] for line in lines[::2] if "choices" in line["body"]]
     messages = [choice["message"] for choice in choices if "message" in choice]
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
@@ -104,7 +100,7 @@ def test_calls_and_reasoning_are_found_as_the_server_finds_them(
     assert any(message.get("reasoning") for message in messages)
 
 
-def test_equal_runs_write_equal_bytes(demo_url: str, tmp_path: Path) -> None:
+def test_equal_runs_write_equal_bytes(demo_url, tmp_path):
     source = tmp_path / "requests.jsonl"
     requests = [good_request(index) for index in range(len(GOOD)) if "logprobs" not in GOOD[index][1]]  # fmt: skip
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
@@ -126,9 +122,7 @@ def test_equal_runs_write_equal_bytes(demo_url: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_runs_own_option_that_the_server_refuses_ends_it_with_2(
-    demo_url: str, tmp_path: Path, options: list[str]
-) -> None:
+def test_a_runs_own_option_that_the_server_refuses_ends_it_with_2(demo_url, tmp_path, options):
     from batchinfer.core.errors import ConfigError
 
     source = tmp_path / "rows.jsonl"

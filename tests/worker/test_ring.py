@@ -1,7 +1,5 @@
 """Which chunk a worker opens next, and what its looks at the other workers of a large run cost."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from types import SimpleNamespace
@@ -85,7 +83,7 @@ class Idle:
         raise AssertionError(f"no end after {most_ticks} ticks")
 
 
-def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once() -> None:
+def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once():
     idle = Idle(5000)
     idle.finish(*idle.names[:3210], *idle.names[3211:])
     idle.tick()
@@ -101,8 +99,8 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
     ("num_workers", "least", "most"), [(100, 290, 300), (1000, 50, 70), (4000, 10, 20)]
 )
 def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
-    num_workers: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num_workers, least, most, monkeypatch
+):
     """A thousand idle ones that look at another block each second are more than a bucket takes."""
     monkeypatch.setattr(survey, "_MOST_NEIGHBOURS", 10)
     idle = Idle(300, num_workers=num_workers)
@@ -119,8 +117,8 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
     ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 130), (1000, 10, 410)]
 )
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
-    num_workers: int, num_neighbours: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num_workers, num_neighbours, most, monkeypatch
+):
     """They waited five seconds after each of a hundred finished blocks: nine minutes of a thousand idle machines.
 
     A block is listed. Ten chunks or fewer are looked up one by one, and that many requests take their time.
@@ -133,7 +131,7 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     assert idle.clock.monotonic() - began > 0.8 * most
 
 
-def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends() -> None:
+def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends():
     idle = Idle(3000)
     idle.finish(*idle.names[1:])
     with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
@@ -145,7 +143,7 @@ def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker
     assert idle.find(most_ticks=60) == idle.names[0]
 
 
-def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat() -> None:
+def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat():
     idle = Idle(500)
     for index, name in enumerate(idle.names):
         idle.claim(name, f"other-{index}")
@@ -159,7 +157,7 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     assert idle.ring.is_finished  # those that it watches have
 
 
-def test_a_look_counts_all_that_it_asks_for() -> None:
+def test_a_look_counts_all_that_it_asks_for():
     """Pauses follow from it: a thousand idle workers asked for more than they counted."""
     idle = Idle(1000)
     idle.finish(*idle.names[:970])
@@ -171,7 +169,7 @@ def test_a_look_counts_all_that_it_asks_for() -> None:
     assert seen.num_reads == idle.store.requests.total()
 
 
-def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
+def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk():
     """Among many blocks of chunks, minutes pass between two looks at one of them."""
     idle = Idle(2)
     for name in idle.names:
@@ -182,7 +180,7 @@ def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk() -> None:
     assert look({idle.names[1]: 0}).lapsed == [idle.names[1]]
 
 
-def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> None:
+def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by():
     """Each look read the claims of all of them: with a thousand damaged chunks it took minutes."""
     idle = Idle(41)
     for name in idle.names[:40]:
@@ -198,7 +196,7 @@ def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by() -> 
     assert {found.claim.worker for found in claims if found is not None} == {""}
 
 
-def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
+def test_chunks_that_are_found_but_not_taken_are_looked_for_again():
     """While the engine loads, nobody takes a chunk, and others may do them all."""
     idle = Idle(6)
     idle.tick()
@@ -210,7 +208,7 @@ def test_chunks_that_are_found_but_not_taken_are_looked_for_again() -> None:
     assert idle.ring.is_finished
 
 
-def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads() -> None:
+def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads():
     """A machine that was lost came back under another name: its GPU was idle for a whole lease more."""
     with Stage([["a"], ["b"]]) as stage:
         stage.let_another_hold("part-00000", "part-00001", beats=1)
@@ -220,7 +218,7 @@ def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads() ->
         assert stage.scheduler.now < 150.0
 
 
-def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded() -> None:
+def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded():
     """Their names begin like those of all others, so that a listing would show the whole run."""
     idle = Idle(3000, form="s-{}")
     idle.finish(*idle.names[:-2])

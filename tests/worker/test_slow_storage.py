@@ -1,10 +1,6 @@
 """A slow store keeps no engine waiting: chunks are opened ahead, and saved and published beside it."""
 
-from __future__ import annotations
-
 import logging
-
-import pytest
 
 from batchinfer.core.records import Call, Reply
 from simulation.scheduler import Process
@@ -37,8 +33,8 @@ def seconds_with(latency_seconds: float) -> float:
 
 
 def test_two_hundred_milliseconds_a_request_keep_no_engine_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     # Rows take as long as they take; were the engine ever short of them, the whole would take longer.
     assert seconds_with(0.2) < 1.03 * seconds_with(0.001)

@@ -1,9 +1,7 @@
 """The stream of rows by itself: who is in the engine with whom, and rows that cannot be written as they are."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,7 +49,7 @@ class AtOnce:
     def submit(self, work: Callable[[], Any]) -> Any:
         return Done(work)
 
-    def beside(self, num_threads: int) -> AtOnce:
+    def beside(self, num_threads: int) -> "AtOnce":
         return self
 
     def wait(self, timeout_seconds: float) -> None:
@@ -111,7 +109,7 @@ class ChunksPutByHand:
 
 
 @pytest.fixture
-def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
+def chunks(tmp_path):
     chunks = ChunksPutByHand(tmp_path)
     yield chunks
     for chunk in chunks.open.values():
@@ -168,7 +166,7 @@ def answer_all(stream: RowStream, held: list[Call]) -> list[int]:
     return numbers
 
 
-def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
+def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks):
     """Rows of a megabyte took 420 MB with 512 sequences."""
     for name in ("first", "second"):
         chunks.put(name, 20, texts=["x" * MIB])
@@ -183,9 +181,7 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(
-    chunks: ChunksPutByHand, is_stopped: bool
-) -> None:
+def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(chunks, is_stopped):
     """Who stops a worker may stop all its processes at once."""
     chunk = chunks.put("first", 3)
     stream = stream_over(chunks)
@@ -195,7 +191,7 @@ def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(
     assert len(chunk.deaths) == (0 if is_stopped else 3)
 
 
-def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
+def test_a_worker_that_ends_fetches_no_more_images(chunks):
     background = FetchesLater()
     chunks.put("first", 3 * NUM_THREADS, [RED])
     sizes = {"max_in_flight": 100, "max_row_memory": NUM_THREADS * 32}
@@ -208,8 +204,8 @@ def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> N
 
 
 def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
-    chunks: ChunksPutByHand,
-) -> None:
+    chunks,
+):
     num_rows = 2 * NUM_THREADS + 1
     chunk = chunks.put("first", num_rows, [RED])
     chunk.deaths = dict.fromkeys(range(num_rows), Deaths(2, 4 * num_rows))
@@ -228,7 +224,7 @@ def over_pictures(chunks: ChunksPutByHand, num_bytes: int) -> tuple[RowStream, P
     return stream, pictures
 
 
-def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
+def test_images_that_are_fetched_count_as_memory_of_rows(chunks):
     stream, pictures = over_pictures(chunks, 3 * MIB // 4)  # a megabyte as base64
     held = take_all(stream)
     # Rows that are fetched at the same time count before they are there: none comes on top.
@@ -237,7 +233,7 @@ def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand
     assert len(chunks.finished) == len(pictures.fetched) == 40
 
 
-def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks: ChunksPutByHand) -> None:
+def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks):
     stream, pictures = over_pictures(chunks, 9 * MIB)
     [huge] = take_all(stream)
     pictures.bytes = 100
@@ -246,8 +242,8 @@ def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks: ChunksPutByHa
 
 
 def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
-    chunks: ChunksPutByHand,
-) -> None:
+    chunks,
+):
     chunks.put("first", 3, [FORBIDDEN])
     stream = stream_over(chunks, prompt=WITH_IMAGES)
     assert take_all(stream) == []
@@ -255,13 +251,13 @@ def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
     assert (stream.num_pending, stream._num_bytes) == (0, 0)
 
 
-def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:
+def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks):
     chunks.put("first", 3, texts=["x" * 3 * MIB])
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=1)
     assert answer_all(stream, take_all(stream)) == [1, 1, 1]
 
 
-def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
+def test_a_group_of_suspects_is_bounded_in_bytes(chunks):
     chunk = chunks.put("first", 40, texts=["x" * MIB])
     chunk.deaths = {line: Deaths(2, 160) for line in range(40)}
     stream = stream_over(chunks, max_in_flight=100, max_row_memory=5)
@@ -269,7 +265,7 @@ def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> Non
     assert answer_all(stream, take_all(stream)) == [4] * 10
 
 
-def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
+def test_ordinary_rows_fill_the_engine(chunks):
     chunks.put("first", 3000, texts=["word " * 400])
     stream = stream_over(chunks, max_in_flight=1536)
     assert len(take_all(stream)) >= 1536

@@ -1,7 +1,5 @@
 """Rows that kill the engine are found among the rows beside them, in few engine starts, across restarts."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -28,7 +26,7 @@ def error_rows(stage: Stage) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("place", [0, 617, NUM_ROWS - 1])
-def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(place: int) -> None:
+def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(place):
     """All thousand ran one at a time, which took an hour."""
     texts = [f"{POISON if row == place else 'say'} {row}" for row in range(NUM_ROWS)]
     with Stage([texts[first : first + 300] for first in range(0, NUM_ROWS, 300)]) as stage:

@@ -1,7 +1,5 @@
 """A worker's record: its sums are right over restarts, and its size is bounded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,7 @@ def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> Finis
 
 
 @pytest.fixture
-def clock() -> FakeClock:
+def clock():
     return FakeClock()
 
 
@@ -38,7 +36,7 @@ def start_after(clock: FakeClock, before: Worker | None = None) -> Telemetry:
 # --------------------------------------------------------------------------- over epochs
 
 
-def test_closing_the_engine_is_not_time_in_which_it_worked(clock: FakeClock) -> None:
+def test_closing_the_engine_is_not_time_in_which_it_worked(clock):
     """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
     telemetry = start_after(clock)
     sizes = {"max_model_len": 1, "max_num_seqs": 1, "max_in_flight": 1}
@@ -50,7 +48,7 @@ def test_closing_the_engine_is_not_time_in_which_it_worked(clock: FakeClock) -> 
     assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
 
 
-def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock: FakeClock) -> None:
+def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     first = start_after(clock)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
     chunk: Any = SimpleNamespace(name="part-00000", num_rows=4, num_left=3, counts=Counts())
@@ -72,7 +70,7 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock: FakeCloc
 # --------------------------------------------------------------------------- bounds
 
 
-def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
+def test_a_record_is_bounded_whatever_happens(clock):
     record: Worker | None = None
     for _ in range(300):
         telemetry_ = start_after(clock, record)
@@ -99,12 +97,12 @@ def test_a_record_is_bounded_whatever_happens(clock: FakeClock) -> None:
 
 @pytest.mark.parametrize(("rows", "steps", "times"), [(150, 9, 1), (400, 9, 0), (0, 0, 0)])
 def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    rows: int,
-    steps: int,
-    times: int,
-) -> None:
+    caplog,
+    monkeypatch,
+    rows,
+    steps,
+    times,
+):
     """A model of 1B took 34 s for what it can do in 21, and nobody said so."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     telemetry_ = start_after(FakeClock())
@@ -117,7 +115,7 @@ def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
     assert caplog.text.count("--api-server-count") == times
 
 
-def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_preemption_is_reported_once_with_what_to_change(caplog):
     telemetry_ = start_after(FakeClock())
     for preemptions in (0, 3, 9):
         telemetry_.note_engine_stats(EngineStats(steps=10, preemptions=preemptions))

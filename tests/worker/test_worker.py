@@ -1,7 +1,5 @@
 """The worker over the echo engine: every row once and in place, whatever is thrown at it."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import socket
@@ -40,7 +38,7 @@ from making import (
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> str:
+def job(tmp_path):
     url = str(tmp_path / "job")
     make_job(url, rows=95, per_chunk=10, workers=2)
     return url
@@ -73,7 +71,7 @@ def work_over(folder: Path, rows: list[dict[str, str]], per_chunk: int = 5000) -
     return partial(run_worker_here, folder / "job", folder / "run")
 
 
-def test_rows_of_several_chunks_are_in_the_engine_at_once(job: str) -> None:
+def test_rows_of_several_chunks_are_in_the_engine_at_once(job):
     result = run_worker_here(
         job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
     )
@@ -81,9 +79,7 @@ def test_rows_of_several_chunks_are_in_the_engine_at_once(job: str) -> None:
     assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
 
 
-def test_a_finished_run_does_not_wait_for_the_engine(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_does_not_wait_for_the_engine(job, monkeypatch):
     """A restart of a worker whose work is done must not pay for loading the model."""
     run_worker_here(job, f"{job}/runs/a")
     monkeypatch.setattr("batchinfer.engines.echo.EchoTarget.look", mock.AsyncMock(return_value=""))
@@ -91,7 +87,7 @@ def test_a_finished_run_does_not_wait_for_the_engine(
     assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
 
 
-def test_a_copied_manifest_finds_its_job_above_the_run(job: str, tmp_path: Path) -> None:
+def test_a_copied_manifest_finds_its_job_above_the_run(job, tmp_path):
     """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
     copy, run = tmp_path / "3.txt", f"{job}/runs/a"
     copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
@@ -100,9 +96,7 @@ def test_a_copied_manifest_finds_its_job_above_the_run(job: str, tmp_path: Path)
     assert sorted(finished_chunks(open_store(run))) == names
 
 
-def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(job, monkeypatch):
     """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
     replace = LocalStore.replace
 
@@ -119,7 +113,7 @@ def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(
 
 @pytest.mark.s3
 @pytest.mark.usefixtures("s3_environment")
-def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon() -> None:
+def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon():
     """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
@@ -148,9 +142,7 @@ def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon() -> None:
         ("create", layout.RUN_KEY),
     ],
 )
-def test_no_request_of_the_set_up_keeps_it_from_ending(
-    job: str, verb: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_of_the_set_up_keeps_it_from_ending(job, verb, key, monkeypatch):
     environment = quiet_environment()
     silence = threading.Event()
     real = getattr(LocalStore, verb)
@@ -181,7 +173,7 @@ def put_back(run: Path, name: str, num_rows: int, code: str = "") -> None:
     store.delete([layout.marker_key(name)])
 
 
-def test_too_many_errors_end_the_worker_with_the_commonest(tmp_path: Path) -> None:
+def test_too_many_errors_end_the_worker_with_the_commonest(tmp_path):
     rows = [prompt_if(row < 10) for row in range(40)] + [{"other": "1"}] * 5
     with pytest.raises(ErrorRateExceeded) as caught:
         work_over(tmp_path, rows)("--max-error-rate", "0.5")
@@ -189,7 +181,7 @@ def test_too_many_errors_end_the_worker_with_the_commonest(tmp_path: Path) -> No
     assert "30 x invalid_column, e.g. part-00000 line 10" in caught.value.message
 
 
-def test_too_many_errors_stay_too_many_for_later_starts(tmp_path: Path) -> None:
+def test_too_many_errors_stay_too_many_for_later_starts(tmp_path):
     work = work_over(tmp_path, [prompt_if(row % 4) for row in range(80)], per_chunk=20)
     work("--max-error-rate", "0.1", "--min-errors", "21")
     for _ in range(2):
@@ -198,7 +190,7 @@ def test_too_many_errors_stay_too_many_for_later_starts(tmp_path: Path) -> None:
     assert work("--max-error-rate", "0.25")["status"] == "SUCCESS"
 
 
-def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path: Path) -> None:
+def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path):
     work = work_over(tmp_path, [prompt_if(row > 30) for row in range(200)], per_chunk=100)
     work()
     put_back(tmp_path / "run", "part-00001", 100)
@@ -206,7 +198,7 @@ def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path: Path
     assert (done["status"], done["rows_resumed"]) == ("SUCCESS", 100)
 
 
-def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path: Path) -> None:
+def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path):
     rows = [prompt_if(True)] * 2 + [{"other": "1"}] * 3000
     with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
         work_over(tmp_path, rows)()
@@ -215,14 +207,14 @@ def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path: Pa
     assert "--max-error-rate 1" in caught.value.hint
 
 
-def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(tmp_path: Path) -> None:
+def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(tmp_path):
     """Rows without a prompt fail at once: 150 of them are the first to finish."""
     is_bad = [row < 150 for row in range(500)]
     work_over(tmp_path, [prompt_if(not each) for each in is_bad])("--echo-latency-seconds", "3")
     assert ["error" in line for line in output_lines(tmp_path / "run")] == is_bad
 
 
-def test_a_run_of_error_rows_only_is_no_success(tmp_path: Path) -> None:
+def test_a_run_of_error_rows_only_is_no_success(tmp_path):
     work = work_over(tmp_path, [{"other": "1"}] * 3)
     for message in ("of the first", "every row of the run failed"):
         with pytest.raises(ErrorRateExceeded, match=message) as caught:
@@ -235,7 +227,7 @@ def test_a_run_of_error_rows_only_is_no_success(tmp_path: Path) -> None:
     assert few["status"] == "SUCCESS", "fewer than --min-errors"
 
 
-def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(tmp_path: Path) -> None:
+def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(tmp_path):
     """A second start called a run of errors a success, and --retry-errors published them as they were."""
     work = work_over(tmp_path, [{"other": "1"}] * 150)
     work("--max-error-rate", "1")
@@ -246,7 +238,7 @@ def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(tmp_path: Pat
         assert caught.value.result["rows_resumed"] == resumed
 
 
-def test_a_repair_is_not_judged_by_rows_that_have_failed_before(tmp_path: Path) -> None:
+def test_a_repair_is_not_judged_by_rows_that_have_failed_before(tmp_path):
     """It stopped itself at each start: rows that fail for good are among few."""
     work = work_over(tmp_path, [prompt_if(row % 13) for row in range(400)], per_chunk=100)
     assert work("--max-error-rate", "0.1")["error_count"] == 31
@@ -254,7 +246,7 @@ def test_a_repair_is_not_judged_by_rows_that_have_failed_before(tmp_path: Path) 
     assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
 
 
-def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(tmp_path: Path) -> None:
+def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(tmp_path):
     work = work_over(tmp_path, [prompt_if(row) for row in range(20)])
     work("--task", "embed")
     work("--task", "embed", "--retry-errors")
@@ -263,7 +255,7 @@ def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(tmp_path: Path) -> 
     assert after.prompt_tokens == before.prompt_tokens > 0
 
 
-def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path: Path) -> None:
+def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
     work = work_over(tmp_path, [prompt_if(row >= 4) for row in range(6)], per_chunk=2)
     assert work()["status"] == "SUCCESS"
     again = work("--retry-errors")
@@ -271,9 +263,7 @@ def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path: P
     assert again["status"] == "SUCCESS"
 
 
-def test_a_machine_that_refuses_more_open_files_runs_the_worker(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_refuses_more_open_files_runs_the_worker(job, monkeypatch):
     """Many Macs take fewer than their limit says."""
     refuse = mock.Mock(side_effect=ValueError("current limit exceeds maximum limit"))
     monkeypatch.setattr("resource.setrlimit", refuse)
@@ -282,7 +272,7 @@ def test_a_machine_that_refuses_more_open_files_runs_the_worker(
     assert refuse.call_count == 2
 
 
-def test_a_worker_id_that_could_leave_its_folder_is_refused(job: str) -> None:
+def test_a_worker_id_that_could_leave_its_folder_is_refused(job):
     with pytest.raises(InputError, match="worker id"):
         run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
 
@@ -290,7 +280,5 @@ def test_a_worker_id_that_could_leave_its_folder_is_refused(job: str) -> None:
 @pytest.mark.parametrize(
     ("said", "host"), [("1", {"spot": True}), ("false", {"spot": False}), ("", {}), ("perhaps", {})]
 )
-def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(
-    said: str, host: dict[str, bool]
-) -> None:
+def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(said, host):
     assert describe_host({"BATCHINFER_SPOT": said}) == host

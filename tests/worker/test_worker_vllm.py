@@ -1,7 +1,5 @@
 """The worker on real vLLM (CPU), with a model whose answers can be checked: a misplaced row is a wrong answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -62,7 +60,7 @@ def examples() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A parquet file of LMSys's shape. Row 57 has no conversation, row 58 one that is far too long."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -121,9 +119,7 @@ def has_objects(store: Store, prefix: str) -> bool:
 
 @pytest.mark.s3
 @pytest.mark.usefixtures("workers_share_demo_engine")
-def test_the_main_job_with_a_sigkill_and_a_resume(
-    s3_url: Callable[[str], str], source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_main_job_with_a_sigkill_and_a_resume(s3_url, source, capsys):
     """Split, a killed worker, and the same worker again: every answer right. On local disks `make demo` does it.
 
     The killed worker's server is tensor parallel: none of its processes outlives the worker. The second one is not
@@ -168,9 +164,7 @@ def metric(port: int, name: str, **labels: str) -> float:
 
 
 @pytest.mark.usefixtures("workers_share_demo_engine")
-def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(tmp_path, source, capsys):
     """The server's core is killed, and a server started again within the worker. Then the worker is stopped, and
     another one goes on.
 

@@ -3,8 +3,6 @@
 Whatever happened, the next start ends with the same answers: P1 to P5 at every single point.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -39,7 +37,7 @@ def undisturbed() -> tuple[tuple[bytes, dict[str, Any]], list[str]]:
         return settled(stage), requests
 
 
-def test_a_life_has_every_kind_of_write() -> None:
+def test_a_life_has_every_kind_of_write():
     kinds = ("workers/", "claims/", "run.json", "checkpoints/", "outputs/part-00000.", ".succeed")
     writes = [
         each for each in undisturbed()[1] if each.startswith(("put_object", "delete_objects"))
@@ -49,9 +47,7 @@ def test_a_life_has_every_kind_of_write() -> None:
 
 @pytest.mark.parametrize("successor", ["w0", "w1"])
 @pytest.mark.parametrize("fate", FATES)
-def test_after_a_mishap_at_any_request_the_next_start_ends_with_the_same(
-    fate: str, successor: str
-) -> None:
+def test_after_a_mishap_at_any_request_the_next_start_ends_with_the_same(fate, successor):
     wanted, requests = undisturbed()
     for target in range(len(requests)):
         with Stage(PROMPTS) as stage:
