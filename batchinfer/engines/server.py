@@ -68,8 +68,8 @@ _NAMES = {
 _COUNTER = re.compile(rb"(?m)^vllm:(%b)(?:_total|_count)?\{.*\} ([\d.e+]+)" % b"|".join(_NAMES))
 _LAST_BYTES = 1 << 16
 _REASON_LINES = 6
-_LONGEST_FOLDER = 98
-"""Most characters of the folder of sockets. A socket's path may have 107; vLLM makes some in the folder above."""
+_LONGEST_PATH = 105
+"""Most characters of a socket's path: Linux takes 107, and those that vLLM makes in the folder above are two longer."""
 _ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
 """Marks the lines of a log that say why something failed."""
 _PREFIX = re.compile(
@@ -119,11 +119,6 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         Interrupted: `stop` was set.
     """
     info = describe_model(config)
-    if len(str(folder)) > _LONGEST_FOLDER:
-        raise ConfigError(
-            f"{folder.parent}: the path is too long for the sockets of a server, expected about 70 characters at most",
-            hint="set TMPDIR=/tmp; --scratch-dir names the folder for chunks",
-        )
     gpus = visible_gpus(config.gpus)
     layout = choose_layout(info, gpus, config)
     logger.info("%s", layout.explanation)
@@ -155,6 +150,11 @@ def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[L
         if not any("{socket}" in part for part in command):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 place, port = "", free.getsockname()[1]
+        if len(place) > _LONGEST_PATH:
+            raise ConfigError(
+                f"{folder.parent}: its path is too long for sockets in it, expected some 70 characters at most",
+                hint="set TMPDIR=/tmp; --scratch-dir names the folder for chunks",
+            )
         launch = Launch(
             name=f"replica {index}{listed}",
             command=_filled(command, {"{socket}": place, "{port}": str(port)}),

@@ -189,7 +189,7 @@ class Segments:
         if header is None or (header.chunk_sha256, header.fingerprint) != self._wanted:
             self.num_outdated += 1
             return
-        if codec.sha256(memoryview(data)[file.tell() :]) != header.sha256:
+        if not _is_whole(header, memoryview(data)[file.tell() :]):
             logger.warning(
                 "%s: was changed after it was written (its sha256 is another one); its rows are generated again",
                 key,
@@ -202,6 +202,10 @@ class Segments:
             else:
                 self.has_failed_rows |= not found.ok
                 yield found
+
+
+def _is_whole(header: _Header, records: memoryview) -> bool:
+    return codec.sha256(records) == header.sha256
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:

@@ -148,6 +148,14 @@ def test_any_servers_command_has_its_places_filled(tmp_path):
     assert (launch.slots, launch.max_num_seqs) == (100, None)
 
 
+def test_a_folder_with_too_long_a_path_for_a_socket_is_refused(tmp_path):
+    """The server ended with 2, and the hint was to see its options."""
+    config = EngineConfig(model=str(write_model_stub(tmp_path / "m")))
+    with pytest.raises(ConfigError, match="too long for sockets") as refused:
+        plan(config, tmp_path / ("f" * 100))
+    assert "TMPDIR=/tmp" in refused.value.hint
+
+
 def test_a_schema_that_holds_itself_has_its_fields():
     tree = {"properties": {"text": {}}, "anyOf": [{"$ref": "#/components/schemas/Tree"}]}
     body = {"content": {"application/json": {"schema": tree}}}

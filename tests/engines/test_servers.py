@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ import textwrap
 import time
 from pathlib import Path
 from threading import Event
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -222,6 +223,14 @@ def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp
     one_of_several_nodes = own_server(tmp_path)
     one_of_several_nodes.note_death("killed", may_start=False)
     assert one_of_several_nodes.is_lost
+
+
+def test_a_server_that_the_machine_has_no_memory_for_is_told_as_such(tmp_path, monkeypatch):
+    """The worker ended with 1 and a traceback, after which no cluster starts it again."""
+    no_memory = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr("subprocess.Popen", no_memory)
+    with pytest.raises(EngineLoadError, match=r"cannot be started .*Cannot allocate memory"):
+        own_server(tmp_path, "serve").start()
 
 
 def test_every_row_of_the_last_death_comes_back_before_the_error(open_engine, monkeypatch):

@@ -1,5 +1,6 @@
 """Output lines: equal answers are equal bytes, nothing that a server sends breaks a line, and lines are read back."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -260,3 +261,17 @@ def test_every_kind_of_answer_has_a_text(body, texts, reason):
     answer = answer_of(read_line(found.line))
     assert (answer.texts, answer.finish_reason) == (texts, reason)
     assert answer.usage.completion_tokens == found.usage.completion_tokens
+
+
+def test_an_answer_with_a_number_that_no_float_holds_is_read():
+    """A repair of its chunk ended with a traceback at every start."""
+    line = encoded(chat()).line.replace(b'"choices"', b'"scale":1e400,"choices"', 1)
+    assert answer_of(read_line(line)).finish_reason == "stop"
+
+
+def test_what_the_cache_held_is_left_out_in_both_spellings():
+    details = {
+        name: {"cached_tokens": 4} for name in ("prompt_tokens_details", "input_tokens_details")
+    }
+    found = json.loads(encoded(chat() | {"usage": {"prompt_tokens": 7} | details}).line)
+    assert found["body"]["usage"] == {"prompt_tokens": 7}

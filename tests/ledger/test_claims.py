@@ -6,9 +6,16 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import LeaseLapsed, PreconditionFailed, StorageError, Superseded
+from batchinfer.core.errors import (
+    AlreadyExists,
+    LeaseLapsed,
+    PreconditionFailed,
+    StorageError,
+    Superseded,
+)
 from batchinfer.core.records import Claim, WorkerLease
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
+from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Object
 from fakes import FakeClock, MemoryStore, meanwhile, worker_record
 from making import put_raw
@@ -203,3 +210,11 @@ def test_a_store_that_refuses_every_write_is_no_endless_loop(store, clock, monke
         claims.take("part-00000")
     with pytest.raises(StorageError, match=r"workers/a\.json: the store keeps refusing"):
         lease.take(lambda _: worker_record())
+
+
+def test_a_record_that_others_change_at_every_attempt_is_missed_in_the_log(
+    store, monkeypatch, caplog
+):
+    monkeypatch.setattr(store, "create", mock.Mock(side_effect=AlreadyExists("there")))
+    OwnRecord(store, "workers/w.json", Claim).overwrite(Claim(worker="w", nonce="n"))
+    assert "workers/w.json: not written (something else writes it, too)" in caplog.text

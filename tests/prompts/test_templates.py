@@ -25,6 +25,8 @@ def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns
     conversation = [{"from": "human", "value": "hi"}]
     body = sent(named("sharegpt", {"conversations": conversation}))
     assert body["messages"] == [{"role": "user", "content": "hi"}]
+    needed = builder(prompt_template="sharegpt").needed_columns
+    assert needed["--prompt-template sharegpt"] == ["conversations"]
     with pytest.raises(ConfigError, match="did you mean 'alpaca'"):
         named("alpcaa", {})
 

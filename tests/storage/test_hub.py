@@ -137,7 +137,7 @@ def outage_behind(error: Exception) -> Exception:
         (make_error(client_errors.HfHubHTTPError, 418), StorageError, ""),
         (make_error(client_errors.HfHubHTTPError), TransientError, "again"),
         (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
-        (OSError(28, "No space left on device"), ScratchFull, "HF_HOME"),
+        (OSError(28, "No space left on device"), ScratchFull, "--scratch-dir"),
         (PermissionError(13, "Permission denied", "/cache"), AccessDenied, "HF_HOME"),
         (PermissionError("403"), AccessDenied, "HF_TOKEN"),
         (FileNotFoundError("x"), ObjectNotFound, ""),

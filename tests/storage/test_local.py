@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
     ScratchFull,
     StorageError,
 )
-from batchinfer.storage.local import LocalStore
+from batchinfer.storage.local import LOCK_NAME, LocalStore
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.scratch import Scratch
 from store_contract import race
@@ -200,3 +200,21 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
     monkeypatch.setattr(os, "fsync", fsync)
     store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]
+
+
+def test_a_lock_that_may_not_be_made_is_refused_access(store: LocalStore, monkeypatch):
+    """The folder's handle was closed twice: of several threads, the second time it was another's."""
+    etag, real = store.create("k", b"1"), os.open
+
+    def flock(_handle: int, _operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    def refuse(path, *rest):
+        if Path(path).name == LOCK_NAME:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(AccessDenied):
+        store.replace("k", b"2", etag)

@@ -3,7 +3,7 @@
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted
+from batchinfer.core.errors import Interrupted, StorageError
 from batchinfer.core.records import Claim
 from batchinfer.worker import chunk, chunk_life
 from batchinfer.worker.worker_config import Limits
@@ -61,9 +61,11 @@ def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim
         assert not stage.objects(layout.CHECKPOINTS)
 
 
-def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened():
+def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened(monkeypatch):
     """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
     uploads: list[str] = []
+    tried: set[str] = set()
+    write = chunk_life._write
 
     def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
         if method != "put_object" or layout.OUTPUTS not in key:
@@ -71,6 +73,13 @@ def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_ope
         uploads.append(key)
         return 60.0
 
+    def write_at_second_try(chunk, *rest):
+        if chunk.name not in tried:
+            tried.add(chunk.name)
+            raise StorageError("away for a moment")
+        write(chunk, *rest)
+
+    monkeypatch.setattr(chunk_life, "_write", write_at_second_try)
     with Stage([["say"]] * 20) as stage:
         stage.scheduler.after(50.0, stage.kill)
         limits = Limits(max_publishing=4)

@@ -3,11 +3,12 @@
 import tracemalloc
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
@@ -15,6 +16,7 @@ from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
+from batchinfer.worker import chunk_opening
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
@@ -54,6 +56,16 @@ def output_line(line: int) -> bytes:
     return b'{"_row":%d,"_id":"","status":200,"body":{"choices":[{"text":"%s"}]}}' % (line, text)
 
 
+def error_line(line: int) -> bytes:
+    text = b"x" * (ROW_BYTES - 60)
+    error = b'{"code":"c","message":"%s"}' % text
+    return b'{"_row":%d,"_id":"","status":400,"error":%s}' % (line, error)
+
+
+def finished(line: int, output: bytes, *, is_ok: bool) -> FinishedRow:
+    return FinishedRow(line=line, ok=is_ok, code="" if is_ok else "c", output=codec.raw(output))
+
+
 def save(run: Store, source: Store, number: int, *rows: FinishedRow) -> None:
     """Write a segment of the chunk."""
     sums = {"chunk_sha256": codec.sha256(source.get(REF.key).data), "fingerprint": "f"}
@@ -74,31 +86,31 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
     return open_chunk(ref, cast("RunAccess", access), now=0.0)
 
 
-def test_taking_up_segments_takes_the_memory_of_one_of_them(run, source, scratch):
+@pytest.mark.parametrize("make_line", [output_line, error_line])
+def test_taking_up_segments_takes_the_memory_of_one_of_them(run, source, scratch, make_line):
     """All rows of the chunk are finished already."""
+    is_ok = make_line is output_line
     for index in range(NUM_SEGMENTS):
         lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
-        rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
-        save(run, source, index, *rows)
+        save(run, source, index, *(finished(n, make_line(n), is_ok=is_ok) for n in lines))
     tracemalloc.start()
     try:
         chunk = opened(REF, run, source, scratch)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert isinstance(chunk, OpenChunk)
     counts = chunk.counts
-    assert (chunk.num_left, counts.rows_resumed, counts.rows_ok) == (0, NUM_ROWS, NUM_ROWS)
+    assert (chunk.num_left, counts.rows_resumed) == (0, NUM_ROWS)
+    assert (counts.rows_ok, counts.rows_error) == ((NUM_ROWS, 0) if is_ok else (0, NUM_ROWS))
     for line, payload in enumerate(chunk.spool.payloads()):
-        assert payload == output_line(line)
+        assert payload == make_line(line)
     chunk.close()
     assert peak < NUM_ROWS * ROW_BYTES / 3
 
 
 def test_an_answer_comes_before_an_error_of_the_same_row(run, source, scratch):
     """The row was asked again with --retry-errors: a later start without it took up the error."""
-    failed = FinishedRow(line=0, ok=False, code="c", output=codec.raw(FAILED))
-    answered = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
+    failed, answered = finished(0, FAILED, is_ok=False), finished(0, output_line(0), is_ok=True)
     for number, row in enumerate([failed, answered, failed]):
         save(run, source, number, row)
     chunk = opened(REF, run, source, scratch)
@@ -119,3 +131,11 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(run, source, s
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
         opened(REF._replace(generation=1, base=0), run, source, scratch)
     assert "--redo texts" in caught.value.hint
+
+
+def test_a_chunk_that_cannot_be_opened_leaves_no_copy(run, source, scratch, monkeypatch):
+    """Each attempt left one, and nobody counted them: the disk was full in the end."""
+    monkeypatch.setattr(chunk_opening, "Spool", Mock(side_effect=StorageError("too many files")))
+    with pytest.raises(StorageError, match="too many files"):
+        opened(REF, run, source, scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]

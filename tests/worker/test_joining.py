@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -62,3 +63,13 @@ def test_ids_that_repeat_are_mentioned_when_a_worker_starts(tmp_path, caplog):
 def test_a_rehearsal_says_what_it_does_not_check(job, caplog):
     run_worker_here(job, f"{job}/runs/a", "--model", "no/such")
     assert "neither the model nor the lengths of prompts are checked" in caplog.text
+
+
+def test_options_with_which_no_row_can_be_asked_are_refused_before_the_engine_loads(job):
+    """It was found when the model was loaded, as an error without a hint, and tried again by whoever watched."""
+    begin = mock.Mock(side_effect=AssertionError("the engine was opened"))
+    with (
+        mock.patch("batchinfer.engines.echo.EchoTarget.look", begin),
+        pytest.raises(ConfigError, match="best_of: 1, expected a whole number from n, which is 3"),
+    ):
+        run_worker_here(job, f"{job}/runs/a", "--n", "3", "--sampling", "best_of=1")

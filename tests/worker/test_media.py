@@ -81,7 +81,8 @@ def root(tmp_path):
         *(("{root}", place, FORBIDDEN) for place in ("../secret.png", "{root}/../secret.png")),
         *(("{root}", place, FORBIDDEN) for place in ("link.png", "x/../../secret.png")),
         *(("{root}", place, UNAVAILABLE) for place in ("b.png", "folder", "a\0b", "x" * 300)),
-        ("memory://pictures/deep/here", "../a.png", UNAVAILABLE),
+        ("memory://pictures/deep/here", "../a.png", FORBIDDEN),
+        ("memory://pictures/deep", "/a.png", FORBIDDEN),
     ],
 )
 def test_what_is_at_a_place_arrives_as_it_was_and_a_path_does_not_leave_the_root(
@@ -102,6 +103,8 @@ def test_an_image_of_a_bucket_or_a_web_server_may_be_too_large_or_gone(server, r
     for place in (f"{server.url}/a.png", "memory://pictures/deep/a.png", f"{server.url}/again"):
         assert outcome(place) == RED
     assert outcome("a.png", media_root=server.url) == RED
+    server.answers["/a%231.png"] = reply(200, BLUE)
+    assert outcome("a#1.png", media_root=server.url) == BLUE
     for place in (f"{server.url}/a.png", "memory://pictures/deep/a.png"):
         assert outcome(place, max_media_bytes=len(RED) - 1) == TOO_LARGE
     assert outcome(f"{server.url}/a.png", allow_private_urls=False) == FORBIDDEN
