@@ -133,6 +133,11 @@ class EngineLoadError(EngineError):
 class EngineDied(EngineError):
     """No engine process is left, or an endpoint answered nothing for `--stall-seconds`."""
 
+    def __init__(
+        self, message: str, *, hint: str = "start the same command again: finished rows are kept"
+    ) -> None:
+        super().__init__(message, hint=hint)
+
 
 class StorageError(BatchinferError):
     """Storage failed. Remote storage has been tried several times where that may help."""

@@ -204,8 +204,9 @@ def test_time_in_which_nobody_looked_makes_no_server_hang(open_engine, monkeypat
 def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
     engine = open_engine(kill="KILL", replicas=2)
     rows = [call(index, prompt="KILL") for index in range(200)]
-    with pytest.raises(EngineDied, match="SIGKILL"):
+    with pytest.raises(EngineDied, match="SIGKILL") as died:
         drive_again(engine, rows)
+    assert "start the same command again" in died.value.hint
     assert engine.stats().replicas_lost == 2
     assert engine.stats().restarts == 6
     with pytest.raises(EngineDied):
