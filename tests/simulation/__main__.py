@@ -1,7 +1,5 @@
 """Run many seeds, or one of them again with all that happened. Exit status 1 if a promise was broken."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

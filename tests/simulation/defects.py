@@ -3,8 +3,6 @@
 A defect is a context: while it lasts, the mistake is in. `DEFECTS` makes them, by name.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scratch folders of simulated processes: files close with their process, and the disk under them may be full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The promises, checked after every change of the bucket and at the end. Reads the job without the worker."""
 
-from __future__ import annotations
-
 import hashlib
 import traceback
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """What kind of run a seed is: everything that is drawn before it begins, its job among it."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -8,8 +8,6 @@ the engine finishes as many rows a second as a real one, in larger steps. Machin
 without a signal, and come back as the same worker after a while.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

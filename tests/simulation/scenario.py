@@ -4,8 +4,6 @@ a job -> workers come and go, with every mishap there is -> calm -> one clean wo
       -> perhaps the same again with --retry-errors -> everything is checked
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The shortest scenes that show those deliberate defects that seeds meet seldom. Each asserts what must hold."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress

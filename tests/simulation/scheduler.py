@@ -1,7 +1,5 @@
 """Virtual time and processes. One greenlet runs at a time; a seeded generator decides who is next."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush

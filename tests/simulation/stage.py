@@ -1,7 +1,5 @@
 """A small scripted scene: one job, workers one after the other, and a hook that decides what happens to requests."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import shutil

@@ -3,8 +3,6 @@
 python -m simulation --seeds 500 --inject records     this kind in every seed, and no other
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 from typing import Any

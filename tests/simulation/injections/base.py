@@ -1,7 +1,5 @@
 """What all kinds of injections have in common: when they strike, and what they may touch."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, ClassVar
 

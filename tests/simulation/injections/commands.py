@@ -1,7 +1,5 @@
 """Commands that are run beside the workers: `batchinfer clean --yes`, `batchinfer stop` and `stop --resume`."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

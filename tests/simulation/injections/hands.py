@@ -1,7 +1,5 @@
 """Objects that are edited, removed or replaced from outside: chunks, workers' records, run.json."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

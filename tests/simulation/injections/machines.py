@@ -1,7 +1,5 @@
 """What befalls the machine of a worker: its clock, its scratch disk, its main loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from batchinfer.core.errors import ScratchFull, StorageError

@@ -1,7 +1,5 @@
 """What befalls the store itself: listings that lag behind, credentials that expire and come back, a full disk."""
 
-from __future__ import annotations
-
 from batchinfer.core.errors import AccessDenied, BatchinferError, StorageError
 
 from .base import Injection
