@@ -47,7 +47,7 @@ def events() -> str:
     from batchinfer.core.events import EVENTS
 
     rows = [f"| `{name}` | {explanation} |" for name, explanation in EVENTS.items()]
-    return "\n".join(["| event | what happened | fields |", "|---|---|---|", *rows])
+    return "\n".join(["| event | what happened |", "|---|---|", *rows])
 
 
 def metrics() -> str:

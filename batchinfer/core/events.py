@@ -1,4 +1,4 @@
-"""Events of the log, which docs/monitoring.md lists too, with their fields."""
+"""Events of the log, which docs/monitoring.md lists, too."""
 
 from __future__ import annotations
 
