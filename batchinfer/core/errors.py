@@ -23,7 +23,7 @@
     - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it is renewed
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal with work left
-  x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
+  x RunUnsound                1   `verify` or `collect` found a run that is incomplete or damaged
   x prompts.types.RowError    -   one row is bad; the row becomes an error line, and the work goes on
 
 Most messages read ``subject: what was found, what was expected``. `hint` says what to do next.
@@ -172,7 +172,7 @@ class Interrupted(BatchinferError):
 
 
 class RunUnsound(BatchinferError):
-    """`batchinfer verify` found a run that is incomplete or damaged."""
+    """`batchinfer verify` or `collect` found a run that is incomplete or damaged."""
 
 
 def near(name: str, options: Iterable[str]) -> str:

@@ -169,7 +169,7 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str]) -> Iterator[Fi
             yield Finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
         elif inventory.current(name) is None:
             # `clean` removes this output only after the chunk has been done.
-            yield Finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
+            yield Finding(LEFTOVER, info.key, "an output whose marker did not follow", "later")
     for name, found in inventory.claims.items():
         if inventory.owner(name):
             continue

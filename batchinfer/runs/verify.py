@@ -46,7 +46,7 @@ NUM_COMPARISONS = 4
 """Number of chunks that --deep compares with their outputs at the same time."""
 MAX_PROBLEMS = 5
 """Largest number of problems that are reported of one output. That of another chunk would have one in each line."""
-_ORDER_OF_FIXES = ("run", "job", "chunk", "clean", "resume", "redo", "worker", "hand")
+_ORDER_OF_FIXES = ("run", "job", "chunk", "clean", "resume", "redo", "worker", "later", "hand")
 """Names of fixes, in the order in which the user should apply them: a fix may need an earlier one."""
 _SHOWN = 10
 """Number of findings of one kind and one fix that are shown in full; the others are only counted."""
@@ -136,6 +136,7 @@ class Verdict(NamedTuple):
             "worker": self.worker,
             "redo": f"batchinfer clean {place} {redo} --yes",
             "clean": f"batchinfer clean {place} --yes",
+            "later": f"batchinfer clean {place} --yes  # after the chunk is done",
             "resume": f"batchinfer stop --resume {place}",
             "run": "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made",
             "job": f"batchinfer verify --job JOB {place}  # with the job that the run is of",

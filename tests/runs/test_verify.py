@@ -227,6 +227,13 @@ def test_missing_chunks_say_who_works_on_them_and_a_stop_is_mended_first(run, jo
     assert hint == f"batchinfer stop --resume {run.url}", "workers exit at once while it is there"
 
 
+def test_an_output_without_its_marker_goes_after_the_workers_have_done_the_chunk(run):
+    """`clean` was named first, and removes no output of a chunk that is not done."""
+    run.delete([MARKER])
+    mended_by = [one["mend"].split()[1] for one in verify(run).as_json()["findings"]]
+    assert mended_by == ["worker", "clean"]
+
+
 # --------------------------------------------------------------------------- what cannot be verified
 
 
