@@ -146,8 +146,8 @@ class Segments:
         self._wanted = chunk_sha256, fingerprint
         self.deaths: dict[int, Deaths] = {}
         """Engine deaths noted for a row, by the row's line number."""
-        self.has_failed_rows = False
-        """Whether some rows have no answer, but an error."""
+        self.keys_with_errors: list[str] = []
+        """Keys of those segments in which a row has no answer, but an error."""
         self.keys: list[str] = []
         """Keys of all segments that were read, also outdated ones. All are deleted once the chunk has its marker."""
         self.num_outdated = 0
@@ -200,7 +200,8 @@ class Segments:
             if found.engine_deaths:
                 add_deaths(self.deaths, found.line, found.engine_deaths, found.rows_in_flight)
             else:
-                self.has_failed_rows |= not found.ok
+                if not found.ok and key not in self.keys_with_errors[-1:]:
+                    self.keys_with_errors.append(key)
                 yield found
 
 

@@ -82,11 +82,12 @@ def _resume(chunk: OpenChunk, run: RunAccess) -> None:
     segments = Segments(run.store, chunk.name, **wanted)
     chunk.adopt(row for row in segments.rows() if row.ok)
     # A repair (generation above 0) does error rows again. Segments of the generation before may still exist.
-    if segments.has_failed_rows and not (chunk.ref.generation or run.retry_errors):
-        # Errors come after the answers to the same rows, which were asked again: they are read by themselves, as all
-        # errors of a chunk may be larger than the memory.
+    if not (chunk.ref.generation or run.retry_errors):
+        # Errors come after the answers to the same rows, which were asked again. They are read anew, because all errors
+        # of a chunk may be larger than the memory, and from the same segments: later ones would be read in part only.
         again = Segments(run.store, chunk.name, **wanted)
-        chunk.adopt(row for row in again.rows() if not row.ok)
+        keys = segments.keys_with_errors
+        chunk.adopt(row for key in keys for row in again.rows_of(key) if not row.ok)
     # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if every
     # segment could be read, no new segment has to repeat the adopted rows.
     chunk.adopt_segments(segments.keys, segments.deaths, holds_every_row=not segments.has_vanished)

@@ -17,9 +17,9 @@ from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker import chunk_opening
-from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
 from batchinfer.worker.worker_config import RunAccess
+from counting_store import CountingStore
 from fakes import marker_record
 from making import overwrite
 
@@ -113,9 +113,12 @@ def test_an_answer_comes_before_an_error_of_the_same_row(run, source, scratch):
     failed, answered = finished(0, FAILED, is_ok=False), finished(0, output_line(0), is_ok=True)
     for number, row in enumerate([failed, answered, failed]):
         save(run, source, number, row)
-    chunk = opened(REF, run, source, scratch)
-    assert isinstance(chunk, OpenChunk)
+    counting = CountingStore(run)
+    chunk = opened(REF, counting, source, scratch)
     assert (chunk.counts.rows_ok, chunk.counts.rows_error) == (1, 0)
+    assert counting.requests["list"] == 1, (
+        "of a segment that comes between two looks a part would be taken up"
+    )
     chunk.close()
 
 
