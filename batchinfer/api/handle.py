@@ -141,10 +141,12 @@ class RunHandle:
             with pq.ParquetFile(config.dest) as file:
                 there = file.schema_arrow.names
                 wanted = columns or there
+                wanted = [wanted] if isinstance(wanted, str) else wanted
                 names = wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}
                 if missing := set(names.values()) - set(there):
                     raise ConfigError(
-                        f"columns: no {', '.join(sorted(missing))}; there are {', '.join(there)}"
+                        f"columns: no {', '.join(sorted(missing))}",
+                        hint=f"there are {', '.join(there)}",
                     )
                 yield file, names
 

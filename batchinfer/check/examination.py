@@ -188,7 +188,8 @@ class Examination:
             self.data = _read_sources(self.config)
             return
         if not manifests and not job:
-            raise ConfigError("nothing to check: no SOURCE, no --job and no --manifest")
+            hint = "name data or a job; of the machine alone: --machine"
+            raise ConfigError("nothing to check: no SOURCE, no --job, no --manifest", hint=hint)
         found = read_assignment(
             manifests or [f"{job.rstrip('/')}/{layout.ALL_MANIFEST}"],
             job_url=job,

@@ -228,7 +228,8 @@ def _load(path: Path) -> dict[Any, Any]:
     loaded = {} if loaded is None else loaded
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
-        raise ConfigError(f"--config {path}: a {kind}, expected a mapping of options")
+        hint = "one option a line, such as `max_tokens: 512`"
+        raise ConfigError(f"--config {path}: a {kind}, expected options", hint=hint)
     return loaded
 
 

@@ -82,7 +82,9 @@ def check_options(config: CollectConfig) -> None:
     is_hub = config.dest.startswith("hf://")
     form = f"--format {config.kind}"
     problem = hint = ""
-    if not suffix and not is_hub and config.dest.lower().endswith(_OTHER_FILES):
+    if not (config.run and config.dest):
+        problem, hint = "RUN, DEST: one is empty", "an unset variable of the shell?"
+    elif not suffix and not is_hub and config.dest.lower().endswith(_OTHER_FILES):
         problem = f"{config.dest}: is named like a file, expected a name in {', '.join(TABLES.values())}, or a folder"
         hint = "for JSON Lines: answers.jsonl"
     elif suffix and FORMATS[config.kind] != suffix:

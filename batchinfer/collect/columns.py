@@ -7,6 +7,7 @@ becomes another: no float stands for an integer that it would round, and no numb
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import math
@@ -169,9 +170,11 @@ def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     # For speech, `response_format` is the name of a format.
     fields = body.get("response_format"), body.get("structured_outputs")
     asked, constraint = (each if isinstance(each, Mapping) else {} for each in fields)
-    schema = (asked.get("json_schema") or {}).get("schema", constraint.get("json"))
+    named = asked.get("json_schema")
+    schema = (named if isinstance(named, Mapping) else {}).get("schema", constraint.get("json"))
     if isinstance(schema, str):
-        schema = json.loads(schema)
+        with contextlib.suppress(ValueError, RecursionError):
+            schema = json.loads(schema)
     is_json = asked.get("type") == "json_object" or constraint.get("json_object")
     return schema is not None or bool(is_json), schema
 
@@ -190,7 +193,7 @@ class AnswerSchema:
     """A JSON schema that answers are validated against. It fetches no schema from elsewhere.
 
     Args:
-        schema: The schema. One that is none itself is kept by nothing: `is_usable` is False.
+        schema: The schema. If it is no valid one, `is_usable` is False, and no answer is validated.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -199,7 +202,7 @@ class AnswerSchema:
 
         self.is_usable = False
         """Whether answers can be validated."""
-        if isinstance(schema, Mapping):
+        if isinstance(schema, Mapping) and isinstance(schema.get("$schema", ""), str):
             kind = jsonschema.validators.validator_for(schema)
             self.is_usable = not list(kind(kind.META_SCHEMA).iter_errors(schema))
             self._validator = kind(schema, registry=referencing.Registry())
@@ -226,10 +229,12 @@ class AnswerSchema:
         if text is None or reason != "stop":
             return None
         try:
-            return bool(self._validator.is_valid(json.loads(text)))
+            answer = json.loads(text)
         except (ValueError, RecursionError):
             return False
-        except (Unresolvable, re.error, OverflowError):
+        try:
+            return bool(self._validator.is_valid(answer))
+        except (Unresolvable, re.error, OverflowError, RecursionError):
             return None
 
 

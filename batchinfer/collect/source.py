@@ -31,7 +31,7 @@ def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
                 f"--columns: the source has no column {name!r}, expected some of {names}{near(name, known)}",
                 hint="check the spelling",
             )
-    return list(columns or known)
+    return list(dict.fromkeys(columns or known))
 
 
 class ParquetSource:

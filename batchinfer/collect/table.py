@@ -6,6 +6,7 @@ import heapq
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -226,12 +227,16 @@ class Collection:
 
         if not self._config.where:
             return table
+        unknown = ("halffloat", "decimal256")  # to DuckDB, which would refuse the whole table
+        # In SQL, names that differ in case alone are one name, so it would take the first column for both.
+        count = Counter(map(str.casefold, table.column_names))
+        known = [
+            field.name
+            for field in table.schema
+            if not str(field.type).startswith(unknown) and count[field.name.casefold()] == 1
+        ]
         try:
             name, sql = quoted(self._apart("_row")), self._sql.cursor()
-            unknown = ("halffloat", "decimal256")  # to DuckDB, which would refuse the whole table
-            known = [
-                field.name for field in table.schema if not str(field.type).startswith(unknown)
-            ]
             sql.register("rows", table.select(known))
             # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
             query = f"SELECT {name} FROM rows WHERE CAST(({self._config.where}) AS BOOLEAN)"
@@ -241,7 +246,7 @@ class Collection:
             raise ConfigError(
                 f"--where {self._config.where}: {str(error).splitlines()[0]}",
                 hint="SQL over the columns "
-                f"{', '.join(table.column_names)}{more}; for example --where 'error_code IS NOT NULL'",
+                f"{', '.join(known)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
 
     def _taken(self, table: Any, rows: Any) -> Any:

@@ -152,7 +152,8 @@ class Launch:
         is_there = has_begun(self._store)
         seen = run_status(self._run, open_store=open_store, clock=self._clock) if is_there else None
         if seen and seen.state == "done" and not self._options["retry_errors"]:
-            raise ConfigError(f"{asked.run}: is done, so workers have nothing to do")
+            hint = "--retry-errors asks its failed rows again; another --run answers all rows anew"
+            raise ConfigError(f"{asked.run}: is done, so workers have nothing to do", hint=hint)
         if seen and seen.state in ("stopping", "stopped"):
             hint = "`batchinfer stop RUN --resume` lets it go on"
             raise ConfigError(f"{asked.run}: is stopped, so workers would end at once", hint=hint)
@@ -167,7 +168,8 @@ class Launch:
             elsewhere = "" if asked.on == "slurm" else asked.on
             examine(CheckConfig(options=given, elsewhere=elsewhere, sample_rows=50, show=0))
         if not (workers or (seen and asked.watch)):
-            raise ConfigError("--workers: is missing, and no worker was lost")
+            hint = "say how many to start: --workers 8"
+            raise ConfigError("--workers: is missing, and no worker was lost", hint=hint)
         result = {"status": "SUCCESS", "run": asked.run, "workers": workers, "replaces": lost}
         return result | (self._submit(workers, lost, seen) if workers else {})
 

@@ -92,7 +92,8 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     if not dest:
         raise ConfigError("--output: is missing", hint="say where: -o answers.parquet")
     if dest == STDOUT and asked.format not in (None, "jsonl", "lines"):
-        raise ConfigError(f"--format {asked.format}: with -o - stdout takes JSON Lines")
+        hint = "leave --format out, or name a file"
+        raise ConfigError(f"--format {asked.format}: with -o - stdout takes JSON Lines", hint=hint)
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         answers = scratch / "answers.jsonl"
@@ -205,7 +206,8 @@ def _default_work(dest: str, scratch: Path) -> str:
     if scheme == "hf" or (scheme not in ("file", "memory") and "/" not in path.strip("/")):
         raise ConfigError(
             f"--output {dest}: there is no place beside it for the work folder",
-            hint=f"say where: --work FOLDER; in a bucket, name a folder: {dest.rstrip('/')}/answers",
+            hint="say where: --work FOLDER"
+            + ("" if scheme == "hf" else f"; or name a folder: {dest.rstrip('/')}/answers"),
         )
     if scheme == "file" and Path(dest).name in ("", ".."):
         dest = str(local_path(dest).resolve())  # for example "."

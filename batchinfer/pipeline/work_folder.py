@@ -167,7 +167,7 @@ class WorkFolder:
         try:
             run_split(split, store=self._open_store(self.job_url), counted=counted)
         except InputError as error:
-            if job is not None:
+            if job is not None and "--" in error.hint:  # it names options of `split`
                 error.hint = f"name another DEST, or remove {config.work}"
             raise
 

@@ -102,11 +102,14 @@ class Chat:
             self._session.open()
         asked, before = {"role": "user", "content": message}, self._start
         self._num_asked += 1
-        while (answer := self._stream([*self._messages[self._start :], asked])) is None:
-            if self._start == len(self._messages):
-                self._start = before
-                raise errors.InputError("the message alone is too long for the model's context")
-            self._start += 2
+        try:
+            while (answer := self._stream([*self._messages[self._start :], asked])) is None:
+                if self._start == len(self._messages):
+                    raise errors.InputError("the message alone is too long for the model's context")
+                self._start += 2
+        except errors.BatchinferError:
+            self._start = before  # no turn is forgotten for a message without an answer
+            raise
         if answer:
             self._messages += [asked, {"role": "assistant", "content": answer}]
         if self._start > before:

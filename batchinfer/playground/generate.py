@@ -53,10 +53,13 @@ def command(
     is_plain, as_json = options.pop("is_plain"), options.pop("as_json")
     texts = [FORMS["text"].read("--prompt", text).removesuffix("\n") for text in prompts]
     session = Session(options, prompt_column="prompt")
+    if not all(texts):
+        raise ConfigError("--prompt: is empty", hint="say something: --prompt 'Where is Lima?'")
+    values = points(grid)
     is_chat = not is_plain and (session.prompt.system_prompt or has_chat_template(session.config))
     try:
         load_seconds = session.open().load_seconds
-        tried = trials(session, texts, points(grid), as_chat=bool(is_chat))
+        tried = trials(session, texts, values, as_chat=bool(is_chat))
         if session.config.engine == "vllm":  # an engine's first step is slower than the others
             session.engine.ask(msgspec.structs.replace(tried[0]["call"], key=("warm-up", 0)))
         start = time.perf_counter()

@@ -84,7 +84,7 @@ def command(config: StopConfig) -> dict[str, Any]:
     from batchinfer.storage.opening import open_store
 
     if config.resume and config.cancel:
-        raise ConfigError("--resume and --cancel: expected one of them")
+        raise ConfigError("--resume and --cancel: expected one of them", hint="leave one out")
     store, clock = open_store(config.run), SystemClock()
     result = run_stop(config, store=store, clock=clock)
     if config.cancel:

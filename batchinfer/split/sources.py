@@ -191,6 +191,7 @@ def count_sources(
     id_column: str = "",
     limit: int | None = None,
     delimiter: str = "",
+    asked_by: str = "--id-column",
 ) -> Sources:
     """Find and count every SOURCE argument. Read-only.
 
@@ -200,6 +201,7 @@ def count_sources(
         id_column: Column whose values become `_id`; "_row" for row numbers, "" to choose.
         limit: Largest number of rows to take. Files that lie wholly beyond it are not counted.
         delimiter: Character between the values of CSV; "" for a comma, or a tab in .tsv files.
+        asked_by: What asks for `id_column`, for the error where a file lacks it.
 
     Raises:
         InputError: A source has no file or files of several formats, a file is damaged, lacks a column or is named
@@ -243,7 +245,7 @@ def count_sources(
     )
     counts.check_columns()
     if id_column:
-        counts.require_column("--id-column", id_column)
+        counts.require_column(asked_by, id_column)
     return counts
 
 

@@ -127,18 +127,19 @@ def run_split(
 
 
 def _existing(config: SplitConfig, store: Store) -> Job | None:
-    """Return the job that is there and is to stay."""
+    """Return the job that is there; None if there is none, or --overwrite replaces it."""
     if config.overwrite:
         with contextlib.suppress(ObjectNotFound):
             codec.check_version(store.get(layout.JOB_KEY).data, name=f"{store.url}/job.json")
         return None
-    found = load_job(store.url, lambda _url: store, hint=_ANEW)
+    found = load_job(store.url, lambda _url: store, hint="" if config.append else _ANEW)
     return found[0] if found else None
 
 
 def _check_options(config: SplitConfig) -> None:
     if bool(config.sources) == bool(config.by_reference):
-        raise ConfigError("SOURCE, --by-reference: expected one of them")
+        hint = "name the data: batchinfer split data/ --output job"
+        raise ConfigError("SOURCE, --by-reference: expected one of them", hint=hint)
     if not all(source.strip() for source in config.sources):
         raise ConfigError(
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
@@ -164,6 +165,7 @@ def _count(config: SplitConfig, id_column: str) -> Sources:
         id_column=id_column,
         limit=config.limit,
         delimiter=config.delimiter,
+        asked_by="the job" if config.append else "--id-column",
     )
 
 
@@ -272,6 +274,7 @@ def command(config: SplitConfig) -> dict[str, Any]:
     With --append, runs of the job stay as they are, and the workers' next start does the new chunks.
     """
     if not config.output:
-        raise ConfigError("--output: missing, expected the job's folder or URL")
+        hint = "say where: --output job"
+        raise ConfigError("--output: missing, expected the job's folder or URL", hint=hint)
     check_writable(config.output, option="--output")
     return run_split(config, store=open_store(config.output))

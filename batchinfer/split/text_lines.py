@@ -30,6 +30,7 @@ _HEAD_BYTES = 1 << 16
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
 _BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
+_UNPACK = "gunzip FILE, or name it as SOURCE, with .gz at its end"
 _SPACE = " \t\r\n"
 
 
@@ -59,7 +60,7 @@ def sample_columns(lines: list[bytes], url: str) -> list[str]:
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
         how = f"jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl"
         if lines[0].startswith(_GZIP):
-            how = "gunzip FILE, or name it as SOURCE, with .gz at its end"
+            how = _UNPACK
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
             hint=f"convert it: {how}",
@@ -180,4 +181,6 @@ def _texts(there: Any, url: str) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
+            if number == 1 and line.startswith(_GZIP):
+                raise InputError(f"{url}: is gzip", hint=f"unpack it: {_UNPACK}") from error
             raise files.damaged(url, f"line {number} is not UTF-8: {error.reason}") from error

@@ -331,7 +331,9 @@ def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path):
     assert list(answered.rows(with_source=True, where=where, columns=columns)) == wanted
     renamed = answered.to_arrow(with_source=True, columns={"head": "title", "again": "title"})
     assert renamed.to_pylist()[0] == {"head": "ONE", "again": "ONE"}
-    with pytest.raises(errors.UsageError, match="columns: no titel; there are _row, "):
-        answered.to_arrow(columns=["titel"])
+    for given in (["titel"], "titel"):
+        with pytest.raises(errors.UsageError, match="columns: no titel") as refused:
+            answered.to_arrow(columns=given)
+        assert "there are _row, " in refused.value.hint
     with pytest.raises(TypeError, match="wher"):
         answered.to_arrow(wher=where)  # type: ignore[call-arg]

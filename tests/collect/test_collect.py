@@ -275,14 +275,31 @@ def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(job, tmp_p
         {"$ref": "http://127.0.0.1:1/schema.json"},  # is not fetched
         {"pattern": "^(?<year>[0-9]{4})$"},  # of JavaScript
         {"multipleOf": 0.01},
+        {"$ref": "#/properties/a"},  # without end
     ],
-    ids=lambda member: next(iter(member)),
+    ids=["elsewhere", "pattern", "multiple", "endless"],
 )
 def test_a_schema_that_cannot_be_used_judges_no_answer(job, member):
     body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
     answer = '{"a": %s}' % ("1" + "0" * 400 if "multipleOf" in member else '"2026"')
     rows = table(job, [chat(answer)], {"body": body}).to_pylist()
     assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, answer)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": "x"}},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"json": {"$schema": 5}}},
+        {"structured_outputs": {"json": {"$schema": ["a"]}}},
+    ],
+)
+def test_what_is_no_schema_keeps_no_answer_from_being_collected(job, body):
+    """An endpoint may take such a field, and every collection ended with a traceback."""
+    found = table(job, [chat('{"a": 1}')], {"body": body})
+    assert "answer_valid" not in found.column_names
+    assert found["text"].to_pylist() == ['{"a": 1}'] * ROWS
 
 
 MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901234567890123}')

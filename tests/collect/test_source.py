@@ -104,6 +104,8 @@ def test_chosen_rows_and_columns(tmp_path):
     found = table_of(run, tmp_path, where="_row IN (2, 3, 14, 24) AND id < 120", **options)
     assert found["id"].to_pylist() == [102, 103, 114]
     assert found.column_names[-2:] == ["kind", "id"]
+    twice = table_of(run, tmp_path, with_source=True, columns=["id", "id"], where="id < 101")
+    assert twice["id"].to_pylist() == [100]
     drawn = table_of(run, tmp_path, sample=5, **options)
     assert drawn["id"].to_pylist() == [row + 100 for row in drawn["_row"].to_pylist()]
     with pytest.raises(ConfigError, match=r"'kinds'.*did you mean .kind"):
@@ -116,6 +118,17 @@ def test_where_reads_the_sources_column_though_one_of_the_answers_differs_in_cas
     run = finished(tmp_path, pa.table({"Text": [f"own {row}" for row in range(ROWS)]}))
     found = table_of(run, tmp_path, with_source=True, where="text = 'own 3' OR _TEXT = 'answer 4'")
     assert found["_text"].to_pylist() == ["answer 3", "answer 4"]
+
+
+def test_where_takes_no_column_for_another_and_names_those_that_it_knows(tmp_path):
+    """Of two names that differ in case alone, SQL read the first for both."""
+    columns = {"A": ["x"] * ROWS, "a": ["y"] * ROWS, "half": COLUMNS["half"], "n": [1] * ROWS}
+    run = finished(tmp_path, pa.table(columns))
+    for where in ("\"a\" = 'y'", "half = 0.5"):
+        with pytest.raises(ConfigError, match="not found") as refused:
+            collect(run, tmp_path / "out", with_source=True, where=where)
+        assert "error_message, n;" in refused.value.hint
+    assert table_of(run, tmp_path, with_source=True, where="n = 1").num_rows == ROWS
 
 
 def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Whatever is refused leaves no file behind. To add a refusal, write its command l
 """
 
 import contextlib
+import gzip
 import os
 import re
 import shutil
@@ -56,6 +57,8 @@ def make_world() -> None:
     write_lines("rows.jsonl", [{"text": f"row {index}", "n": index} for index in range(20)])
     write_lines("review.jsonl", [{"review": "good", "stars": 5}])
     Path("binary.txt").write_bytes(b"\xff\xfe\x00binary")
+    for name in ("packed.csv", "packed.txt"):
+        Path(name).write_bytes(gzip.compress(b"text"))
     Path("file").touch()
     Path("folder.jsonl").mkdir()
     Path("circle").symlink_to("circle")

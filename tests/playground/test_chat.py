@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from batchinfer.core.errors import InputError
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
 from echo_server import fake_endpoint
@@ -119,14 +120,16 @@ def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
             raise KeyboardInterrupt
         if texts[-1] == "proxy":
             yield b"<html>Bad Gateway</html>"
-        if texts[-1] == "too long":
+        if texts == ["fails"]:
+            raise InputError("refused")
+        if texts[-1] in ("too long", "fails"):
             yield b'{"error":{"message":"too long","param":"input_tokens"}}'
 
     own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
     session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
     with pytest.raises(StopIteration):
-        Chat(session, iter(["stop", "empty", "too long", "proxy", "on"]).__next__).run()
+        Chat(session, iter(["stop", "empty", "too long", "fails", "proxy", "on"]).__next__).run()
     texts = [each[-1] for each in asked]
-    assert texts == ["stop", "empty", "too long", "too long", "proxy", "on"]
+    assert texts == ["stop", "empty", *["too long"] * 2, *["fails"] * 2, "proxy", "on"]
     assert asked[-1] == ["stop", "half", "on"], "a refusal costs no earlier turn"
     assert "stopped: the model sees what it has said" in capfd.readouterr().err

@@ -264,6 +264,10 @@ def test_what_does_not_fit_the_job_is_not_appended(grown, tmp_path):
     (tmp_path / "f.csv").write_text("prompt\nx\n")
     what = r"has no column 'n' \(from the job\)"
     assert "leave this file out" in refused(what, tmp_path / "f.csv", grown, append=True)
+    (tmp_path / "ids.csv").write_text("id,prompt\n1,x\n")
+    split(tmp_path / "ids.csv", tmp_path / "by-id")
+    what = r"has no column 'id' \(from the job\)"
+    assert "rename" in refused(what, tmp_path / "f.csv", tmp_path / "by-id", append=True)
     split(tmp_path / "a.parquet", tmp_path / "limited", limit=5)
     what = "was made with --limit 5"
     refused(what, tmp_path / "b.parquet", tmp_path / "limited", append=True)
