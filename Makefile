@@ -59,7 +59,7 @@ check: setup-light ## lint, format, types, import layers, links of the docs
 	.venv/bin/hadolint examples/docker/*Dockerfile
 	$(PY) -m mkdocs build
 
-bench: setup ## measure everything, in a quick form; one script: make bench ARGS="split --rows 1000"
+bench: setup ## the main figures, in a quick form; one script: make bench ARGS="split --rows 1000"
 ifneq ($(strip $(ARGS)),)
 	$(PY) benchmarks/$(firstword $(ARGS)).py $(wordlist 2,$(words $(ARGS)),$(ARGS))
 else

@@ -5,8 +5,8 @@
     answered = batchinfer.run("reviews.parquet", model="Qwen/Qwen3-8B", prompt_column="text", max_tokens=64)
     table = answered.to_arrow()
 
-`run` and `make_job` start the commands `run` and `split` as a process of its own, so the engine shares no memory and no
-signal handlers with the calling program. On Linux the command also ends when the calling program is killed.
+`run` and `make_job` start the commands `run` and `split`, each as a process of its own, so the engine shares no
+memory and no signal handlers with the calling program. On Linux the command also ends when the calling program is killed.
 """
 
 from __future__ import annotations

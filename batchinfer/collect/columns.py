@@ -45,7 +45,7 @@ class JsonColumns:
         sql: Connection with the relation.
         relation: SQL of a relation.
         value: SQL of its JSON values. Those that are no objects count as null.
-        known: Types of members that are known beforehand, which a member has if its values allow it.
+        known: Types that the run's schema gives to members. A member gets its type if all of its values fit.
         most_names: Most names that all objects together may have, else they have no columns.
     """
 

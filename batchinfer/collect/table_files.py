@@ -40,7 +40,7 @@ class TableFile(NamedTuple):
 
 
 def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[TableFile]:
-    """Write rows to files of at most so many rows each, and yield each file when it is finished.
+    """Write rows to files of at most `most` rows each, and yield each file when it is finished.
 
     Without any row there is one file, which has the columns only.
     """

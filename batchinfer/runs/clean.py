@@ -162,7 +162,8 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
 def command(config: CleanConfig) -> dict[str, Any]:
     """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, temporary files.
 
-    A dry run unless --yes is given. Safe while workers run. What a marker names is never touched, except by --redo.
+    A dry run unless --yes is given. Safe while workers run. No output that a marker names
+    is removed; --redo removes markers and checkpoints.
     """
     from batchinfer.storage.opening import open_store
 

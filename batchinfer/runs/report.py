@@ -113,7 +113,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
 def cut(value: object, most: int = MAX_TEXT) -> str:
     """A text, cut after `most` characters. A text that was cut ends with the number of characters left out.
 
-    A server may have sent something else in a text's place.
+    A value that is no text, which a server may send in its place, is shown as Python writes it.
 
     >>> cut("abcdef", 3)
     'abc… (3 more characters)'

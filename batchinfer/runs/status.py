@@ -92,10 +92,10 @@ def run_status(config: RunConfig, *, open_store: OpenStore, clock: Clock) -> Ove
 def look_closely(
     config: RunConfig, *, open_store: OpenStore, clock: Clock, reads_markers: bool = True
 ) -> tuple[Snapshot, Overview]:
-    """Read a run, and perhaps also its markers, with one request for each; they count exactly what outputs hold.
+    """Read a run and, if `reads_markers`, its markers: one request each. Their sums are exactly those of the outputs.
 
-    Those of a finished run are read in any case if some rows were asked again, which workers count twice, and if there
-    are not very many.
+    Markers of a finished run are read in any case if some rows were asked again, which workers count twice, and if
+    there are not very many.
 
     Raises:
         InputError: there is no such run, or the run cannot be read.

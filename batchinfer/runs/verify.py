@@ -211,7 +211,7 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
 
 
 def _is_only_in(run_url: str, key: str, target: RunTarget) -> bool:
-    """Whether an object lies in the run, not where a link leads, and is not of the job, which may lie in its run."""
+    """Whether an object is the run's: not behind a link that leads out of it, nor of a job that lies in the run."""
     place, job = join_url(run_url, key), target.job_url
     is_of_job = is_inside(place, job) and is_inside(job, run_url)
     return is_inside(place, run_url) and not is_of_job

@@ -61,7 +61,7 @@ class Sources(Record, frozen=True, kw_only=True):
         )
 
     def extend(self, job: Job) -> bool:
-        """Whether sources have all files of a job, and so all of its rows, and others."""
+        """Whether these sources hold every file of the job, and at least one more."""
         num_new = len(self.without(job).files)
         num_files = sum(file.rows > 0 for file in job.files)
         return job.limit is None and num_new > 0 and len(self.files) - num_new >= num_files
