@@ -6,7 +6,7 @@
     table = answered.to_arrow()
 
 `run` and `make_job` start the commands `run` and `split`, each as a process of its own, so the engine shares no
-memory and no signal handlers with the calling program. On Linux the command also ends when the calling program is killed.
+memory and no signal handlers with the calling program. On Linux the command also ends when that program is killed.
 """
 
 from __future__ import annotations
