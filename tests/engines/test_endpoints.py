@@ -349,8 +349,7 @@ def test_a_close_ends_an_ask_of_another_thread(endpoint, engine):
     is_over = Event()
 
     async def late(request):
-        while not is_over.is_set():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(is_over.wait, 60)
         return await reply(500)(request)
 
     endpoint.rule = lambda *_: late

@@ -77,12 +77,13 @@ def work_over(folder: Path, rows: list[dict[str, str]], per_chunk: int = 5000) -
 
 def test_rows_of_several_chunks_are_in_the_engine_at_once(job, monkeypatch):
     """The engine answers none of them before it has rows of five chunks."""
-    chunks, post = set(), EchoTarget.post
+    chunks, are_five, post = set(), asyncio.Event(), EchoTarget.post
 
     async def post_later(self: EchoTarget, call: Call) -> Answer:
         chunks.add(call.key[0])
-        while len(chunks) < 5:
-            await asyncio.sleep(0.01)
+        if len(chunks) == 5:
+            are_five.set()
+        await are_five.wait()
         return await post(self, call)
 
     monkeypatch.setattr(EchoTarget, "post", post_later)
