@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite, run_worker_here, split
+from making import change_marker, make_job, output_key, overwrite, python, run_worker_here, split
 from samples import SCHEMAS
 
 ROWS = 25
@@ -638,4 +636,4 @@ def test_no_progress_of_duckdb_stands_before_the_result():
         "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
         "assert found == [(False,)], found"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    python(code)
