@@ -260,6 +260,14 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def python(code: str, *words: Any, status: int = 0, **options: Any) -> str:
+    """Run a program of Python in a process of its own, which must end with this status. Returns what it prints."""
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
 def put_program(path: Path, text: str) -> Path:
     """Write a program that can be run by its name."""
     path.write_text(text)

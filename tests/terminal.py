@@ -25,7 +25,7 @@ class Terminal(pexpect.spawn):
         super().__init__(
             "bash",
             ["-c", f"exec {command}{goes_to}"],
-            timeout=60,
+            timeout=240,
             env=os.environ | own,
             dimensions=(40, 120),
             encoding="utf-8",
@@ -40,7 +40,7 @@ class Terminal(pexpect.spawn):
         self.shown += text
         return text
 
-    def expect(self, text: str, seconds: float = 60) -> str:
+    def expect(self, text: str, seconds: float = 120) -> str:
         """Wait until the program shows a text after what was expected before. Returns everything up to it."""
         self.expect_exact(text, timeout=seconds)
         return str(self.before)

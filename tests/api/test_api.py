@@ -24,7 +24,7 @@ from batchinfer import errors
 from batchinfer.api import process
 from batchinfer.api.data import sources_of
 from echo_server import fake_endpoint
-from making import wait_for
+from making import python, wait_for
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
@@ -66,7 +66,7 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
         "heavy = {'torch', 'vllm', 'transformers', 'pyarrow', 'pandas', 'botocore', 'fsspec', 'msgspec'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    python(code)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,7 @@ def test_a_program_that_is_the_first_process_of_a_container_is_no_parent_that_ha
     parent, status
 ):
     code = f"import os; os.getppid = lambda: 1; {process._CHILD.format(parent)}"
-    command = [sys.executable, "-c", code, "--version"]
-    assert subprocess.run(command, capture_output=True).returncode == status
+    python(code, "--version", status=status)
 
 
 @pytest.mark.parametrize("lines", [[], ["INFO chunk-0: open", "INFO chunk-1: open"]])

@@ -1,12 +1,12 @@
 """The examples of README, docs/python.md and the notebook run as they stand."""
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from making import python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
@@ -24,30 +24,22 @@ def folder(tmp_path):
     return tmp_path
 
 
-def shown(code: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_first_prints_an_answer_to_each_question(folder):
     """The engine `echo` repeats the questions. The demo model answers them in the notebook."""
     assert EXAMPLES[0].count(MODEL) == 1
     assert EXAMPLES[0].endswith("# ['Lima', '85']\n")
-    out = shown(EXAMPLES[0].replace(MODEL, 'engine="echo"'), folder)
+    out = python(EXAMPLES[0].replace(MODEL, 'engine="echo"'), cwd=folder)
     assert out == f"{QUESTIONS}\n"
 
 
 def test_the_second_reads_a_run_that_is_not_finished(folder):
-    out = shown(EXAMPLES[1], folder)
-    assert out.startswith("idle 2 of 3\n") or " 2 of 3\n" in out
+    out = python(EXAMPLES[1], cwd=folder)
+    assert out.startswith("idle 2 of 3\n")
     assert "chunks are done and sound; " in out
 
 
 def test_the_third_splits_a_generator(folder):
-    assert shown(EXAMPLES[2], folder) == "1000 rows in 20 chunks\n"
+    assert python(EXAMPLES[2], cwd=folder) == "1000 rows in 20 chunks\n"
 
 
 @pytest.fixture
@@ -61,7 +53,7 @@ def test_readmes_example_prints_what_it_says(folder, shared):
     [code] = [block for block in README if block.lstrip().startswith("import batchinfer")]
     assert MODEL in code
     (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
-    out = shown(textwrap.dedent(code).replace(MODEL, shared), folder)
+    out = python(textwrap.dedent(code).replace(MODEL, shared), cwd=folder)
     assert out == code.rpartition("# ")[2]
 
 

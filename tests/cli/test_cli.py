@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from making import make_job, run_process, worker_arguments
+from making import make_job, python, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
@@ -24,9 +24,7 @@ def test_help_imports_nothing_heavy(arguments):
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
         f"print([name for name in {HEAVY!r} if name in sys.modules], status)"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().splitlines()[-1] == "[] 0"
+    assert python(code, *arguments).splitlines()[-1] == "[] 0"
 
 
 def test_little_is_imported_before_a_sigterm_is_noticed():

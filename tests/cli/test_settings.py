@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from batchinfer.cli.main import group
 from batchinfer.cli.server_args import ServerCommand
@@ -124,6 +125,11 @@ def test_every_line_of_the_full_example_is_an_option(call, tmp_path):
     for name in ("prompt.jinja", "system.txt", "tools.json"):
         (tmp_path / name).write_text('[{"name": "f"}]')
         text = text.replace(name, str(tmp_path / name))
-    (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
+    (tmp_path / "run.yaml").write_text(text := re.sub(r"(?m)^  #(?=\w)", "  ", text))
     found = call("worker", "--config", tmp_path / "run.yaml", "--show-config").result
-    assert found["options"]["system-prompt"]["from"] == "settings file"
+    sections = yaml.safe_load(text)
+    servers = [f"--{name.replace('_', '-')}" for name in sections.pop("vllm")]
+    assert set(servers) <= set(found["resolved"]["engine"]["server_args"])
+    names = [name.replace("_", "-") for section in sections.values() for name in section]
+    assert len(names) > 30
+    assert {found["options"][name]["from"] for name in names} == {"settings file"}

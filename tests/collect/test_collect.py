@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite, run_worker_here, split
+from making import change_marker, make_job, output_key, overwrite, python, run_worker_here, split
 from samples import SCHEMAS
 
 ROWS = 25
@@ -405,9 +403,14 @@ def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(tmp_pat
 
 
 def test_ctrl_c_ends_a_query_without_a_traceback(tmp_path):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    connection = answers.connect(tmp_path)
+
+    def query():
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        connection.execute("SELECT sum(sin(i)) FROM range(1_000_000_000_000) r(i)")
+
     with pytest.raises(KeyboardInterrupt), answers.sql_errors("these rows"):
-        answers.connect(tmp_path).execute("SELECT sum(sin(i)) FROM range(1_000_000_000_000) r(i)")
+        query()
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
@@ -650,4 +653,4 @@ def test_no_progress_of_duckdb_stands_before_the_result():
         "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
         "assert found == [(False,)], found"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    python(code)

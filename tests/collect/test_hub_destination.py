@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import collecting
 from batchinfer.core.errors import AccessDenied, InputError, StorageError
 from finished_run import finish_run
 from fixtures_hub import TOKEN, Fault, Hub
-from making import make_job, run_process
+from making import make_job, python, run_process
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use .content=:DeprecationWarning"
@@ -213,7 +211,5 @@ def test_a_data_set_has_a_card_and_is_read_by_datasets(run, tmp_path):
             "print(json.dumps([found['_row'][:], found['text'][3]]))"
         )
         environment |= {**os.environ, **environment, "HF_HOME": str(tmp_path / "b")}
-        command = [sys.executable, "-c", script]
-        read = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-        assert read.returncode == 0, read.stderr[-3000:]
-        assert json.loads(read.stdout.splitlines()[-1]) == [list(range(ROWS)), "answer 3"]
+        read = python(script, env=environment)
+        assert json.loads(read.splitlines()[-1]) == [list(range(ROWS)), "answer 3"]

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import huggingface_hub
 import pytest
 
 from batchinfer.cli.main import main
+from making import python
 from models import DEMO_MODEL
 
 State = dict[str, Any]
@@ -245,8 +245,7 @@ def test_after_a_kill_the_same_command_finishes(state, tmp_path):
     source, dest = saved(tmp_path, state), tmp_path / "dest"
     dest.mkdir()
     (dest / "link").symlink_to("hf")
-    command = ["convert", "composer-to-hf", source, dest / "link"]
-    assert subprocess.run([sys.executable, "-c", KILLED, *command]).returncode == -9
+    python(KILLED, "convert", "composer-to-hf", source, dest / "link", status=-9)
     assert sorted(path.name for path in dest.iterdir())[1:] == ["link"]
     assert convert(source, dest / "link") == 0
     assert sorted(path.name for path in dest.iterdir()) == ["hf", "link"], "scratch is swept"

@@ -8,7 +8,6 @@ from batchinfer.core.redaction import has_user, redact
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("s3://AKIA:SECRET@bucket/x", "s3://…@bucket/x"),
         ("s3://AKIA:SE/CR+ET=@bucket/x@1", "s3://…@bucket/x@1"),
         ("'s3:/AKIA:SECRET@bucket/x': lacks a slash", "'s3:/…@bucket/x': lacks a slash"),
         ("S3://SECRET@bucket", "S3://…@bucket"),
@@ -31,13 +30,10 @@ def test_secrets_of_urls_are_masked(text, shown):
     [
         "",
         "me@example.org: no such column",
-        "s3://bucket/part-?.jsonl",
         "s3://bucket/a:b/c@d",
         "s3://arn:aws:s3:eu-west-1:1:accesspoint:name/data@v1/x",
-        "http://127.0.0.1:9000/bucket/x@y",
         "http://host:80",
         "http://host:80?",
-        "hf://datasets/org/name@main/x",
         "hf://datasets/org/name@refs%2Fpr%2F1/x@y",
         "gs://bucket/@",
         "file:///home/me@work/x",

@@ -28,15 +28,12 @@ def test_a_package_that_is_missing_is_said_before_anything_is_started(missing, m
 
 
 def test_typed_options_are_read_as_a_server_reads_them():
-    typed = ["--max-model-len", "8192", "--enforce-eager", "--no-enable-x", "--served-model-name", "a", "b",
-             "--quantization=fp8", "--limit-mm-per-prompt", '{"image": 2}', "--bias", "-1.5", "-O3",
+    typed = ["--enforce-eager", "--served-model-name", "a", "b",
+             "--limit-mm-per-prompt", '{"image": 2}', "--bias", "-1.5", "-O3",
              "--middleware", "m1", "--middleware", "m2", "--hf-overrides.rope.factor=4"]  # fmt: skip
     assert parse_args(typed) == {
-        "max_model_len": 8192,
         "enforce_eager": True,
-        "enable_x": False,
         "served_model_name": ["a", "b"],
-        "quantization": "fp8",
         "limit_mm_per_prompt": {"image": 2},
         "bias": -1.5,
         "O3": True,

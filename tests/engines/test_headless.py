@@ -27,7 +27,7 @@ def config(tmp_path, monkeypatch):
         master_addr="127.0.0.1",
         master_port=free_ports(),
         server_command=f"sh -c 'echo $$ > {tmp_path}/pid; sleep 600' {{port}}",
-        load_timeout_seconds=5.0,
+        load_timeout_seconds=120.0,
     )
 
 

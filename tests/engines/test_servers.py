@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -166,39 +165,40 @@ def test_a_dead_server_is_started_again_while_the_others_go_on(open_engine, capl
 @pytest.mark.parametrize("how", ["hangs", "stopped"])
 def test_a_server_that_hangs_is_killed_and_started_again(open_engine, how):
     marker = "row 30 says" if how == "hangs" else ""
-    engine = open_engine(hang=marker, stall_seconds=0.5, latency_seconds=0.01)
+    engine = open_engine(hang=marker, stall_seconds=2.0, latency_seconds=0.01)
     if how == "stopped":
         [stopped, _] = pids(engine)
         os.kill(stopped, signal.SIGSTOP)
     found, deaths = drive_once(engine, ListSource(calls(60)))
     assert 0 < len(deaths) <= 24
-    assert b"no token and no answer for 0.5 s" in deaths[0].body
+    assert b"no token and no answer for 2 s" in deaths[0].body
     assert len(found) + len(deaths) == 60
     if how == "stopped":
         assert are_gone([stopped])
 
 
 def test_an_idle_server_never_hangs(open_engine):
-    engine = open_engine(stall_seconds=1.0)
+    engine = open_engine(stall_seconds=3.0)
     source = ListSource(calls(4))
     begin = time.monotonic()
-    source.take = lambda *_, take=source.take: [] if time.monotonic() < begin + 1.5 else take(*_)
+    source.take = lambda *_, take=source.take: [] if time.monotonic() < begin + 3.5 else take(*_)
     assert len(drive(engine, source)) == 4
     assert engine.stats().restarts == 0
 
 
 def test_time_in_which_nobody_looked_makes_no_server_hang(open_engine, monkeypatch):
     monkeypatch.setattr(http, "LOOK_SECONDS", 30.0)  # only this test looks
-    engine = open_engine(stall_seconds=0.5, replicas=1)
+    engine = open_engine(stall_seconds=60.0, replicas=1)
     [server] = engine.targets
     assert engine._run(server.look(engine.config)) == ""
-    time.sleep(0.7)
+    server._looked, server._moved = server._looked - 100, server._moved - 100  # as long ago
     server.in_flight[call(99).key] = None  # rows come just before the next look
     found = engine._run(server.look(engine.config))
-    looks = (engine._run(server.look(engine.config)) for _ in itertools.count())
-    assert "no token and no answer" in next(filter(None, looks))
+    server._moved -= 100  # and now somebody has looked
+    last = engine._run(server.look(engine.config))
     server.in_flight.clear()
     assert found == ""
+    assert "no token and no answer" in last
 
 
 def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
@@ -416,7 +416,6 @@ def test_nothing_is_left_of_a_server_and_its_children(model, tmp_path, victim):
     ) as worker:
         [guard, *family] = json.loads(worker.stdout.readline())
         assert all(is_running(pid) for pid in family)
-        time.sleep(0.2)
         os.kill(worker.pid if victim == "worker" else family[0], signal.SIGKILL)
         assert are_gone(family[1:])
         assert are_gone(family[:1] if victim == "worker" else [])

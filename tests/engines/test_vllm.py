@@ -1,4 +1,4 @@
-"""The real vLLM, on the CPU: its answers, its refusals, and its errors of loading.
+"""The real vLLM, on the CPU: what it says of itself, its refusals, and its errors of loading.
 
 Its death: tests/worker/test_worker_vllm.py.
 """
@@ -29,24 +29,6 @@ from models import DEMO_MODEL, write_adapter
 from vllm_forks import SERVE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
-CAPITALS = {
-    "France": "Paris",
-    "Japan": "Tokyo",
-    "Italy": "Rome",
-    "Spain": "Madrid",
-    "Egypt": "Cairo",
-}
-
-
-def ask_capital(index: int, **body):
-    country = list(CAPITALS)[index % len(CAPITALS)]
-    messages = [{"role": "user", "content": f"What is the capital of {country}?"}]
-    return call(index, messages=messages, temperature=0, **body)
-
-
-def is_right(index: int, reply) -> bool:
-    text = body_of(reply)["choices"][0]["message"]["content"]
-    return text == CAPITALS[list(CAPITALS)[index % len(CAPITALS)]]
 
 
 class TestShared(EngineContract):
@@ -56,9 +38,7 @@ class TestShared(EngineContract):
     def opened(self, demo_engine, stop):
         return demo_engine, demo_engine.open(stop)
 
-    def test_its_answers_are_right_and_its_length_is_known(self, engine, info):
-        found = drive(engine, ListSource([ask_capital(index) for index in range(20)]))
-        assert all(is_right(key[1], reply) for key, reply in found.items())
+    def test_its_length_is_known(self, info):
         assert info.max_model_len == 256
 
     def test_its_fields_are_told_by_path(self, engine):
@@ -67,21 +47,6 @@ class TestShared(EngineContract):
         assert "temprature" not in fields
         assert "prompt" in engine.parameters("/v1/completions")
         assert engine.parameters("/v1/nothing") == frozenset()
-
-    def test_mixed_adapters_and_base_rows_answer_as_each_alone(self, engine):
-        names = [str(DEMO_MODEL), "first", "second"]
-        rows = [ask_capital(index, model=names[index % 3], max_tokens=12) for index in range(30)]
-        texts = {}
-        for name, part in {"mixed": rows, **{n: rows[i::3] for i, n in enumerate(names)}}.items():
-            found = drive(engine, ListSource(part))
-            texts[name] = {
-                key: body_of(reply)["choices"][0]["message"]["content"]
-                for key, reply in found.items()
-            }
-        alone = texts[names[0]] | texts["first"] | texts["second"]
-        assert texts["mixed"] == alone
-        assert len({*alone.values()}) > len(CAPITALS)
-        assert all(text in CAPITALS.values() for text in texts[names[0]].values())
 
 
 # --------------------------------------------------------------------------- loading
@@ -135,8 +100,10 @@ def test_another_server_from_pypi_runs_in_vllms_place():
     )
     engine.open(threading.Event())
     family = descendants(engine.targets[0].guard.pid)
-    found = drive(engine, ListSource([ask_capital(index) for index in range(5)]))
-    assert all(is_right(key[1], reply) for key, reply in found.items())
+    question = "What is the capital of Japan?"
+    asked = call(0, messages=[{"role": "user", "content": question}], temperature=0)
+    [answer] = drive(engine, ListSource([asked])).values()
+    assert body_of(answer)["choices"][0]["message"]["content"] == "Tokyo"
     engine.close()
     assert are_gone(family)
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from making import python
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_script_finds_what_it_imports():
     """In a process of its own: modules of tests have such names, too."""
     scripts = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-    command = [sys.executable, "-c", f"import {', '.join(scripts)}"]
-    subprocess.run(command, cwd=ROOT / "benchmarks", check=True)
+    python(f"import {', '.join(scripts)}", cwd=ROOT / "benchmarks")
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_scripts_that_need_no_vllm_run(command):
 
 
 def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_fails(
-    monkeypatch,
+    monkeypatch, tmp_path
 ):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from harness import run
@@ -47,8 +48,15 @@ def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_
     assert ended.usage.peak_bytes > 2**27
     assert ended.usage.cpu_seconds > 0
     assert ended.cpu == {}, "only counted from a line of the log on"
-    slow = "import sys, time; print('go', file=sys.stderr); time.sleep(0.3)"
-    watched = run([sys.executable, "-c", slow], is_ready=lambda line: line == "go\n")
+    waits = "import sys\nprint('go', file=sys.stderr)\nwhile not open('seen').read(): print(file=sys.stderr)"
+
+    def is_ready(line: str) -> bool:
+        seen.write_text("" if line == "go\n" else line)  # the next line is read after a look
+        return line == "go\n"
+
+    (seen := tmp_path / "seen").touch()
+    monkeypatch.chdir(tmp_path)
+    watched = run([sys.executable, "-c", waits], is_ready=is_ready)
     assert list(watched.cpu) == ["driver"]
     with pytest.raises(SystemExit, match="exit 3\nwhy"):
         run([sys.executable, "-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"])

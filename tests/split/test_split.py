@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from batchinfer.split import writer
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
-from making import run_worker_here, split
+from making import python, run_worker_here, split
 from web_server import reply
 
 
@@ -417,8 +415,6 @@ def test_memory_is_bounded_by_a_row_group(tmp_path):
         with pq.ParquetWriter(path, table.schema, compression="none") as writer:
             for _ in range(count):
                 writer.write_table(table)
-        words = [sys.executable, "-c", program, "split", path, "--output", job, "--num-chunks", "2"]
-        done = subprocess.run(words, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        peaks.append(int(done.stdout.splitlines()[-1]))
+        out = python(program, "split", path, "--output", job, "--num-chunks", "2")
+        peaks.append(int(out.splitlines()[-1]))
     assert peaks[1] - peaks[0] < 100, peaks

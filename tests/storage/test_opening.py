@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import is_inside, open_store
+from making import python
 
 
 def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
@@ -50,8 +49,7 @@ def test_opening_a_folder_loads_no_object_store():
         "import sys; from batchinfer.storage.opening import open_store; open_store('/tmp');"
         "print([name for name in ('fsspec', 'botocore', 'obstore', 'aiohttp') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert done.stdout.strip() == b"[]"
+    assert python(code) == "[]\n"
 
 
 @pytest.mark.parametrize("part", ["", ".", ".."])

@@ -3,8 +3,7 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 from unittest.mock import Mock
 
@@ -12,6 +11,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, ScratchFull
 from batchinfer.storage.scratch import Scratch, scratch_errors
+from making import python
 
 
 def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path):
@@ -19,7 +19,7 @@ def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path):
         "import sys, os, signal; from pathlib import Path; from batchinfer.storage.scratch import Scratch;"
         "s = Scratch(Path(sys.argv[1])); s.new_path('x').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    python(code, tmp_path, status=-signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 1
     scratch = Scratch(tmp_path)
     assert list(tmp_path.iterdir()) == [scratch.folder]

@@ -1,8 +1,6 @@
 """Whole runs on an endpoint: what reaches the outputs, what a failing endpoint leaves, and what is told before."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from batchinfer.worker.worker_config import rules_of
 from echo_server import FakeEndpoint, fake_endpoint, refusal
-from making import make_job, output_lines, read_marker
+from making import make_job, output_lines, python, read_marker
 
 KEY = "sk-a1B2c3D4e5F6"
 
@@ -146,10 +144,4 @@ def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
         "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules], status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *worker(job, endpoint)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip().splitlines()[-1] == "[] 0"
+    assert python(code, *worker(job, endpoint)).splitlines()[-1] == "[] 0"

@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from batchinfer.cli.main import main
-from making import ECHO
+from making import ECHO, python
 
 ROW_BYTES = 1 << 20
 NUM_ROWS = 600
@@ -29,10 +27,7 @@ def peak_bytes(tmp_path: Path, rows: Iterable[dict[str, str]], *options: str) ->
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
     assert main(["split", str(tmp_path / "a.jsonl"), "--output", job, "--num-chunks", "2"]) == 0
     worker = ["worker", "--job", job, "--output", run, *ECHO, *options]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *worker], capture_output=True, text=True, check=True
-    )
-    return int(done.stdout.split()[-1])
+    return int(python(MEASURE, *worker).split()[-1])
 
 
 @pytest.mark.slow

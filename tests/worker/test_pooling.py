@@ -1,7 +1,5 @@
 """Runs whose task is not to generate text, with the echo engine: bodies, options, kills."""
 
-import base64
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 
 from batchinfer.storage.opening import open_store
 from making import make_job, output_lines, read_marker, run_worker_here
-from models import sound
 
 
 @pytest.fixture
@@ -53,23 +50,3 @@ def test_each_task_has_its_body_and_counts_no_text(job, task, options, field):
     marker = read_marker(open_store(str(job / "run")), "part-00000")
     assert (marker.rows_ok, marker.finish_reasons) == (10, {})
     assert marker.prompt_tokens > 0
-
-
-def test_vectors_are_base64_and_as_long_as_asked_for(job):
-    run_worker_here(job, job / "run", "--task", "embed", "--sampling", "dimensions=5")
-    for body in bodies(job / "run"):
-        numbers = struct.unpack("<5f", base64.b64decode(body["data"][0]["embedding"]))
-        assert sum(number**2 for number in numbers) == pytest.approx(1)
-
-
-def test_sounds_are_transcribed(tmp_path):
-    (tmp_path / "a.wav").write_bytes(sound(220))
-    data = base64.b64encode(sound(220)).decode()
-    rows = [{"sound": {"bytes": data, "path": "a.wav"}}, {"sound": "a.wav"}, {"sound": "b.wav"}]
-    make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
-    options = ["--prompt-column", "", "--column", "audio=sound", "--media-root", str(tmp_path)]
-    result = run_worker_here(tmp_path / "job", tmp_path / "run", "--task", "transcribe", *options)
-    assert result["errors"] == {"media_unavailable": 1}
-    texts = [line["body"]["text"] for line in output_lines(tmp_path / "run")[:2]]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("[audio:")

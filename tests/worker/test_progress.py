@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,12 +32,14 @@ def test_a_terminal_shows_log_lines_and_one_bar(tmp_path):
         *("--engine", "vllm", "--model", model, "--server-command", shlex.join(server)),
         *("--max-concurrency", "64", "--checkpoint-seconds", "0.1", "--max-tokens", "99"),
     )  # fmt: skip
+    begin = time.monotonic()
     with Terminal(*arguments, state=tmp_path) as terminal:
         assert terminal.end() == 0
         shown = terminal.shown
+    minutes = (time.monotonic() - begin) / 60
     assert re.search(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s *\n", shown)
     assert len(re.findall(r"\d\d:\d\d:\d\d INFO .*\n", shown)) > 10
-    assert shown.count("checkpoints: ") == 1, "one line a minute"
+    assert 1 <= shown.count("checkpoints: ") <= 1 + minutes, "one line a minute"
     bars = [bar.partition("%")[0] for bar in re.findall(r"% \|[^|]*\| ([^%]*)", shown)]
     loading = [bar for bar in bars if "loading the engine" in bar]
     assert loading
