@@ -26,9 +26,9 @@ def tokenizer_file(path: Path) -> dict[str, Any]:
     return {"file_extension": path.suffix, "content": json.loads(content) if is_json else content}
 
 
-def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = None) -> dict:
+def composer_content(model: Path) -> dict:
     """Everything that the file holds; `model` is a folder of transformers'."""
-    weights = load_file(model / "model.safetensors") if weights is None else weights
+    weights = load_file(model / "model.safetensors")
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     tokenizer = {name: tokenizer_file(model / name) for name in names if (model / name).exists()}

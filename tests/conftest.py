@@ -84,6 +84,31 @@ def server():
         yield found
 
 
+@pytest.fixture
+def endpoint():
+    """An endpoint of the OpenAI API, a `FakeEndpoint`."""
+    from echo_server import fake_endpoint
+
+    with fake_endpoint() as found:
+        yield found
+
+
+@pytest.fixture
+def clock():
+    """A `FakeClock`."""
+    from fakes import FakeClock
+
+    return FakeClock()
+
+
+@pytest.fixture
+def store(memory_url):
+    """A store in memory of the test's own."""
+    from fakes import MemoryStore
+
+    return MemoryStore(memory_url)
+
+
 @pytest.fixture(autouse=True)
 def own_log():
     """Give each test the log as it is at import: a command called before it may have changed level and handlers."""

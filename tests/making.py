@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +23,8 @@ from batchinfer.storage.opening import open_store
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
 
 
-class Finished(NamedTuple):
-    """A command that has ended. `result` is the JSON object of its last line of stdout, {} if there is none."""
-
-    status: int
-    result: dict[str, Any]
-    stderr: str
-
-
 class Called(NamedTuple):
-    """A command that has run in this process: its status, what it printed, and the JSON object of the last line."""
+    """A command that has ended: its status, what it printed, and the JSON object of the last line, {} without one."""
 
     status: int
     out: str
@@ -168,19 +160,18 @@ def start_process(
     )
 
 
-def finish_process(process: subprocess.Popen[str], timeout_seconds: float = 240) -> Finished:
-    """Wait for a process of `start_process` and read its result. Kills it when the time is up."""
+def finish_process(process: subprocess.Popen[str], timeout_seconds: float = 240) -> Called:
+    """Wait for a process of `start_process`. Kills it when the time is up."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         _, stderr = process.communicate()
         raise AssertionError(f"still running after {timeout_seconds} s:\n{stderr}") from None
-    lines = stdout.strip().splitlines()
-    return Finished(process.returncode, json.loads(lines[-1]) if lines else {}, stderr)
+    return Called(process.returncode, stdout, stderr)
 
 
-def run_process(arguments: list[str], *, environment: dict[str, str] | None = None) -> Finished:
+def run_process(arguments: list[str], *, environment: dict[str, str] | None = None) -> Called:
     """Run `python -m batchinfer …` to its end."""
     return finish_process(start_process(arguments, environment=environment))
 
@@ -266,6 +257,12 @@ def python(code: str, *words: Any, status: int = 0, **options: Any) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
     assert done.returncode == status, done.stderr
     return done.stdout
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write rows as JSON Lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def put_program(path: Path, text: str) -> Path:

@@ -178,11 +178,11 @@ def write_whisper(folder: Path) -> Path:
     return _write(folder, "WhisperForConditionalGeneration", config)
 
 
-def sound(hertz: float, *, seconds: float = 0.5) -> bytes:
-    """Return a WAV file with a tone."""
+def sound(hertz: float) -> bytes:
+    """Return a WAV file with a tone of half a second."""
     rate = 16000
     turn = 2 * math.pi * hertz / rate
-    levels = [int(12000 * math.sin(turn * at)) for at in range(int(seconds * rate))]
+    levels = [int(12000 * math.sin(turn * at)) for at in range(rate // 2)]
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setparams((1, 2, rate, len(levels), "NONE", ""))

@@ -22,22 +22,22 @@ def as_data_url(data: bytes, mime: str = "image/png") -> str:
     return f"data:{mime};base64,{as_base64(data)}"
 
 
-def as_hub(data: bytes, path: str | None = "a.png") -> dict[str, Any]:
+def as_hub(data: bytes) -> dict[str, Any]:
     """The value of a Hub's image column, in a row of a chunk."""
-    return {"bytes": as_base64(data), "path": path}
+    return {"bytes": as_base64(data), "path": "a.png"}
 
 
-def clip(*colors: str, size: int = 56) -> bytes:
-    """The bytes of a video with some frames of each colour, one after the other."""
+def clip(*colors: str) -> bytes:
+    """The bytes of a video of 56 x 56 pixels with some frames of each colour, one after the other."""
     import av
     from PIL import Image
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as file:
         stream = file.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = size
+        stream.width = stream.height = 56
         for color in colors:
-            frame = av.VideoFrame.from_image(Image.new("RGB", (size, size), color))
+            frame = av.VideoFrame.from_image(Image.new("RGB", (56, 56), color))
             for packet in [one for _ in range(4) for one in stream.encode(frame.reformat())]:
                 file.mux(packet)
         file.mux(stream.encode())

@@ -49,6 +49,18 @@ class Terminal(pexpect.spawn):
         """Press keys; a line ends with "\\r"."""
         self.send(keys)
 
+    def talk(self, *turns: tuple[str, str]) -> None:
+        """Type lines in turn, each followed by what it shows and by the next prompt."""
+        for typed, shown in turns:
+            self.type(f"{typed}\r")
+            self.expect(shown)
+            self.expect(">>>")
+
+    def leave(self) -> None:
+        """End a chat by Ctrl-D. Before its prompt the terminal itself, not the line editor, would take the key."""
+        self.type(CTRL_D)
+        assert self.end() == 0
+
     def end(self) -> int:
         """Wait until the program has ended. Returns its exit status."""
         self.expect_exact(pexpect.EOF)

@@ -23,7 +23,6 @@ import batchinfer
 from batchinfer import errors
 from batchinfer.api import process
 from batchinfer.api.data import sources_of
-from echo_server import fake_endpoint
 from making import python, wait_for
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
@@ -165,16 +164,15 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("schema", [Person, Person.model_json_schema(), "FILE"])
-def test_schemas_and_tools_reach_the_server(schema, tmp_path):
+def test_schemas_and_tools_reach_the_server(schema, tmp_path, endpoint):
     wanted = Person.model_json_schema()
     if schema == "FILE":
         schema = tmp_path / "schema.json"
         schema.write_text(json.dumps(wanted))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    with fake_endpoint() as endpoint:
-        common = {"engine": "openai", "base_url": endpoint.url, "model": "echo-model"}
-        run(["a"], json_schema=schema, tools=tools, stop=["."], quiet=True, **common)
-        body = endpoint.bodies[-1]
+    common = {"engine": "openai", "base_url": endpoint.url, "model": "echo-model"}
+    run(["a"], json_schema=schema, tools=tools, stop=["."], quiet=True, **common)
+    body = endpoint.bodies[-1]
     assert body["response_format"]["json_schema"]["schema"] == wanted
     assert (body["tools"], body["stop"]) == (tools, ["."])
 

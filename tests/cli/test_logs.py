@@ -36,8 +36,8 @@ def test_a_start_and_the_one_after_its_kill_are_told_in_events(tmp_path):
     assert {"manifests_read", "chunk_open"} <= set(events)
     assert named(first, "worker_started") == [{"worker": "logs-w0", "start": 1, "attempt": 1}]
     done = run_process(words)
-    assert done.status == 0, done.stderr
-    second = read(done.stderr)
+    assert done.status == 0, done.err
+    second = read(done.err)
     assert named(second, "worker_resumed")[0]["is_kill"] is True
     assert named(second, "worker_started")[0]["start"] == 2
     assert sum(fields["resumed"] for fields in named(second, "chunk_open")) > 0

@@ -125,6 +125,6 @@ def test_a_pipe_gets_a_narrow_table_without_control_characters(runs):
     done = run_process(["compare", *runs, "--rows", "2"])
     assert done.status == 0
     assert len(done.result["differing"]) == 2
-    assert "different answers" in done.stderr
-    assert "\x1b" not in done.stderr
-    assert max(map(len, done.stderr.splitlines())) <= 80
+    assert "different answers" in done.err
+    assert "\x1b" not in done.err
+    assert max(map(len, done.err.splitlines())) <= 80

@@ -201,7 +201,7 @@ def test_a_data_set_has_a_card_and_is_read_by_datasets(run, tmp_path):
         environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         options = ["--shard-rows", "4", "--with-source"]
         done = run_process(["collect", run, DEST, *options], environment=environment)
-        assert done.status == 0, done.stderr
+        assert done.status == 0, done.err
         assert "private" in json.dumps(hub.created[0])
         card = hub.files(REPO)[CARD].decode()
         assert all(text in card for text in ("# license:", "| model | tiny |", "| rows | 10 |"))

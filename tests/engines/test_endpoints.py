@@ -42,12 +42,6 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def endpoint():
-    with fake_endpoint() as found:
-        yield found
-
-
-@pytest.fixture
 def clock_of_requests(endpoint, monkeypatch):
     """`stall_seconds` is a number of requests from here on: a slow machine sends fewer of them in a second."""
     clock = SimpleNamespace(monotonic=lambda: float(len(endpoint.calls)))

@@ -20,12 +20,6 @@ from batchinfer.storage import Object
 from fakes import FakeClock, MemoryStore, meanwhile, worker_record
 from making import put_raw
 
-
-@pytest.fixture
-def clock():
-    return FakeClock()
-
-
 STARTS = itertools.count()
 """Numbers the starts of workers: each start has a nonce of its own."""
 

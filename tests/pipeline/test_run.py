@@ -19,7 +19,7 @@ import pytest
 
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
 from batchinfer.pipeline.running import running_alone
-from making import finish_process, start_process
+from making import finish_process, start_process, write_lines
 from models import write_model_stub
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -34,11 +34,6 @@ def rows(tmp_path):
 @pytest.fixture
 def dest(tmp_path):
     return tmp_path / "a.jsonl"
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 Runner = Any
@@ -248,11 +243,11 @@ def test_of_two_real_commands_at_once_one_is_refused_and_each_row_is_answered_on
         second = finish_process(start_process(words))
         first.send_signal(signal.SIGCONT)
         assert second.status == 2
-        assert f"process {first.pid}" in second.stderr
+        assert f"process {first.pid}" in second.err
         done = finish_process(first)
     finally:
         first.kill()
-    assert done.status == 0, done.stderr
+    assert done.status == 0, done.err
     assert done.result["worker"]["request_count"] == 60
 
 

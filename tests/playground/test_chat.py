@@ -9,8 +9,7 @@ import pytest
 from batchinfer.core.errors import InputError
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
-from echo_server import fake_endpoint
-from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
+from terminal import ALT_ENTER, CTRL_C, SIGTERM, UP, Terminal
 from web_server import raw
 
 ECHO = ["chat", "--engine", "echo"]
@@ -25,7 +24,7 @@ def chat(tmp_path):
 
 
 def test_a_conversation_with_its_commands(chat):
-    for typed, shown in (
+    chat.talk(
         ("good morning to you", "\ngood morning to you\n"),
         ("/set max_tokens=2,temperature=0.5", "temperature = 0.5\n"),
         ("one two three", "\none two\n"),
@@ -41,34 +40,26 @@ def test_a_conversation_with_its_commands(chat):
         ("//not a command", "\n/not a\n"),
         ("/reset", "\n"),
         ("/history", "system: Be brief.\n"),
-    ):
-        chat.type(f"{typed}\r")
-        chat.expect(shown)
-        chat.expect(">>>")
+    )
     chat.type("/quit\r")
     assert chat.end() == 0
 
 
 def test_the_last_prompt_is_shown_after_an_answer_that_broke_off_and_the_chat_goes_on(
-    tmp_path,
+    tmp_path, endpoint
 ):
     """It ended with "engine: closed", and the conversation was lost."""
     begun = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 99\r\n\r\n"
-    with fake_endpoint() as endpoint:
-        endpoint.rule = lambda text, _body: raw(begun) if "break" in text else None
-        options = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
-        with Terminal("chat", *options, state=tmp_path) as chat:
-            for typed, shown in (
-                ("", "commands"),
-                ("please break", "Not enough data"),
-                ("/prompt", '"content":"please break"'),
-                ("go on", "\ngo on\n"),
-            ):
-                chat.type(f"{typed}\r")
-                chat.expect(shown)
-                chat.expect(">>>")
-            chat.type(CTRL_D)
-            assert chat.end() == 0
+    endpoint.rule = lambda text, _body: raw(begun) if "break" in text else None
+    options = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
+    with Terminal("chat", *options, state=tmp_path) as chat:
+        chat.talk(
+            ("", "commands"),
+            ("please break", "Not enough data"),
+            ("/prompt", '"content":"please break"'),
+            ("go on", "\ngo on\n"),
+        )
+        chat.leave()
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat):
@@ -79,8 +70,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat):
     chat.type("/history\r")
     assert "never" not in chat.expect("assistant: sent")
     chat.expect(">>>")
-    chat.type(CTRL_D)
-    assert chat.end() == 0
+    chat.leave()
 
 
 def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(chat):
@@ -100,9 +90,8 @@ def test_typed_lines_are_there_in_the_next_chat(chat, tmp_path):
         second.expect(">>>")
         second.type(UP + UP + "\r")
         second.expect("remember this")
-        second.expect("\n>>>")  # the next prompt: between two the terminal itself takes Ctrl-D
-        second.type(CTRL_D)
-        assert second.end() == 0
+        second.expect("\n>>>")
+        second.leave()
     assert (tmp_path / "out").read_text() == "remember this\n"
 
 

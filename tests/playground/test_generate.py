@@ -81,14 +81,13 @@ def test_a_file_is_a_prompt(generate, tmp_path):
     assert [len(each["answers"]) for each in ran.result["results"]] == [2, 2]
 
 
-def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path):
+def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path, endpoint):
     (tmp_path / "rows.txt").write_text("a\n")
     sampling = ["--temperature", "0.7", "--seed", "3", "--max-tokens", "5"]
-    with fake_endpoint() as endpoint:
-        options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-        assert main(["generate", *options, *sampling, "-p", "a"]) == 0
-        dest = str(tmp_path / "a.jsonl")
-        assert main(["run", str(tmp_path / "rows.txt"), "-o", dest, *options, *sampling]) == 0
+    options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+    assert main(["generate", *options, *sampling, "-p", "a"]) == 0
+    dest = str(tmp_path / "a.jsonl")
+    assert main(["run", str(tmp_path / "rows.txt"), "-o", dest, *options, *sampling]) == 0
     first, *rest = [body for body in endpoint.bodies if body["messages"][0]["content"] == "a"]
     assert rest == [first]
     assert {"seed", "max_tokens", "temperature"} <= first.keys()

@@ -3,7 +3,7 @@
 import pytest
 
 from models import DEMO_MODEL
-from terminal import CTRL_C, CTRL_D, Terminal
+from terminal import CTRL_C, Terminal
 
 pytestmark = pytest.mark.vllm
 SUM = "What is 47 plus 38?"
@@ -19,14 +19,12 @@ def test_chat_in_a_terminal(options, tmp_path):
         "chat", *options, "--max-tokens", "24", "--temperature", "0", state=tmp_path
     ) as chat:
         chat.expect(">>>", 120)
-        for typed, shown in (
+        chat.talk(
             ("What is the capital of Peru?", "\nLima\n"),
             ("/prompt", "<|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"),
             ("/set ignore_eos=true,max_tokens=none", "ignore_eos = True"),
             ("/set max_tokns=3", "/set max_tokns: is no parameter; did you mean 'max_tokens'?"),
-        ):
-            chat.type(f"{typed}\r")
-            chat.expect(shown)
+        )
         chat.type(SUM + "\r")
         chat.expect("85")
         chat.type(CTRL_C)
@@ -42,8 +40,7 @@ def test_chat_in_a_terminal(options, tmp_path):
         assert "0 blah" not in chat.expect("<|im_start|>user\n1 blah")
         chat.type("too many words " * 200 + "\r")
         chat.expect("the message alone is too long")
-        chat.expect(">>>")  # before it the terminal itself, not the line editor, would take Ctrl-D
-        chat.type(CTRL_D)
-        assert chat.end() == 0
+        chat.expect(">>>")
+        chat.leave()
     assert "WARNING" not in chat.shown
     assert "INFO" not in chat.shown

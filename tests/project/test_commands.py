@@ -36,11 +36,11 @@ from batchinfer.pipeline import launch
 from echo_server import fake_endpoint
 from fixtures_hub import TOKEN
 from fixtures_vllm import replace_create_engine
-from making import put_program
+from making import put_program, write_lines
 from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import steps_of
 from pictures import picture
-from terminal import CTRL_D, Terminal
+from terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -158,10 +158,6 @@ os.execv(sys.executable, [sys.executable, {echo_server.__file__!r}, config, sys.
 """
 
 
-def write_lines(name: str, rows: list[dict[str, Any]]) -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_files() -> None:
     """What commands on the pages name, in the current folder."""
     media = {
@@ -173,9 +169,9 @@ def write_files() -> None:
         pq.write_table(table, f"{name}.parquet")
     pq.write_table(table.slice(0, 3), "more.parquet")
     for name in ("letters", "docs", "pairs"):
-        write_lines(f"{name}.jsonl", ROWS)
+        write_lines(Path(f"{name}.jsonl"), ROWS)
     body = {"model": "NAME", "messages": ROWS[0]["conversation"]}
-    write_lines("requests.jsonl", [REQUEST | {"custom_id": "a", "body": body}])
+    write_lines(Path("requests.jsonl"), [REQUEST | {"custom_id": "a", "body": body}])
     Path("questions.txt").write_text("What is 1?\n")
     Path("order.json").write_text('{"type": "object"}')
     Path("tools.json").write_text('[{"type": "function", "function": {"name": "f"}}]')
@@ -305,11 +301,8 @@ def run_in_bash(command: str) -> str:
 def run_in_a_terminal(command: str) -> str:
     with Terminal(*words_of(command), state=Path.cwd()) as terminal:
         terminal.expect(">>>")
-        terminal.type("good morning\r")
-        terminal.expect("\ngood morning\n")
-        terminal.expect(">>>")
-        terminal.type(CTRL_D)
-        assert terminal.end() == 0
+        terminal.talk(("good morning", "\ngood morning\n"))
+        terminal.leave()
         return terminal.shown
 
 

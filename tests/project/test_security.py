@@ -1,7 +1,6 @@
 """Buckets that others write to, models from elsewhere, secrets in the environment: nothing leaks, nothing escapes."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(tmp_path, is_mis
     arguments = worker_arguments(tmp_path / "job", tmp_path / "run", *options)
     done = run_process(arguments, environment=SECRETS)
     assert done.status == (2 if is_mistake else 0)
-    assert "SECRETSECRET" not in done.stderr + json.dumps(done.result)
+    assert "SECRETSECRET" not in done.out + done.err
     assert b"SECRETSECRET" not in everything_below(tmp_path)
 
 

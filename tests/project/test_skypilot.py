@@ -304,7 +304,7 @@ def test_machines_by_rank_divide_the_job_between_them(tmp_path, worker):
         processes.append(start_process(arguments, environment=environment))
     for process in processes:
         done = finish_process(process)
-        assert done.status == 0, done.stderr
+        assert done.status == 0, done.err
     assert [line["_row"] for line in output_lines(run)] == list(range(60))
     ids = sorted(path.name for path in run.glob("workers/*.stats.json"))
     assert [re.search(r"workers_(\d)-0", name)[1] for name in ids] == ["1", "2", "3"]

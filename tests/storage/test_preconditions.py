@@ -13,11 +13,6 @@ from fakes import MemoryStore
 from making import make_job, run_worker_here
 
 
-@pytest.fixture
-def store(memory_url):
-    return MemoryStore(memory_url)
-
-
 def overwrite(store: MemoryStore, key: str, data: bytes) -> str:
     store.delete([key])
     return MemoryStore.create(store, key, data)

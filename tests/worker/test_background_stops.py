@@ -7,12 +7,6 @@ import pytest
 
 from batchinfer.core.errors import Interrupted, StopRequested
 from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
-from fakes import FakeClock
-
-
-@pytest.fixture
-def clock():
-    return FakeClock()
 
 
 @pytest.fixture

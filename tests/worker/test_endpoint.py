@@ -26,12 +26,6 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def endpoint():
-    with fake_endpoint() as found:
-        yield found
-
-
-@pytest.fixture
 def job(tmp_path):
     make_job(tmp_path / "job", rows=40, per_chunk=10)
     return tmp_path / "job"

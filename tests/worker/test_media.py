@@ -17,7 +17,6 @@ from batchinfer.storage.opening import open_store
 from batchinfer.worker.background import Background
 from batchinfer.worker.media_fetching import MediaCache, MediaFetcher
 from batchinfer.worker.worker_config import Limits
-from echo_server import fake_endpoint
 from fakes import QUICK
 from making import make_job, output_lines, run_worker_here, said
 from pictures import as_data_url, as_hub, picture
@@ -203,7 +202,9 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server, tmp_path):
     assert server.seen.count("/a.png") == 1
 
 
-def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(tmp_path, monkeypatch):
+def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
+    tmp_path, monkeypatch, endpoint
+):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-a1B2")
     link = "https://example.com/a.png"
     part = {"type": "image_url", "image_url": {"url": link, "detail": "low"}}
@@ -215,12 +216,11 @@ def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(tmp_pa
         {"m": "What now?", "image": as_hub(BLUE)},
         {"m": "And now?", "image": "a.png"},
     ]
-    with fake_endpoint() as endpoint:
-        make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
-        asked = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
-        columns = ("--prompt-column", "", "--messages-column", "m", "--column", "image=image")
-        run_worker_here(tmp_path / "job", tmp_path / "run", *asked, *columns)
-        contents = [body["messages"][0]["content"] for body in endpoint.bodies]
+    make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
+    asked = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
+    columns = ("--prompt-column", "", "--messages-column", "m", "--column", "image=image")
+    run_worker_here(tmp_path / "job", tmp_path / "run", *asked, *columns)
+    contents = [body["messages"][0]["content"] for body in endpoint.bodies]
     assert [part, {"type": "text", "text": "What?"}] in contents
     data_url = as_data_url(BLUE, "image/jpeg")
     sent = {"type": "image_url", "image_url": {"url": data_url}}

@@ -1,6 +1,5 @@
 """Two machines that run one model with real vLLM, as two processes on 127.0.0.1: each of them is killed once."""
 
-import json
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from making import (
     said,
     split,
     start_process,
+    write_lines,
 )
 from models import DEMO_MODEL, ROOT
 
@@ -49,7 +49,7 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path):
     source, job = tmp_path / "data.jsonl", str(tmp_path / "job")
     examples = demo_data.draw_examples(NUM_ROWS, seed=7, held_out=True)
     rows = [{"messages": [{"role": "user", "content": each.prompt}]} for each in examples]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(source, rows)
     split(source, job, num_chunks=NUM_ROWS // 60)
     command = [
         "worker", "--job", job, "--messages-column", "messages", "--temperature", "0", "--max-tokens", "64",
@@ -59,7 +59,7 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path):
     for size, run in enumerate(alone, 1):
         given = [*command, "--output", run, "--tensor-parallel-size", str(size)]
         done = finish_process(start_process(given, environment=ONE_THREAD), SECONDS)
-        assert done.status == 0, done.stderr
+        assert done.status == 0, done.err
 
     run = str(tmp_path / "nodes")
 
@@ -85,20 +85,20 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path):
     other.kill()
     other.communicate()
     done = finish_process(worker, 60)
-    assert done.status == 33, done.stderr
-    assert "a node that runs a share of the model has gone" in done.stderr
+    assert done.status == 33, done.err
+    assert "a node that runs a share of the model has gone" in done.err
 
     worker, other = start()
     wait_for_rows(worker, other)
     worker.kill()
     worker.communicate()
     gone = finish_process(other, 60)
-    assert (gone.status, "node 0 has gone" in gone.stderr) == (33, True), gone.stderr
+    assert (gone.status, "node 0 has gone" in gone.err) == (33, True), gone.err
     assert len(finished_chunks(open_store(run))) < NUM_ROWS // 60, "killed too late"
 
     worker, other = start()
     done, gone = finish_process(worker, SECONDS), finish_process(other, 60)
-    assert (done.status, gone.status) == (0, 0), done.stderr + gone.stderr
+    assert (done.status, gone.status) == (0, 0), done.err + gone.err
     assert done.result["rows_resumed"] > 0
     assert gone.result == {"status": "SUCCESS", "node_rank": 1, "nnodes": 2}
     answers = texts_of(run)

@@ -1,6 +1,5 @@
 """A batch file of requests of every kind is answered as vLLM's server answers each of them by itself."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures_vllm import ask
-from making import output_lines, split
+from making import output_lines, split, write_lines
 from mixed_requests import BAD, GOOD, bad_request, expected_code, good_request
 from models import DEMO_MODEL
 
@@ -53,13 +52,12 @@ def settled(value: Any, number: Callable[[float], Any] = float, *, name: str = "
 def lines(demo_url, tmp_path_factory):
     """Output lines of good requests, each with a bad one after it."""
     folder = tmp_path_factory.mktemp("matrix")
-    source = folder / "requests.jsonl"
     requests = [
         request
         for index in range(NUM_GOOD)
         for request in (good_request(index), bad_request(index))
     ]
-    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    source = write_lines(folder / "requests.jsonl", requests)
     return run(demo_url, source, folder, "--request-format", "openai-batch")
 
 
@@ -101,9 +99,8 @@ def test_calls_and_reasoning_are_found_as_the_server_finds_them(
 
 
 def test_equal_runs_write_equal_bytes(demo_url, tmp_path):
-    source = tmp_path / "requests.jsonl"
     requests = [good_request(index) for index in range(len(GOOD)) if "logprobs" not in GOOD[index][1]]  # fmt: skip
-    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    source = write_lines(tmp_path / "requests.jsonl", requests)
     first = run(demo_url, source, tmp_path / "a", "--request-format", "openai-batch")
     again = run(demo_url, source, tmp_path / "b", "--request-format", "openai-batch")
     assert first == again

@@ -20,11 +20,6 @@ def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> Finis
     return FinishedRow(line=line, ok=not code, prompt_tokens=10, completion_tokens=20, **said)
 
 
-@pytest.fixture
-def clock():
-    return FakeClock()
-
-
 def start_after(clock: FakeClock, before: Worker | None = None) -> Telemetry:
     """The telemetry of a start after the one that left this record, ten minutes later."""
     clock.seconds += 600

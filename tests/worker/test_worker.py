@@ -138,9 +138,9 @@ def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon():
         with connection:
             process.send_signal(signal.SIGTERM)
             stopped = finish_process(process, timeout_seconds=60)
-    assert stopped.status == 75, stopped.stderr
-    assert "SIGTERM" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    assert stopped.status == 75, stopped.err
+    assert "SIGTERM" in stopped.err
+    assert "Traceback" not in stopped.err
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,10 @@ def assert_every_answer_right(run: str) -> None:
     assert len(wrong) <= NUM_ROWS // 100, wrong
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for {what}"
         time.sleep(0.05)
 
 
@@ -192,9 +192,9 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(tmp_path, s
     children = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     stopped = finish_process(process, timeout_seconds=WAIT_SECONDS)
-    assert stopped.status == 75, stopped.stderr
-    assert "it is started again" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    assert stopped.status == 75, stopped.err
+    assert "it is started again" in stopped.err
+    assert "Traceback" not in stopped.err
     assert are_gone(children, WAIT_SECONDS)
     assert not markers(run), "stopped too late to show anything"
     [(record, _)], _ = read_workers(open_store(run))
