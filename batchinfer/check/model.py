@@ -93,8 +93,8 @@ class Counter:
         body = msgspec.json.decode(call.body)
         sides = [body[name] for name in _SIDES if name in body]
         prompt: Any = next((body[name] for name in _PROMPTS if name in body), sides)
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return len(prompt)
+        if num_ids := _num_ids(prompt):
+            return num_ids
         try:
             if self._tokenizer is not None:
                 return self._tokens(body, prompt)
@@ -113,6 +113,11 @@ class Counter:
             )
             return len(self._tokenizer.encode(chat, add_special_tokens=False))
         return sum(len(self._tokenizer.encode(text.decode())) for text in _texts(prompt))
+
+
+def _num_ids(prompt: Any) -> int:
+    """Return the number of tokens of a prompt, or of several, that are given by their ids."""
+    return sum(map(_num_ids, prompt)) if isinstance(prompt, list) else isinstance(prompt, int)
 
 
 def _texts(prompt: Any) -> list[bytes]:

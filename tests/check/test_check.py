@@ -213,7 +213,9 @@ def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not():
 
 @pytest.mark.full
 def test_lengths_of_unusual_bodies_are_told():
-    assert counted(UNUSUAL, EngineConfig(model=MODEL))[0] > 1
+    of_chat, of_ids = counted(UNUSUAL, EngineConfig(model=MODEL))
+    assert of_chat > 1
+    assert of_ids == 4
 
 
 def test_a_chat_template_is_found_among_the_model_s_files(tmp_path):
