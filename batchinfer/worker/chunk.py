@@ -76,6 +76,10 @@ class Saved:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Gives the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
 
+    def reach(self, num_bytes: int) -> None:
+        """Note that storage has the spool's rows up to this byte."""
+        self.num_bytes = num_bytes
+
 
 def finished_row(line: int, row: EncodedRow) -> FinishedRow:
     """Return the record of a finished row, which is the chunk's line of this number."""
@@ -247,7 +251,7 @@ class OpenChunk:
         self.saved.keys.extend(keys)
         self.deaths = deaths
         if holds_every_row:
-            self.saved.num_bytes = self.spool.size_bytes
+            self.saved.reach(self.spool.size_bytes)
 
     @property
     def has_unsaved_rows(self) -> bool:

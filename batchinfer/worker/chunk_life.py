@@ -238,7 +238,7 @@ class Life:
                 with hall.writing:
                     data = chunk.spool.read(start, end)
                     _write(chunk, hall, data, next(chunk.saved.numbers), data.count(b"\n"))
-                chunk.saved.num_bytes = end
+                chunk.saved.reach(end)
         except ScratchFull:
             raise
         except LeaseLapsed:
