@@ -163,6 +163,8 @@ def test_a_damage_is_found_and_the_commands_named_mend_it(run, name, call):
     verdict = verify(run, deep=name in DEEP)
     assert (kind, subject) in kinds(verdict)
     assert verdict.is_sound == (kind == "leftover")
+    is_lost = kind != "leftover" and subject == CHUNK
+    assert verdict.result["chunks_sound"] == 3 - is_lost
     for text in re.findall(r"^  (?:fix|then): (.*)", "\n".join(verdict.lines()), re.MULTILINE):
         if text.startswith("batchinfer "):
             assert call(*shlex.split(text, comments=True)[1:]).status == 0
