@@ -34,6 +34,7 @@ os.environ.update(
 
 # In the background of a script, the shell lets programs ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 # A deadline would make a test depend on how busy the machine is.
 hypothesis.settings.register_profile("batchinfer", deadline=None)
@@ -122,10 +123,8 @@ def own_log():
 
 @pytest.fixture(autouse=True)
 def own_signals():
-    """Put back the handlers of signals that a worker or a command in this process has set."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
+    """Begin with the handlers of a new process: a worker in this one, of a module's fixture, may have set others."""
+    for number, handler in HANDLERS.items():
         signal.signal(number, handler)
 
 
