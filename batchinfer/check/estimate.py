@@ -65,9 +65,10 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     >>> asked = {"rate": 1.0, "workers": 6, "price_per_hour": 2.0}
     >>> estimate(36_000, asked)["estimate"]["cost"]
     22.0
-    >>> estimate(36_000, {"rate": 1.0, "hours": 4.0})["estimate"][
-    ...     "workers"
-    ... ]  # 10 hours, 10 minutes to start
+    >>> within = estimate(
+    ...     36_000, {"rate": 1.0, "hours": 4.0}
+    ... )  # ten hours of work, ten minutes to start
+    >>> within["estimate"]["workers"]
     3
     """
     found: dict[str, Any] = {}

@@ -235,9 +235,7 @@ class OwnServer(Target):
                     env=child_environment(additions) if is_ours else {**os.environ, **additions},
                 )
         except OSError as error:
-            hint = (
-                "see to the machine's memory, processes and open files, then start the worker again"
-            )
+            hint = "see to the machine's memory, processes and open files; then start it again"
             raise EngineLoadError(f"{self.name}: cannot be started ({error})", hint=hint) from error
 
     async def look(self, config: EngineConfig) -> str:

@@ -312,9 +312,8 @@ class _Start:
         ]
         if self.config.retry_errors:
             names = {ref.name: done[ref.name] for ref in own if ref.name in done}
-            left = to_repair(
-                own, done, self.markers.read(names, 0)
-            )  # 0: their rows are counted already
+            # 0: their rows are counted already, with the fingerprints.
+            left = to_repair(own, done, self.markers.read(names, 0))
         names_left = {ref.name for ref in left}
         may_steal = membership.may_steal
         work, job = self.telemetry.workload, membership.assignment.job

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
+from batchinfer.pipeline import work_folder
 from batchinfer.pipeline.running import running_alone
+from batchinfer.split.files import changed
 from making import finish_process, start_process, write_lines
 from models import write_model_stub
 
@@ -187,6 +189,16 @@ def test_other_data_is_refused(run, rows, dest):
     assert run(rows, "-o", dest) == 2
     assert "differs in the sources' files" in run.err
     assert "name another DEST" in run.err
+
+
+def test_a_source_that_changes_meanwhile_is_no_reason_to_remove_what_is_done(
+    run, rows, dest, monkeypatch
+):
+    assert run(rows, "-o", dest) == 0
+    monkeypatch.setattr(work_folder, "run_split", Mock(side_effect=changed("rows.jsonl")))
+    assert run(rows, "-o", dest) == 2
+    assert "split a copy that nobody writes to" in run.err
+    assert "remove" not in run.err
     assert len(answers(dest)) == 60
 
 
