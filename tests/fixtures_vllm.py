@@ -51,12 +51,16 @@ def demo_config(demo_adapters):
 
 
 @pytest.fixture(scope="session")
-def forks():
+def forks(tmp_path_factory):
     """Starts programs that need vLLM."""
     from batchinfer.engines.server import _VARIABLES
 
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of the whole run
     path = f"{torchvision_copy()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    with contextlib.closing(Forks({**_VARIABLES, "PYTHONPATH": path})) as made:
+    variables = {**_VARIABLES, "PYTHONPATH": path}
+    with contextlib.closing(Forks(folder / "vllm", variables)) as made:
         yield made
 
 

@@ -1,15 +1,19 @@
 """Runs programs that need vLLM as forks of a process that has imported it: a server starts in a second, not in twenty.
 
-As a program it reads requests from standard input, a line of JSON each: code, its arguments, a file for what it writes,
-and whether to wait for its end. It answers each with the fork's process group, or with its exit status.
+All processes of a test run share it. As a program it answers messages of JSON on the socket whose number it is given:
+for code, its arguments and a file for what it writes, the process group of the fork that runs it; for such a group, its
+exit status, or null while it runs. It ends with its last client, and every fork with it.
 """
 
 import contextlib
+import fcntl
 import gc
 import json
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,35 +22,60 @@ from pathlib import Path
 from typing import Any
 
 SERVE = "from batchinfer.engines.vllm_serve import main; main()"
+_LONGEST_MESSAGE = 1 << 17
 
 
 class Forks:
-    """The process, which ends with this object, and every fork with it."""
+    """A client of the process, which the first one starts.
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | environment,
-        )
+    Args:
+        place: The socket.
+        environment: Variables of the process beside those of the first client.
+    """
+
+    def __init__(self, place: Path, environment: dict[str, str]) -> None:
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._line.connect(str(place))
+            except OSError:  # nobody has started it, or it has ended with its last client
+                place.unlink(missing_ok=True)
+                self._begin(place, os.environ | environment)
+                self._line.connect(str(place))
+
+    @staticmethod
+    def _begin(place: Path, environment: dict[str, str]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(place))
+            listener.listen()
+            program = ["setsid", "--fork", sys.executable, "-P", __file__, str(listener.fileno())]
+            subprocess.run(
+                program,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # some versions of vLLM write there while they are imported
+                env=environment,
+                pass_fds=[listener.fileno()],
+            )
 
     def start(self, code: str, arguments: Sequence[str], log: Path) -> int:
         """Run code in a fork. Returns its process group."""
-        return self._ask(code, list(arguments), str(log), False)
+        return self._ask([code, list(arguments), str(log)])
 
     def run(self, code: str, arguments: Sequence[str], log: Path) -> int:
         """Run code in a fork to its end. Returns its exit status."""
-        return self._ask(code, list(arguments), str(log), True)
+        group = self.start(code, arguments, log)
+        while (status := self._ask(group)) is None:
+            time.sleep(0.02)
+        return status
 
-    def _ask(self, *request: Any) -> int:
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+    def _ask(self, request: Any) -> Any:
+        self._line.send(json.dumps(request).encode())
+        return json.loads(self._line.recv(_LONGEST_MESSAGE))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._line.close()
 
 
 def _become(code: str, arguments: list[str], log: str) -> None:
@@ -60,9 +89,7 @@ def _become(code: str, arguments: list[str], log: str) -> None:
     sys.exit()
 
 
-def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # some versions of vLLM write to standard output while they are imported
+def _main(listener: socket.socket) -> None:
     import vllm.entrypoints.cli.serve
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401 - so that no fork imports it
@@ -83,15 +110,22 @@ def _main() -> None:
     signal.signal(signal.SIGCHLD, reap)
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        *request, has_to_end = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _become(*request)
-        while has_to_end and pid not in statuses:
-            time.sleep(0.02)
-        print(statuses[pid] if has_to_end else pid, file=answers, flush=True)
+    clients = {listener.accept()[0]}
+    while clients:
+        for ready in select.select([listener, *clients], [], [])[0]:
+            if ready is listener:
+                clients.add(listener.accept()[0])
+            elif message := ready.recv(_LONGEST_MESSAGE):
+                request = json.loads(message)
+                if isinstance(request, int):
+                    answer = statuses.get(request)
+                elif (answer := os.fork()) == 0:
+                    _become(*request)
+                ready.send(json.dumps(answer).encode())
+            else:
+                clients.remove(ready)
+                ready.close()
 
 
 if __name__ == "__main__":
-    _main()
+    _main(socket.socket(fileno=int(sys.argv[1])))
