@@ -103,10 +103,7 @@ def test_parts_equal_the_source(model, tmp_path, gpus, has_biases):
     [
         ({"attn_config": {"clip_qkv": 8.0}}, 1, "clip_qkv"),
         ({}, 3, "--gpus 3 does not divide 4 heads"),
-        ({"model_type": "llama"}, 1, "it is no MPT"),
-        ({"n_layers": 10**8}, 1, "transformer.blocks.2.norm_1.weight is missing"),
         ({"n_layers": 1}, 1, "is none of an MPT"),
-        ({"expansion_ratio": 2}, 1, "shape is not (64, 32)"),
         ({"no_bias": False}, 1, "transformer.norm_f.bias is missing"),
     ],
 )

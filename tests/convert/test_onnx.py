@@ -2,10 +2,7 @@
 
 import shutil
 import subprocess
-import venv
 from pathlib import Path
-from subprocess import CalledProcessError
-from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +10,8 @@ from batchinfer.cli.main import main
 from batchinfer.convert import onnx
 from models import DEMO_MODEL
 
-needs_exporter = pytest.mark.vllm  # needs the environment, as the tests of vLLM need theirs
+pytestmark = pytest.mark.vllm  # needs the environment, as the tests of vLLM need theirs
 
-Capture = pytest.CaptureFixture[str]
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-onnx"
 
 
@@ -23,7 +19,6 @@ def convert(*arguments: object) -> int:
     return main(["convert", "hf-to-onnx", *map(str, arguments)])
 
 
-@needs_exporter
 def test_answers_equal_those_of_torch(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
@@ -45,7 +40,6 @@ def test_answers_equal_those_of_torch(tmp_path, capsys):
     assert "largest difference" in done.stderr.splitlines()[-1]
 
 
-@needs_exporter
 def test_what_the_exporter_refuses_is_an_error(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "novelty"}')
@@ -54,26 +48,3 @@ def test_what_the_exporter_refuses_is_an_error(tmp_path, capsys):
     assert "the exporter failed" in error
     assert "Traceback" not in error
     assert not (tmp_path / "onnx").exists()
-
-
-@pytest.mark.parametrize("setup", [(), ("--setup",)])
-def test_an_environment_whose_python_is_gone_is_said(setup, tmp_path, capsys):
-    """It was called an error of the scratch folder."""
-    for name in ("pip", "optimum-cli"):
-        program = tmp_path / "old/bin" / name
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text("#!/gone/python\n")
-        program.chmod(0o755)
-    assert convert(DEMO_MODEL, tmp_path / "onnx", "--environment", tmp_path / "old", *setup) == 2
-    error = capsys.readouterr().err
-    assert f"{program if not setup else program.with_name('pip')}: cannot be run (No such" in error
-    assert f"hint: remove {tmp_path}/old, and make it again with --setup" in error
-
-
-@pytest.mark.parametrize(
-    "failure", [NotADirectoryError(20, "Not a directory"), CalledProcessError(1, "ensurepip")]
-)
-def test_an_environment_that_cannot_be_made_is_said(failure, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(venv, "create", Mock(side_effect=failure))
-    assert convert("--setup", "--environment", tmp_path / "new") == 2
-    assert f"{tmp_path}/new: cannot be made (" in capsys.readouterr().err

@@ -1,15 +1,13 @@
-"""Places of a conversion: what is there already, rights, errors of disks, and kills while uploading."""
+"""Places of a conversion: what is there already, rights, and kills while uploading."""
 
-import errno
 import os
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.convert.checkpoint import refused
 from batchinfer.convert.places import fetch_file, result_at
-from batchinfer.core.errors import AccessDenied, InputError, ScratchFull, StorageError
+from batchinfer.core.errors import AccessDenied, InputError, StorageError
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.opening import open_store
 
@@ -65,21 +63,6 @@ def test_a_mounted_folder_is_refused_before_the_conversion(tmp_path, monkeypatch
     with pytest.raises(InputError, match="mounted"), result_at(str(tmp_path)):
         pytest.fail("the conversion began")
     convert(str(tmp_path / "hf"))
-
-
-@pytest.mark.parametrize(
-    ("code", "expected", "said"),
-    [(errno.EACCES, InputError, "m: cannot be read: Perm"), (errno.ENOSPC, ScratchFull, "is full")],
-)
-def test_an_error_about_the_source_does_not_blame_the_scratch_folder(
-    code, expected, said, tmp_path
-):
-    with (
-        pytest.raises(expected, match=said),
-        result_at(str(tmp_path / "hf")),
-        refused("m: cannot be read", ""),
-    ):
-        raise OSError(code, os.strerror(code), "m")
 
 
 def test_a_source_in_a_bucket_is_fetched(tmp_path):
