@@ -1,4 +1,4 @@
-"""`chat` in a real terminal, and what becomes a turn; test_playground_vllm.py has contexts that are too small."""
+"""`chat` in a real terminal, and what becomes a turn."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,15 +9,12 @@ import pytest
 from batchinfer.core.errors import InputError
 from batchinfer.playground.chat import Chat
 from batchinfer.prompts.types import PromptConfig
-from terminal import ALT_ENTER, CTRL_C, SIGTERM, UP, Terminal
-from web_server import raw
-
-ECHO = ["chat", "--engine", "echo"]
+from terminal import ALT_ENTER, CTRL_C, SIGTERM, Terminal
 
 
 @pytest.fixture
 def chat(tmp_path):
-    with Terminal(*ECHO, state=tmp_path) as terminal:
+    with Terminal("chat", "--engine", "echo", state=tmp_path) as terminal:
         terminal.expect("/help lists the commands")
         terminal.expect(">>>")
         yield terminal
@@ -45,23 +42,6 @@ def test_a_conversation_with_its_commands(chat):
     assert chat.end() == 0
 
 
-def test_the_last_prompt_is_shown_after_an_answer_that_broke_off_and_the_chat_goes_on(
-    tmp_path, endpoint
-):
-    """It ended with "engine: closed", and the conversation was lost."""
-    begun = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 99\r\n\r\n"
-    endpoint.rule = lambda text, _body: raw(begun) if "break" in text else None
-    options = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
-    with Terminal("chat", *options, state=tmp_path) as chat:
-        chat.talk(
-            ("", "commands"),
-            ("please break", "Not enough data"),
-            ("/prompt", '"content":"please break"'),
-            ("go on", "\ngo on\n"),
-        )
-        chat.leave()
-
-
 def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(chat):
     chat.type("never sent" + CTRL_C)
     chat.expect("Ctrl-D or /quit ends the chat")
@@ -80,19 +60,14 @@ def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(chat):
     assert chat.settings_now() == chat.settings
 
 
-def test_typed_lines_are_there_in_the_next_chat(chat, tmp_path):
+def test_typed_lines_are_kept_where_only_their_owner_reads_them(chat, tmp_path):
     chat.type("remember this\r")
     chat.expect("\nremember this\n")
-    chat.type("/quit\r")
-    assert chat.end() == 0
-    assert (tmp_path / "batchinfer/chat-history").stat().st_mode & 0o777 == 0o600
-    with Terminal(*ECHO, state=tmp_path, stdout=tmp_path / "out") as second:
-        second.expect(">>>")
-        second.type(UP + UP + "\r")
-        second.expect("remember this")
-        second.expect("\n>>>")
-        second.leave()
-    assert (tmp_path / "out").read_text() == "remember this\n"
+    chat.expect(">>>")
+    chat.leave()
+    history = tmp_path / "batchinfer/chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "remember this" in history.read_text()
 
 
 def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
@@ -111,14 +86,18 @@ def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
             yield b"<html>Bad Gateway</html>"
         if texts == ["fails"]:
             raise InputError("refused")
-        if texts[-1] in ("too long", "fails"):
+        if texts[-1] in ("too long", "fails") or texts == ["stop", "half", "long"]:
             yield b'{"error":{"message":"too long","param":"input_tokens"}}'
 
     own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
     session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
+    typed = ["stop", "empty", "too long", "fails", "proxy", "on", "long"]
     with pytest.raises(StopIteration):
-        Chat(session, iter(["stop", "empty", "too long", "fails", "proxy", "on"]).__next__).run()
-    texts = [each[-1] for each in asked]
+        Chat(session, iter(typed).__next__).run()
+    texts = [each[-1] for each in asked[:-2]]
     assert texts == ["stop", "empty", *["too long"] * 2, *["fails"] * 2, "proxy", "on"]
-    assert asked[-1] == ["stop", "half", "on"], "a refusal costs no earlier turn"
-    assert "stopped: the model sees what it has said" in capfd.readouterr().err
+    assert asked[-3] == ["stop", "half", "on"], "a refusal costs no earlier turn"
+    assert asked[-2:] == [["stop", "half", "long"], ["long"]]
+    said = capfd.readouterr().err
+    assert "stopped: the model sees what it has said" in said
+    assert "the context is full: the first 1 turns are left out" in said

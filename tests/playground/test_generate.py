@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 
 from batchinfer.cli.main import main
-from echo_server import fake_endpoint
-from web_server import reply
 
 ECHO = ["--engine", "echo"]
 
@@ -32,15 +30,6 @@ def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate
     assert "4 requests: 8 input and 5 output tokens in" in ran.err
 
 
-def test_one_object_with_every_combination(generate):
-    ran = generate(
-        "--json", "-p", "a b", "-p", "c", "--grid", "temperature=0,0.7", "--grid", "top_p=0.5,1"
-    )  # fmt: skip
-    values = [(each["prompt"], *each["sampling"].values()) for each in ran.result["results"]]
-    assert values == [(p, t, q) for t in (0, 0.7) for q in (0.5, 1) for p in ("a b", "c")]
-    assert ran.result["status"] == "SUCCESS"
-
-
 def test_figures_add_up_and_requests_run_together(generate):
     slow = ["--json", "-p", "a b", "-p", "c", "-p", "d", "--echo-latency-seconds", "0.1"]
     found = generate(*slow).result
@@ -64,16 +53,6 @@ def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
     assert "1 request without an answer" in ran.err
 
 
-def test_an_answer_without_a_text_is_shown_too(call):
-    """It was a traceback."""
-    shown = {"message": "\n", "else": "--- a\n[no answer: the reply has an unknown shape]\n"}
-    for name, text in shown.items():
-        body = {"choices": [{name: {"tool_calls": []}}]}
-        with fake_endpoint(rule=lambda *_, body=body: reply(200, body)) as endpoint:
-            options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-            assert call("generate", *options, "-p", "a").out == text
-
-
 def test_a_file_is_a_prompt(generate, tmp_path):
     (tmp_path / "p.txt").write_text("two\nlines\n")
     ran = generate("--json", "-p", "first", "-p", f"@{tmp_path}/p.txt", "--n", "2")
@@ -91,12 +70,3 @@ def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path, endpoin
     first, *rest = [body for body in endpoint.bodies if body["messages"][0]["content"] == "a"]
     assert rest == [first]
     assert {"seed", "max_tokens", "temperature"} <= first.keys()
-
-
-def test_a_settings_file_of_a_run_can_be_used(generate, tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "input: {job: s3://bucket/job}\nengine: {engine: echo, replicas: 4}\n"
-        "sampling: {max-tokens: 2, n: 1}\nbehaviour: {lease-seconds: 60}\n"
-    )
-    ran = generate("-p", "a b c", "--config", str(tmp_path / "run.yaml"))
-    assert ran.out == "a b\n"
