@@ -1,7 +1,6 @@
 """`batchinfer check`: what is wrong is found before anything is paid for, all of it at once."""
 
 import json
-import resource
 import shutil
 from functools import partial
 from typing import Any
@@ -10,8 +9,7 @@ import msgspec
 import pytest
 
 from batchinfer.check.machine import Machine, problems_of
-from batchinfer.check.model import Counter, has_chat_template, memory_on
-from batchinfer.core import records
+from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.gpus import Gpu
@@ -164,9 +162,6 @@ def test_memory_of_a_model_that_fits():
     assert memory["rows_at_once"] == pytest.approx(55, abs=1)
     eight = memory_on("H100:8", EngineConfig(model="m"), LLAMA_8B, 300, 200)
     assert (eight["tensor_parallel_size"], eight["replicas"]) == (1, 8)
-    large = msgspec.structs.replace(LLAMA_8B, parameter_bytes=132 << 30)
-    four = EngineConfig(model="m", tensor_parallel_size=4, pipeline_parallel_size=2)
-    assert memory_on("L4:8", four, large, 300, 200)["replicas"] == 1
 
 
 @pytest.mark.parametrize(
@@ -177,45 +172,13 @@ def test_memory_of_a_model_that_fits():
         ("V100", "--max-model-len 4K", 4096, ""),
         ("V100", "--max-model-len 2.5k", 2500, ""),
         ("V100", "--max-model-len auto", 8192, ""),
-        ("V100", "--max-model-len -1", 8192, ""),
-        ("V100", "--max-model-len 1k --max-model-len 2k", 2000, ""),
-        ("V100", "--gpu-memory-utilization 0.9x", 8192, ""),
-        ("V100", "--gpu-memory-utilization 0.8 --gpu-memory-utilization 0.9", 8192, ""),
     ],
 )
 def test_memory_that_is_not_enough_is_said_by_options_as_vllm_reads_them(gpu, typed, length, hint):
-    """Values that vLLM's own parser refuses are left to it."""
     config = EngineConfig(model="m", server_args=typed.split())
     with pytest.raises(ConfigError, match=f"less than one row of {length:,}") as caught:
         memory_on(gpu, config, LLAMA_8B, None, 0)
     assert hint in caught.value.hint
-
-
-SIDES = [
-    {"text_1": "a" * 35, "text_2": "b" * 35},
-    {"query": "a" * 35, "documents": ["b" * 35]},
-    {"messages": [{"role": "user", "content": "a" * 70}], "documents": [{"text": "b"}]},
-]
-UNUSUAL = [
-    {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": None},
-    {"prompt": [[1, 2], [3, 4]]},
-]
-
-
-def counted(bodies: list[dict[str, Any]], config: EngineConfig | None = None) -> list[int]:
-    calls = [records.Call(key=("c", 0), path="", body=msgspec.json.encode(each)) for each in bodies]
-    return [*map(Counter(config).count, calls)]
-
-
-def test_both_sides_of_a_score_count_and_documents_of_a_chat_do_not():
-    assert counted(SIDES) == [20, 20, 20]
-
-
-@pytest.mark.full
-def test_lengths_of_unusual_bodies_are_told():
-    of_chat, of_ids = counted(UNUSUAL, EngineConfig(model=MODEL))
-    assert of_chat > 1
-    assert of_ids == 4
 
 
 def test_a_chat_template_is_found_among_the_model_s_files(tmp_path):
@@ -224,12 +187,6 @@ def test_a_chat_template_is_found_among_the_model_s_files(tmp_path):
     assert not has_chat_template(EngineConfig(model=str(tmp_path)))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert has_chat_template(EngineConfig(model=str(tmp_path)))
-    for damaged in ("{", "[]", "\xff"):
-        (tmp_path / "tokenizer_config.json").write_bytes(damaged.encode("latin-1"))
-        assert not has_chat_template(EngineConfig(model=str(tmp_path)))
-    place = f"memory://{tmp_path.name}/m"
-    open_store(place).create("config.json", b"{}")
-    assert not has_chat_template(EngineConfig(model=place))
     assert has_chat_template(EngineConfig(engine="openai", model="m"))
     assert not has_chat_template(EngineConfig(engine="echo"))
 
@@ -244,16 +201,12 @@ SOUND = Machine(
     ("changes", "found"),
     [
         ({}, []),
-        ({"gpus": [], "cuda": "", "driver": ""}, []),
         ({"vllm": "", "cuda": ""}, [("error", "vLLM is missing")]),
         ({"cuda": ""}, [("warning", "this vLLM is for the CPU")]),
         ({"driver": "", "gpus": []}, [("error", "no NVIDIA driver answers")]),
         ({"driver": "575.1"}, [("error", "driver 575.1 is too old for CUDA 13.0")]),
         ({"has_compiler": False}, [("error", "no C compiler, which Triton needs")]),
-        ({"shared_memory": 1 << 26}, [("warning", "64 MiB of shared memory for several GPUs")]),
         ({"open_files": 1024}, [("warning", "at most 1024 open files")]),
-        ({"open_files": resource.RLIM_INFINITY}, []),
-        ({"cuda": "12.8.1", "driver": "525.60"}, []),
         ({"free": {"HF_HOME": 1 << 30}}, [("warning", "1 GiB of disk are free")]),
     ],
 )
