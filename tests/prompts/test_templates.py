@@ -79,11 +79,9 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
     [
         "{{ ''.__class__.__mro__ }}",
         "{{ '{0.__class__.__mro__}'.format(q) }}",
-        "{{ q.append(1) }}",
         "{% include '/etc/passwd' %}",
         "{% for i in range(10**9) %}x{% endfor %}",
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-        "{{ '\\ud800' }}",
         "{{ q }}{{ row.null }}",
     ],
 )
