@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
 
 import huggingface_hub
-import numpy as np
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.numpy import save_file
 
 from batchinfer.core.errors import ConfigError, EngineLoadError, Interrupted, StorageError
 from batchinfer.engines import identify_model, model_files, vllm_serve
@@ -43,7 +41,6 @@ def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
     ("config", "field", "expected"),
     [
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "kv_bytes_per_token", 32 * 576 * 2),
-        ({"seq_length": 2048}, "max_model_len", 2048),
         ({"text_config": {"max_position_embeddings": 77}}, "max_model_len", 77),
         ({"vision_config": {}}, "is_multimodal", True),
     ],
@@ -137,9 +134,7 @@ def _answered(status: int) -> Exception:
 
 
 LOADING = [
-    (_caused(OSError("no config"), _answered(429)), False, None),
     (_caused(ValueError("no config"), _caused(OSError("so"), _answered(503))), False, None),
-    (LocalEntryNotFoundError("not here"), False, None),
     (LocalEntryNotFoundError("not here"), True, 2),
     (_caused(OSError("no config"), ConnectionError("reset")), False, None),
     (_caused(OSError("no config"), _answered(404)), False, 2),
@@ -194,7 +189,7 @@ def test_a_model_in_a_bucket_is_described_where_it_is_and_fetched_whole(url, mon
     assert fetch(url).is_dir()
 
 
-def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypatch):
+def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path):
     stop = Event()
     stop.set()
     with pytest.raises(Interrupted):
@@ -203,10 +198,6 @@ def test_a_fetch_that_fails_or_is_stopped_leaves_nothing(url, tmp_path, monkeypa
     with pytest.raises(StorageError, match="has changed"):
         fetch(url)
     assert list((tmp_path / "home" / "batchinfer").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="cannot be used"):
-        fetch(url)
     with pytest.raises(ConfigError, match="no such folder with a model"):
         describe_model(EngineConfig(model=f"{url}-nothing"))
 
@@ -236,38 +227,13 @@ def test_adapters_are_described_by_their_content(tmp_path):
         write_options(found, is_cpu=True, asked_slots=3)
 
 
-def test_every_byte_of_an_adapter_counts(tmp_path):
-    folder = write_adapter(tmp_path / "adapter", rank=512)
-    weights = folder / "adapter_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    assert len(data) > 4 << 20
-    (before,) = describe_adapters(config_with(mine=folder))
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    (after,) = describe_adapters(config_with(mine=folder))
-    assert after.identity != before.identity
-
-
-@pytest.mark.parametrize("name", ["experts", "experts.base_layer"])
-def test_the_matrices_of_fused_experts_are_not_compared(tmp_path, name):
-    """They have a rank for each expert, so the adapter counted as damaged."""
-    folder = write_adapter(tmp_path / "adapter", r=4)
-    layer = f"base_model.model.model.layers.0.mlp.{name}.lora_"
-    shapes = {f"{layer}A.weight": (32, 128), f"{layer}B.weight": (128, 32)}
-    tensors = {each: np.zeros(shape, "float32") for each, shape in shapes.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    check_fit(describe_adapters(config_with(mine=folder)), str(DEMO_MODEL))
-
-
 BAD = {
     "is 1024, expected 1 to 512": lambda f: write_adapter(f, r=1024),
     "is no adapter, or is damaged": lambda f: write_adapter(f, r=None),
     "r is 16, and the matrices of": lambda f: write_adapter(f, rank=5, r=16),
     "is [64, 64] there": lambda f: write_adapter(f, hidden=64),
     "has no such layer": lambda f: write_adapter(f, num_layers=5),
-    "No such file": lambda f: (write_adapter(f) / "adapter_config.json").unlink(),
     "adapter_model.safetensors": lambda f: (write_adapter(f) / "adapter_model.safetensors").unlink(),
-    "Expecting property name": lambda f: (write_adapter(f) / "adapter_config.json").write_text("{"),
 }  # fmt: skip
 
 

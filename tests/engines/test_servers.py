@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import logging
 import os
 import shlex
 import signal
@@ -201,18 +200,6 @@ def test_time_in_which_nobody_looked_makes_no_server_hang(open_engine, monkeypat
     assert "no token and no answer" in last
 
 
-def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
-    engine = open_engine(kill="KILL", replicas=2)
-    rows = [call(index, prompt="KILL") for index in range(200)]
-    with pytest.raises(EngineDied, match="SIGKILL") as died:
-        drive_again(engine, rows)
-    assert "start the same command again" in died.value.hint
-    assert engine.stats().replicas_lost == 2
-    assert engine.stats().restarts == 6
-    with pytest.raises(EngineDied):
-        drive(engine, ListSource(calls(1)))
-
-
 def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp_path):
     server, pauses = own_server(tmp_path), []
     for server.num_answered in (0, 0, 0, 7, 0, 0):
@@ -255,13 +242,6 @@ def test_a_death_ends_an_ask_with_its_reason_before_the_new_start(open_engine):
     assert not engine.targets[0].is_ready
 
 
-def test_what_a_server_writes_is_in_our_log_at_debug_level(open_engine, tmp_path, caplog):
-    caplog.set_level(logging.DEBUG, "batchinfer.engines.server")
-    script = command(tmp_path, app(before='print("a word of the server")'))
-    open_engine(server_command=script).close()
-    assert "replica 0: a word of the server" in caplog.text
-
-
 def test_each_server_gets_gpus_of_its_own_and_the_files_of_a_model_in_a_bucket(
     open_engine, model, tmp_path, monkeypatch
 ):
@@ -300,13 +280,9 @@ def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_
 
 
 NOT_STARTING = {
-    "options": ("print('x: error: no such option: --nix'); exit(2)", ConfigError, "no such option: --nix"),
     "package": ("print(\"Error: No module named 'torchvision'\"); exit(2)", ConfigError, "package torchvision"),
-    "torchvision": ("raise SystemError('torchvision::nms does not exist')", ConfigError, "pip uninstall torchvision"),
-    "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
-    "hint": ("exit(1)", EngineLoadError, "--log-level debug"),
     "a status like a signal's": ("exit(255)", EngineLoadError, "ended with exit status 255"),
 }  # fmt: skip
 
@@ -322,22 +298,6 @@ def test_a_server_that_does_not_start_says_why(open_engine, tmp_path, name):
 def test_a_command_that_is_not_there_is_the_users_fault(open_engine):
     with pytest.raises(ConfigError, match="nosuchprogram"):
         open_engine(server_command="nosuchprogram {port}")
-
-
-def test_a_program_of_another_environment_does_not_get_our_packages(tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    server = own_server(tmp_path, "sh", "-c", "echo has [$PYTHONPATH]")
-    server.start()
-    server.guard.wait()
-    server.end()
-    assert server._last() == "has []\n"
-
-
-def test_a_server_that_never_was_started_was_not_started_again(model):
-    engine = create_engine(EngineConfig(model=str(model), server_command=echo_command("{socket}")))
-    engine.targets = engine._make_targets(Event())
-    assert engine.stats().restarts == 0
-    engine.close()
 
 
 def test_a_server_that_never_gets_ready_is_given_up(open_engine, tmp_path):
