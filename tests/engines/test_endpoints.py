@@ -119,6 +119,15 @@ def test_a_row_that_always_fails_fails_alone(endpoint, engine, name):
     assert failed(engine, calls(400)) == {3: FAULTS[name]}
 
 
+def test_a_transcription_may_be_plain_text(endpoint, engine):
+    endpoint.rule = lambda *_: reply(200, "what was said", "text/plain")
+    asked = call(0, "/v1/audio/transcriptions")
+    asked = msgspec.structs.replace(asked, content_type="multipart/form-data; boundary=b")
+    assert engine.ask(asked).body == b"what was said"
+    for body, verdict in ((b'{"text": "a"}', "final"), (b'{"text": null}', "failed")):
+        assert judge(asked, 200, body)[1] == verdict
+
+
 def test_a_response_may_have_no_item():
     assert judge(call(0, "/v1/responses"), 200, b'{"output": []}')[1] == "final"
     assert judge(call(0, "/v1/responses"), 200, b'{"output": null}')[1] == "failed"
@@ -223,6 +232,18 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoi
     assert caught.value.exit_status == 2
     assert KEY not in str(caught.value) + caught.value.hint
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+def test_a_row_that_is_forbidden_before_any_is_answered_fails_alone(endpoint, reach):
+    async def slowly(request):
+        await asyncio.sleep(0.1)
+        return await reply(200, {"choices": [{"text": "hello"}]})(request)
+
+    endpoint.rule = lambda text, _: refusal(403) if text.startswith("row 0 ") else slowly
+    engine = reach(endpoint, max_concurrency=2)
+    codes = {key[1]: code_of(each) for key, each in drive(engine, ListSource(calls(25))).items()}
+    assert {row for row, code in codes.items() if code} == {0}
+    assert list(codes)[-1] != 0, "and does not wait until no other row is left"
 
 
 def test_a_password_in_netrc_is_not_sent_and_a_proxy_of_the_environment_is_asked(

@@ -80,7 +80,7 @@ def test_a_node_ends_as_node_0_does(config, tmp_path, status, error):
         os.kill(share, 0)
 
 
-def test_node_0_notices_that_a_nodes_share_has_died(config, tmp_path):
+def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
     found = following(config)
 
     def kill(nodes):
@@ -90,6 +90,16 @@ def test_node_0_notices_that_a_nodes_share_has_died(config, tmp_path):
         until(lambda: nodes.has_lost_one)
 
     as_node_0(config, 33, kill)
+    (tmp_path / "pid").unlink()
+    found = following(config)
+
+    def vanish(nodes):
+        loaded(tmp_path)
+        nodes._server.get_loop().call_soon_threadsafe(nodes._links[0].close)
+        with pytest.raises(EngineDied, match="node 0 has gone"):
+            found.result(120)
+
+    as_node_0(config, 33, vanish)
 
 
 def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_path):
@@ -106,6 +116,13 @@ def test_a_stop_ends_a_node_and_node_0_that_never_comes_is_given_up(config, tmp_
     late = replace(config, load_timeout_seconds=0.1)
     with pytest.raises(EngineLoadError, match="node 0 does not answer"):
         following(late).result(120)
+
+
+def test_an_address_of_another_machine_is_refused(config):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        asyncio.run(headless.Nodes().listen(replace(config, master_addr="192.0.2.1")))
+    with pytest.raises(ConfigError, match="--node-rank"):
+        headless.follow(config, loading=Event(), stop=Event())
 
 
 def test_a_node_hears_why_node_0_cannot_start(config, monkeypatch):

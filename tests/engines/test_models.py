@@ -227,6 +227,18 @@ def test_adapters_are_described_by_their_content(tmp_path):
         write_options(found, is_cpu=True, asked_slots=3)
 
 
+def test_every_byte_of_an_adapter_counts(tmp_path):
+    folder = write_adapter(tmp_path / "adapter", rank=512)
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    assert len(data) > 4 << 20
+    (before,) = describe_adapters(config_with(mine=folder))
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    (after,) = describe_adapters(config_with(mine=folder))
+    assert after.identity != before.identity
+
+
 BAD = {
     "is 1024, expected 1 to 512": lambda f: write_adapter(f, r=1024),
     "is no adapter, or is damaged": lambda f: write_adapter(f, r=None),

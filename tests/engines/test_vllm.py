@@ -3,15 +3,27 @@
 Its death: tests/worker/test_worker_vllm.py.
 """
 
+import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.engines import create_engine
 from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.engines.server import OwnServer, plan
 from batchinfer.engines.vllm_command import write_vllm_command
-from engine_contract import EngineContract
+from engine_contract import (
+    EngineContract,
+    ListSource,
+    are_gone,
+    body_of,
+    call,
+    descendants,
+    drive,
+)
 from fixtures_vllm import SMALL
 from models import DEMO_MODEL, write_adapter
 from vllm_forks import SERVE
@@ -77,6 +89,25 @@ def test_a_cache_that_holds_no_sequence_is_the_users_fault(load_error):
 def test_an_adapter_that_vllm_refuses_is_the_users_fault(load_error, tmp_path):
     folder = write_adapter(tmp_path / "dora", use_dora=True)
     assert "DoRA" in load_error(*SMALL, loras={"odd": str(folder)})
+
+
+@pytest.mark.slow
+def test_another_server_from_pypi_runs_in_vllms_place():
+    pytest.importorskip("accelerate")
+    place = Path(sys.executable).with_name("transformers")
+    listen = "--host 127.0.0.1 --port {port} --device cpu"
+    command = f"{place} serve {{model}} {listen}"
+    engine = create_engine(
+        EngineConfig(model=str(DEMO_MODEL), server_command=command, max_concurrency=2)
+    )
+    engine.open(threading.Event())
+    family = descendants(engine.targets[0].guard.pid)
+    question = "What is the capital of Japan?"
+    asked = call(0, messages=[{"role": "user", "content": question}], temperature=0)
+    [answer] = drive(engine, ListSource([asked])).values()
+    assert body_of(answer)["choices"][0]["message"]["content"] == "Tokyo"
+    engine.close()
+    assert are_gone(family)
 
 
 FETCH = """

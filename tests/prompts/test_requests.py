@@ -28,6 +28,7 @@ def completion(rules: EngineRules = PLAIN_RULES, **fields: Any) -> Prepared:
         ({"custom_id": 7}, "custom_id is 7, expected a text"),
         ({"custom_id": "a"}, "url is missing, expected a path"),
         ({"custom_id": "a", "url": "v1/chat"}, "url is 'v1/chat', expected"),
+        ({"custom_id": "a", "url": CHAT, "method": "GET"}, "method is 'GET', expected POST"),
         ({"custom_id": "a", "url": CHAT, "method": "POST", "body": []}, "body is []"),
     ],
 )

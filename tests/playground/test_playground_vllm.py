@@ -1,0 +1,46 @@
+"""`chat` with the demo's model behind vLLM's server: what it knows, its prompts, and its context."""
+
+import pytest
+
+from models import DEMO_MODEL
+from terminal import CTRL_C, Terminal
+
+pytestmark = pytest.mark.vllm
+SUM = "What is 47 plus 38?"
+
+
+@pytest.fixture
+def options(demo_url):
+    return ["--engine", "openai", "--base-url", demo_url, "--model", str(DEMO_MODEL)]
+
+
+def test_chat_in_a_terminal(options, tmp_path):
+    with Terminal(
+        "chat", *options, "--max-tokens", "24", "--temperature", "0", state=tmp_path
+    ) as chat:
+        chat.expect(">>>", 120)
+        chat.talk(
+            ("What is the capital of Peru?", "\nLima\n"),
+            ("/prompt", "<|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"),
+            ("/set ignore_eos=true,max_tokens=none", "ignore_eos = True"),
+            ("/set max_tokns=3", "/set max_tokns: is no parameter; did you mean 'max_tokens'?"),
+        )
+        chat.type(SUM + "\r")
+        chat.expect("85")
+        chat.type(CTRL_C)
+        chat.expect(": the model sees what it has said")  # on a busy machine it was done before
+        chat.type("/history\r")
+        chat.expect("assistant: 85")
+        chat.type("/set ignore_eos=false,max_tokens=24\r")
+        chat.type("/reset\r")
+        for number in range(3):
+            chat.type(f"{number} " + "blah " * 30 + "\r")
+        chat.expect("the context is full: the first 1 turns are left out")
+        chat.type("/prompt\r")
+        assert "0 blah" not in chat.expect("<|im_start|>user\n1 blah")
+        chat.type("too many words " * 200 + "\r")
+        chat.expect("the message alone is too long")
+        chat.expect(">>>")
+        chat.leave()
+    assert "WARNING" not in chat.shown
+    assert "INFO" not in chat.shown
