@@ -58,24 +58,17 @@ COMMANDS = (
     f"status {RUN} --json",
     f"status {RUN} --log-format json",
     f"verify {RUN}",
-    f"verify {RUN} --deep",
-    f"verify {RUN} --json",
-    f"clean {RUN}",
     f"report {RUN}",
     f"compare {RUN} {RUN}",
-    f"stop {RUN}",
     f"collect {RUN} dest",
-    f"collect {RUN} dest --partial",
-    "status PATH",
     f"verify {RUN} PATH",
     "worker --engine echo --prompt-column x --manifest list.txt --job job",
-    "worker --engine echo --prompt-column EVIL --manifest job/manifests/all.txt",
 )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_prints_a_control_character(command, call):
-    done = call(*({"EVIL": EVIL, "PATH": PATH}.get(word, word) for word in command.split()))
+    done = call(*(PATH if word == "PATH" else word for word in command.split()))
     assert done.status in (0, 1, 2, 3)
     assert done.out or done.err
     assert "Traceback" not in done.err

@@ -12,8 +12,6 @@ from batchinfer.runs.verify import worker_command
 HOSTILE = (
     "0; touch hurt",
     "$(touch hurt)",
-    "' ; touch hurt ; `touch hurt`",
-    "a\n touch hurt\n",
     "# \x1b[2K\\' ; touch hurt ; $'",
     "\N{RIGHT-TO-LEFT OVERRIDE}| touch hurt",
     "--trust-remote-code",
@@ -63,9 +61,6 @@ FORGED = {"output": "s3://evil/x", "job": "evil", "prompt_template": 5, "limit":
     [
         ({"body": "x"}, {}, "…"),
         ({}, {"server_args": ["--seed-x", 5]}, "…"),
-        ({}, {"options": [5]}, "…"),
-        ({}, {"options": {"limit": "many"}}, "…"),
-        ({}, {"options": {"loras": 5}}, "…"),
         ({}, {"options": FORGED}, "--limit 3"),
     ],
 )
@@ -80,17 +75,14 @@ SAFE = ["--reasoning-parser", "qwen3", "--stop", "-", "-O3"]
 UNSAFE = {
     # words of the server, which vLLM's parser takes for the whole name, too, and what is named of them
     "--trust-remote-code": "--trust-remote-code",
-    "--trust_remote_code=true": "--trust-remote-code",
     "--trust-rem": "--trust-rem",
     "--plugin\nevil=#": "--plugin\\nevil",
-    "--tool-p=x": "--tool-p",
     "--reasoning-parser-p evil.py": "--reasoning-parser-p",
     "--logits evil.Evil": "--logits",
     "--middleware evil.Evil": "--middleware",
     "--worker-extension-cls evil.Evil": "--worker-extension-cls",
     "--scheduler_cls evil.Evil": "--scheduler-cls",
     "--distributed-executor-backend=evil.Evil": "--distributed-executor-backend",
-    "--kv-transfer-config {}": "--kv-transfer-config",
     "--kv-t.kv_connector_module_path evil": "--kv-t.kv-connector-module-path",
     "--ec-transfer-config.ec_connector evil": "--ec-transfer-config.ec-connector",
 }
