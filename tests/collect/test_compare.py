@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from batchinfer.collect.compare import CompareConfig, render, run_compare
+from batchinfer.collect.compare import CompareConfig, run_compare
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.storage.opening import open_store
 from finished_run import chat, finish_run
-from making import make_job, run_process
+from making import make_job
 
 FAILED = Failure(code=Code.PROMPT_TOO_LONG, message="too long")
 
@@ -43,15 +43,6 @@ def compare(*runs: str, **options: Any) -> dict[str, Any]:
     return run_compare(config, open_store=open_store, clock=SystemClock())
 
 
-def compare_answers(tmp_path: Path, *given: list[Any], **options: Any) -> dict[str, Any]:
-    """Compare two runs whose rows have these answers."""
-    make_job(tmp_path / "job", rows=len(given[0]), per_chunk=4)
-    runs = [str(tmp_path / f"job/runs/{name}") for name in "ab"]
-    for run, answers in zip(runs, given, strict=True):
-        finish_run(tmp_path / "job", run, answers.__getitem__, **options)
-    return compare(*runs)
-
-
 def test_every_row_has_one_outcome_and_those_that_differ_most_come_first(
     runs,
 ):
@@ -73,34 +64,6 @@ def test_every_row_has_one_outcome_and_those_that_differ_most_come_first(
     assert len(differing) == 15 + 2  # those that failed in one run only count, too
 
 
-def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path):
-    kinds = [[("x", 0.9)] * 4, [("x", 0.9), ("x", 0.8), ("y", 0.9), ("y", 0.9)]]
-    given = [
-        [{"data": [{"label": label, "probs": [share]}]} for label, share in each] for each in kinds
-    ]
-    found = compare_answers(tmp_path, *given, prompt={"task": "classify"})
-    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (1, 3)
-    assert found["changes"] == [{"A": "x", "B": "y", "rows": 2}]
-
-
-def test_no_tool_calls_are_none_and_an_answer_without_text_is_a_dash(tmp_path):
-    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    plain, empty = chat("x"), chat("x", tool_calls=[])
-    two = [each | {"choices": each["choices"] * 2} for each in (plain, empty)]
-    given = [plain, chat(None, tool_calls=[call]), two[0]], [empty, chat("y"), two[1]]
-    found = compare_answers(tmp_path, *given)
-    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (2, 1)
-    shown = zip(*(map(str, column.cells) for column in render(found).columns), strict=True)
-    assert ("row id-1", "-", "y") in shown
-
-
-def test_a_run_that_has_done_nothing_yet_misses_every_row(runs, tmp_path):
-    finish_run(tmp_path / "job", tmp_path / "job/runs/c", leave_out=range(5))
-    found = compare(runs[0], str(tmp_path / "job/runs/c"))
-    assert (found["figures"]["rows"], found["figures"]["same answer"]) == (30, 0)
-    assert (found["B"]["missing here only"], found["A"]["missing here only"]) == (30, 0)
-
-
 def test_damaged_chunks_that_count_as_missing_are_told(runs, caplog):
     Path(runs[1], "outputs/part-00001.succeed").write_text("damaged")
     assert compare(*runs)["B"]["missing here only"] == 10
@@ -112,19 +75,3 @@ def test_runs_of_other_jobs_are_refused(runs, tmp_path):
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")
     with pytest.raises(InputError, match="not runs over one job"):
         compare(runs[0], str(tmp_path / "other/runs/a"))
-
-
-def test_answers_that_are_too_large_are_an_error_with_what_to_do(runs, monkeypatch):
-    monkeypatch.setattr("batchinfer.collect.answers._MEMORY", "6MB")
-    with pytest.raises(InputError, match="Out of Memory") as caught:
-        compare(*runs)
-    assert "too large" in caught.value.hint
-
-
-def test_a_pipe_gets_a_narrow_table_without_control_characters(runs):
-    done = run_process(["compare", *runs, "--rows", "2"])
-    assert done.status == 0
-    assert len(done.result["differing"]) == 2
-    assert "different answers" in done.err
-    assert "\x1b" not in done.err
-    assert max(map(len, done.err.splitlines())) <= 80
