@@ -1,4 +1,4 @@
-"""The examples of README, docs/python.md and the notebook run as they stand."""
+"""The examples of README and docs/python.md run as they stand."""
 
 import re
 import textwrap
@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 README = re.findall(r"(?m)(?:^    .*\n)+", (ROOT / "README.md").read_text())
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
-# What the first example and the notebook have in common.
 MODEL = 'model="examples/demo-model"'
 QUESTIONS = ["What is the capital of Peru?", "What is 47 plus 38?"]
 
@@ -25,7 +24,7 @@ def folder(tmp_path):
 
 
 def test_the_first_prints_an_answer_to_each_question(folder):
-    """The engine `echo` repeats the questions. The demo model answers them in the notebook."""
+    """The engine `echo` repeats the questions."""
     assert EXAMPLES[0].count(MODEL) == 1
     assert EXAMPLES[0].endswith("# ['Lima', '85']\n")
     out = python(EXAMPLES[0].replace(MODEL, 'engine="echo"'), cwd=folder)
@@ -55,23 +54,3 @@ def test_readmes_example_prints_what_it_says(folder, shared):
     (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     out = python(textwrap.dedent(code).replace(MODEL, shared), cwd=folder)
     assert out == code.rpartition("# ")[2]
-
-
-@pytest.mark.vllm
-def test_the_notebook_runs(folder, shared):
-    import nbformat
-    from nbclient import NotebookClient
-
-    notebook = nbformat.read(ROOT / "examples/run.ipynb", as_version=4)
-    source = notebook.cells[1].source
-    assert all(common in source for common in (MODEL, *QUESTIONS))
-    notebook.cells[1].source = source.replace(MODEL, shared)
-    client = NotebookClient(
-        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute()
-    progress = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
-    assert "100% |" in progress
-    assert "3/3 rows" in progress
-    last = notebook.cells[-1].outputs[0]["data"]["text/plain"]
-    assert all(answer in last for answer in ("Lima", "Tokyo", "85"))

@@ -19,7 +19,6 @@ SHOW = ("worker", "--model", "m", "--prompt-column", "p", "--show-config")
 @pytest.mark.parametrize(
     ("words", "own", "server"),
     [
-        ("--max-model-len 8192 --quantization=fp8", "", "--max-model-len 8192 --quantization=fp8"),
         ("--enforce-eager --limit 5", "--limit 5", "--enforce-eager"),
         ("--limit 5 --lora-modules a b --n=2", "--limit 5 --n=2", "--lora-modules a b"),
         ("--no-enable-x -O3 -cc.mode 3", "", "--no-enable-x -O3 -cc.mode 3"),

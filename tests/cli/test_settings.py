@@ -51,10 +51,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_pa
     ("option", "text", "values"),
     [
         ("stop", "END OF ANSWER", ["END OF ANSWER"]),
-        ("stop", "\n\n", ["\n\n"]),
         ("stop", '["END OF", "\\n", 3]', ["END OF", "\n", "3"]),
-        ("stop", "[END]", ["[END]"]),
-        ("stop", "3", ["3"]),
         ("choices", "very positive,negative", ["very positive,negative"]),
         ("manifest", "/my dir/w.txt", ["/my dir/w.txt"]),
     ],
@@ -67,19 +64,6 @@ def test_a_variable_is_one_value_of_an_option_that_may_be_repeated_and_a_json_li
     monkeypatch.setenv(name, text)
     found = call("worker", *ECHO, "--show-config").result["options"]
     assert found[option] == {"value": values, "from": "environment"}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "read"),
-    [
-        ("run", "input: {job: j, limit: 20, output: o}", {"limit": "20"}),
-        ("launch", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
-        ("check", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
-    ],
-)
-def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(name, text, read, tmp_path):
-    (tmp_path / "run.yaml").write_text(text)
-    assert read_settings(tmp_path / "run.yaml", COMMANDS[name]) == read
 
 
 ARGUMENTS = {
