@@ -54,3 +54,23 @@ def test_readmes_example_prints_what_it_says(folder, shared):
     (folder / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     out = python(textwrap.dedent(code).replace(MODEL, shared), cwd=folder)
     assert out == code.rpartition("# ")[2]
+
+
+@pytest.mark.vllm
+def test_the_notebook_runs(folder, shared):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples/run.ipynb", as_version=4)
+    source = notebook.cells[1].source
+    assert all(common in source for common in (MODEL, *QUESTIONS))
+    notebook.cells[1].source = source.replace(MODEL, shared)
+    client = NotebookClient(
+        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    progress = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert "100% |" in progress
+    assert "3/3 rows" in progress
+    last = notebook.cells[-1].outputs[0]["data"]["text/plain"]
+    assert all(answer in last for answer in ("Lima", "Tokyo", "85"))

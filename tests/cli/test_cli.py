@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from making import make_job, run_process, worker_arguments
+from making import make_job, python, run_process, worker_arguments
 
 ENTRIES = ["batchinfer", "batchinfer.split", "batchinfer.worker"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["split", "--help"], ["worker", "--help"]])
+def test_help_imports_nothing_heavy(arguments):
+    code = (
+        "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], status)"
+    )
+    assert python(code, *arguments).splitlines()[-1] == "[] 0"
 
 
 def test_little_is_imported_before_a_sigterm_is_noticed():
@@ -54,6 +63,9 @@ CONSOLE = "from batchinfer.cli.entry import start; start()"
 KEYBOARD = "raise KeyboardInterrupt"
 SIGTERM = "os.kill(os.getpid(), 15)"
 """As of a machine that is taken away: the status was -15, after which no cluster brings the worker back."""
+
+
+HEAVY = ("vllm", "torch", "transformers", "pyarrow", "obstore", "fsspec", "datasets", "botocore")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect import answers, collecting
+from batchinfer.collect import answers, collecting, table_files
+from batchinfer.collect.table import Collection
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Failure
@@ -25,7 +26,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite, run_worker_here
+from making import change_marker, make_job, output_key, overwrite, python, run_worker_here
 from samples import SCHEMAS
 
 ROWS = 25
@@ -162,6 +163,20 @@ def test_embeddings_are_fixed_size_lists(form, job):
     assert "text" not in found.column_names
 
 
+ODD = (["1.0", "2", "3", "4"], "not base64!", as_base64([1])[:-2], {"a": 1}, 5, [1], True)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_no_vector_costs_only_its_own_cell(odd, nested, job):
+    good = [[1, 2], [3, 4]] if nested else [1, 2, 3, 4]
+    given = [{"data": [{"embedding": odd if row == 1 else good}]} for row in range(ROWS)]
+    found = table(job, given, {"task": "token-embed" if nested else "embed"})
+    [column] = [name for name in found.column_names if "embedding" in name]
+    values = found[column].to_pylist()
+    assert [values[0], *values[2:]] == [good] * (ROWS - 1)
+
+
 FLOATS, DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
 
 
@@ -222,6 +237,14 @@ def test_finished_answers_that_break_the_schema_are_marked_and_counted(job, tmp_
     assert (fine["file_rows"], fine["broken_answers"]) == (ROWS // 5, 0)
 
 
+def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(job, tmp_path):
+    choices = [*chat('{"age": 3}')["choices"], *chat('{"age": -1}')["choices"]]
+    first = table(job, [chat("") | {"choices": choices}], ASKED).to_pylist()[0]
+    assert first["answer_valid"] == [True, False]
+    assert [each["age"] for each in first["answer"]] == [3, -1]
+    assert collect(job / "runs/a", tmp_path / "a.parquet")["broken_answers"] == ROWS
+
+
 @pytest.mark.parametrize(
     "member",
     [
@@ -234,6 +257,22 @@ def test_a_schema_that_cannot_be_used_judges_no_answer(job, member):
     body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
     rows = table(job, [chat('{"a": "2026"}')], {"body": body}).to_pylist()
     assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, '{"a": "2026"}')}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": "x"}},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"json": {"$schema": 5}}},
+        {"structured_outputs": {"json": {"$schema": ["a"]}}},
+    ],
+)
+def test_what_is_no_schema_keeps_no_answer_from_being_collected(job, body):
+    """An endpoint may take such a field, and every collection ended with a traceback."""
+    found = table(job, [chat('{"a": 1}')], {"body": body})
+    assert "answer_valid" not in found.column_names
+    assert found["text"].to_pylist() == ['{"a": 1}'] * ROWS
 
 
 MIXED = ('{"a": 1, "b": [1]}', '{"a": 1.5, "b": {"x": 1}}', '{"big": 12345678901234567890123}')
@@ -292,6 +331,33 @@ def test_rows_of_many_blocks_are_all_there(run, tmp_path, monkeypatch):
         collect(run, files, format="lines", shard_rows=5)
         counts = [path.read_bytes().count(b"\n") for path in files.glob("part-*")]
         assert counts == [5] * (ROWS // 5), "whatever is read at a time"
+
+
+def test_tables_have_the_rows_of_small_chunks_together_and_limited_bytes(tmp_path, monkeypatch):
+    make_job(tmp_path / "job", rows=40, per_chunk=1)
+    run, counts = tmp_path / "job/runs/a", list[int]()
+    finish_run(tmp_path / "job", run, leave_out=(0, 7, 8, 39))
+    window = Collection._window
+
+    def counted(self: Any, start: int, stop: int) -> Any:
+        found = window(self, start, stop)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(Collection, "_window", counted)
+    rows = [row for row in range(40) if row not in (0, 7, 8, 39)]
+    found = table_of(run, tmp_path, partial=True, with_source=True)
+    assert found["text"].to_pylist() == [f"answer {row}" for row in rows]
+    assert [text.split()[2] for text in found["prompt"].to_pylist()] == list(map(str, rows))
+    assert counts == [0, 36]
+    monkeypatch.setattr(answers, "_BLOCK_BYTES", 5 * 700)
+    assert table_of(run, tmp_path, partial=True)["_row"].to_pylist() == rows
+    assert 1 < max(counts[2:]) < 6
+    counts.clear()
+    note = lambda _, rows: counts.append(len(rows))  # noqa: E731
+    monkeypatch.setattr(table_files.LinesWriter, "write_table", note)
+    collect(run, tmp_path / "a.jsonl", partial=True)
+    assert max(counts) < 6
 
 
 @pytest.mark.parametrize("form", [{"with_source": True}, {"format": "completions"}])
@@ -479,3 +545,13 @@ def test_one_file_is_replaced_only_if_asked(run, tmp_path):
     collect(run, tmp_path / "a.jsonl", overwrite=True)
     assert (tmp_path / "a.jsonl").read_text().count("\n") == ROWS
     collect(run, tmp_path / "a.jsonl")  # what it would write is there
+
+
+def test_no_progress_of_duckdb_stands_before_the_result():
+    """DuckDB draws a bar on stdout for long queries of a program that is no file, as the command's here is none."""
+    code = (
+        "from pathlib import Path; from batchinfer.collect.answers import connect;"
+        "found = connect(Path()).execute('SELECT current_setting($$enable_progress_bar$$)').fetchall();"
+        "assert found == [(False,)], found"
+    )
+    python(code)

@@ -193,12 +193,20 @@ def test_a_source_that_loses_rows_meanwhile_loses_no_answers(tmp_path, monkeypat
 
 
 def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path):
-    run = finished(tmp_path, pa.table(COLUMNS))
+    more = {
+        "late": pa.array([2932897] * ROWS, pa.date32()),
+        "parts": pa.array([[{"at": 1}]] * ROWS, pa.list_(pa.struct({"at": pa.time64("ns")}))),
+        "broken": pa.array([b"\xff"] * ROWS, pa.binary()).view(pa.string()),
+    }
+    run = finished(tmp_path, pa.table(COLUMNS | more))
     collect(run, tmp_path / "a.jsonl", with_source=True)
     first = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
     wanted = {
         "bytes": "/wA=",
         "nan": None,
+        "late": "+10000-01-01",
+        "parts": [{"at": "00:00:00.000000001"}],
+        "broken": "\ufffd",
         "deep": {"a": {"B": [0]}, "b": None},
     }
     assert {name: first[name] for name in wanted} == wanted
@@ -207,6 +215,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path):
     header, line, *_ = (tmp_path / "a.csv").read_text().splitlines()
     assert len(header.split(",")) == len(first)
     assert '"[""a"",null]"' in line
+    assert line.endswith('"+10000-01-01","[{""at"":""00:00:00.000000001""}]","\ufffd"')
 
 
 # --------------------------------------------------------------------------- chunks

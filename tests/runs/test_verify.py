@@ -16,9 +16,11 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS
-from batchinfer.runs.verify import Verdict, VerifyConfig, run_verify
+from batchinfer.runs.verify import NUM_COMPARISONS, Verdict, VerifyConfig, run_verify
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
+from batchinfer.storage.scratch import Scratch
+from counting_store import CountingStore
 from making import (
     change_marker,
     make_job,
@@ -47,9 +49,11 @@ def run(job):
     return open_store(f"{job}/runs/a")
 
 
-def verify(run: str | Store, **options: Any) -> Verdict:
+def verify(
+    run: str | Store, opened: Callable[[str], Store] = open_store, **options: Any
+) -> Verdict:
     config = VerifyConfig(run=run if isinstance(run, str) else run.url, **options)
-    return run_verify(config, open_store=open_store, clock=SystemClock())
+    return run_verify(config, open_store=opened, clock=SystemClock())
 
 
 def kinds(verdict: Verdict) -> set[tuple[str, str]]:
@@ -197,6 +201,13 @@ def test_rows_that_failed_are_counted_and_sound(tmp_path, compression, column):
     assert sum(result["errors"].values()) == 5
 
 
+def test_an_output_without_its_marker_goes_after_the_workers_have_done_the_chunk(run):
+    """`clean` was named first, and removes no output of a chunk that is not done."""
+    run.delete([MARKER])
+    mended_by = [one["mend"].split()[1] for one in verify(run).as_json()["findings"]]
+    assert mended_by == ["worker", "clean"]
+
+
 # --------------------------------------------------------------------------- what cannot be verified
 
 
@@ -246,3 +257,29 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
     assert "2 of 3 chunks are done and sound; 1 corrupt" in done.err
     assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.err
+
+
+def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does_not_fill(
+    tmp_path, monkeypatch
+):
+    """To make a folder looks through the place of all scratch folders. Of many findings a few are shown."""
+    make_job(tmp_path, rows=40, per_chunk=1)
+    run_worker_here(tmp_path, tmp_path / "runs/a")
+    store = CountingStore(open_store(f"{tmp_path}/runs/a"))
+    folders, num_files, new_path = set[Path](), list[int](), Scratch.new_path
+
+    def watched(scratch: Scratch, name: str) -> Path:
+        folders.add(scratch.folder)
+        num_files.append(len(list(scratch.folder.iterdir())))
+        return new_path(scratch, name)
+
+    monkeypatch.setattr(Scratch, "new_path", watched)
+    opened = {store.url: store, str(tmp_path): open_store(str(tmp_path))}.__getitem__
+    assert verify(store, opened, deep=True).result["chunks_sound"] == 40
+    assert store.requests["list"] == 1
+    assert store.requests["get"] < 2 * 40, "each marker is read once"
+    assert len(folders) == 1
+    assert max(num_files) <= 1 + 2 * NUM_COMPARISONS
+    store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])
+    lines = [line for line in verify(store).lines() if line.startswith("missing")]
+    assert (len(lines), "20 more" in lines[-1]) == (11, True)

@@ -197,6 +197,14 @@ def test_a_source_with_fewer_or_more_rows_than_before_is_named(tmp_path, kind, c
             rows_of(counted)
 
 
+def test_an_output_around_a_source_is_refused(tmp_path):
+    write_parquet(tmp_path / "d" / "a.parquet", n=[1])
+    counted = count_sources([str(tmp_path / "d/*.parquet")])
+    counted.check_apart(str(tmp_path / "d/job"))
+    with pytest.raises(InputError, match="is not apart from the source"):
+        counted.check_apart(str(tmp_path))
+
+
 @pytest.mark.s3
 def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
     bucket = s3_url()

@@ -16,6 +16,7 @@ import pytest
 from batchinfer.core.errors import InputError
 from batchinfer.prompts.json_lines import decode_object
 from batchinfer.prompts.types import RowError
+from batchinfer.split.parquet_rows import _form
 from batchinfer.split.sources import count_sources
 
 
@@ -125,6 +126,18 @@ def test_dates_out_of_range_are_refused(tmp_path):
         lines_of(tmp_path)
 
 
+TWICE = pa.struct([("a", pa.int8()), ("a", pa.int8())])
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())]), TWICE]
+)
+def test_a_type_without_a_form_is_refused_with_its_column(kind):
+    with pytest.raises(InputError, match=r"a\.parquet: column 'odd' holds") as caught:
+        _form(pa.struct([("in", pa.list_(kind))]), "a.parquet: column 'odd'")
+    assert "--columns" in caught.value.hint
+
+
 def test_columns_are_taken_by_name_even_with_dots_and_quotes(tmp_path):
     columns = {"a": [{"b": 1}], "a.b": [2], 'c "d"': [[]], "": ["e"], "*": [3], "^a$": [4]}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
@@ -203,6 +216,20 @@ def test_the_id_column_names_rows_as_text(tmp_path, kind):
         found = rows_of(tmp_path, **options)
         assert [row["_id"] for row in found][: len(expected)] == expected
     assert set(found[0]) == {"n", "_row", "_id"}
+
+
+def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
+    tmp_path,
+):
+    now = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    columns = [now, now.replace(tzinfo=None), now.time(), now.date(), dt.timedelta(seconds=1.5)]
+    columns += [{"x": 1.5, "é": 'a"\u2028'}, [[now]]]
+    table = pa.table({str(number): [each, None] for number, each in enumerate(columns)})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for name in table.column_names:
+        first, last = rows_of(tmp_path, id_column=name)
+        texts = (first[name], json.dumps(first[name], ensure_ascii=False, separators=(",", ":")))
+        assert (first["_id"] in texts, last["_id"]) == (True, "1")
 
 
 def test_csv_values_are_text_with_quotes_newlines_and_other_delimiters(tmp_path):
