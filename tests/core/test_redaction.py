@@ -28,17 +28,13 @@ def test_secrets_of_urls_are_masked(text, shown):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "me@example.org: no such column",
         "s3://bucket/a:b/c@d",
         "s3://arn:aws:s3:eu-west-1:1:accesspoint:name/data@v1/x",
         "http://host:80",
-        "http://host:80?",
         "hf://datasets/org/name@refs%2Fpr%2F1/x@y",
-        "gs://bucket/@",
         "file:///home/me@work/x",
         "/data/x:/y/z@1",
-        "at 12:30:00 w0: chunk part-00000",
     ],
 )
 def test_other_texts_stay(text):

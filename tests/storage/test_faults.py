@@ -19,10 +19,8 @@ from unittest.mock import Mock
 import pytest
 from obstore.store import MemoryStore
 
-from batchinfer.core.errors import ObjectNotFound
 from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.bucket import BucketStore
-from batchinfer.storage.bucket_files import BucketFiles
 from batchinfer.storage.cloud_errors import Cloud
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy, TransientError
@@ -196,21 +194,3 @@ def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path):
     part_bytes = client.put.call_args.kwargs["chunk_size"]
     assert bucket.PART_BYTES < part_bytes < 1 << 27
     assert part_bytes * 10_000 >= 1 << 40
-
-
-def test_an_object_that_is_gone_is_no_file_though_keys_lie_below_its_name():
-    store = open_store("memory://gone")
-    store.create("a.jsonl/part", b"x")
-    with pytest.raises(ObjectNotFound):
-        BucketFiles(store).open("gone/a.jsonl")
-
-
-def test_an_object_that_gets_shorter_while_it_is_read_ends_early():
-    store = open_store("memory://shorter")
-    store.create("a", b"x" * 100)
-    with BucketFiles(store).open("shorter/a", block_size=16) as file:
-        assert file.read(20) == b"x" * 20
-        store.delete(["a"])
-        store.create("a", b"y" * 40)
-        assert file.read().lstrip(b"x") == b"y" * 4
-        assert file.read() == b""

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import botocore.session
 import pytest
 from aiohttp.web import Request, StreamResponse
-from botocore.exceptions import ClientError, CredentialRetrievalError, EndpointConnectionError
+from botocore.exceptions import ClientError, CredentialRetrievalError
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
 from batchinfer.storage import Store, clouds
@@ -58,12 +58,10 @@ def scripted(s3_environment, monkeypatch):
     ("status", "code"),
     [
         (409, "ConditionalRequestConflict"),
-        (500, "InternalError"),
         (503, "SlowDown"),
         (403, "RequestTimeTooSkewed"),
         (429, "TooManyRequests"),
         (400, "RequestTimeout"),
-        (502, "BadGateway"),
     ],
 )
 def test_passing_trouble_is_tried_again(scripted, status, code):
@@ -76,11 +74,9 @@ def test_passing_trouble_is_tried_again(scripted, status, code):
     ("status", "code", "expected", "hint"),
     [
         (403, "AccessDenied", AccessDenied, "s3:ListBucket"),
-        (403, "SignatureDoesNotMatch", AccessDenied, "AWS_PROFILE"),
         (400, "ExpiredToken", AccessDenied, "AWS_ACCESS_KEY_ID"),
         (401, "Unauthorized", AccessDenied, "AWS_ACCESS_KEY_ID"),
         (400, "AuthorizationHeaderMalformed", ConfigError, "AWS_DEFAULT_REGION"),
-        (301, "PermanentRedirect", ConfigError, "AWS_DEFAULT_REGION"),
         (404, "NoSuchBucket", InputError, "aws s3 mb s3://bucket"),
         (501, "NotImplemented", StorageError, ""),
         (400, "InvalidRequest", StorageError, ""),
@@ -94,14 +90,6 @@ def test_lasting_trouble_is_said_at_once(scripted, status, code, expected, hint)
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
     assert server.num_requests == 1
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_listing_is_a_refused_access(scripted, status):
-    scripted(refusal(status, "Whatever"))
-    with pytest.raises(AccessDenied) as caught:
-        list(open_store("s3://bucket/job", retries=QUICK).list(""))
-    assert "s3:ListBucket" in caught.value.hint
 
 
 def test_a_store_that_lets_nobody_delete_says_so_at_once(scripted):
@@ -125,12 +113,6 @@ def test_an_answer_that_no_store_gives_is_no_answer(scripted, verb, answer, tmp_
         every_verb(open_store("s3://bucket/job", retries=QUICK), tmp_path / "file")[verb]()
     assert "the answer is not one of a store" in caught.value.message
     assert "login page" in caught.value.hint
-
-
-def test_a_status_without_a_body_is_said_in_few_words(scripted):
-    scripted(*[reply(503)] * 9)
-    with pytest.raises(StorageError, match=r"answered 503 Service Unavailable \(after 3"):
-        open_store("s3://bucket/job", retries=QUICK).stat("k")
 
 
 def every_verb(store: Store, file: Path) -> dict[str, Callable[[], object]]:
@@ -219,11 +201,7 @@ def test_missing_credentials_are_access_denied(s3_environment, credentials):
     "error",
     [
         CredentialRetrievalError(provider="custom-process", error_msg="it failed"),
-        EndpointConnectionError(endpoint_url="https://sts.example.com"),
         ClientError({"Error": {"Code": "Throttling"}}, "AssumeRole"),
-        RuntimeError(
-            "Credentials were refreshed, but the refreshed credentials are still expired."
-        ),
     ],
 )
 def test_a_giver_of_credentials_that_is_away_is_asked_again(s3_url, monkeypatch, error):
@@ -249,26 +227,13 @@ def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials
         open_store(url)
 
 
-@pytest.mark.parametrize("endpoint", ["https://oss.example.com", "https://job.oss.example.com"])
-def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, endpoint):
-    """Only in the name: a request for s3://job/a/k went to the bucket a."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_REGION", "eu-1")
-    credentials("[default]\nregion = us-1\ns3 =\n  addressing_style = virtual\n", "")
-    options, _ = clouds._aws_settings("s3://job/a")
-    assert options["endpoint"] == "https://job.oss.example.com"
-    assert options["region"] == "eu-1"
-
-
 @pytest.mark.parametrize(
     ("url", "variable", "value", "said"),
     [
         ("r2://bucket/job", "AWS_ENDPOINT_URL", "", "no endpoint"),
         ("s3://bucket/job", "AWS_ENDPOINT_URL", "localhost:9000", "is no URL"),
         ("s3://bucket/job", "AWS_CA_BUNDLE", "/nowhere.pem", "No such file"),
-        ("s3://bucket/job", "AWS_CA_BUNDLE", __file__, "S3"),
         ("s3://bucket/job\r", "AWS_ENDPOINT_URL", "", "control character"),
-        ("az://bucket/job", "AZURE_STORAGE_ACCOUNT_NAME", "", "Azure"),
         ("gs://bucket/job", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "GCS"),
     ],
 )
@@ -282,15 +247,6 @@ def test_a_configuration_that_cannot_work_is_refused_before_a_request(
         open_store(url)
     assert caught.value.exit_status == 2
     assert caught.value.hint
-
-
-def test_a_variable_of_aws_that_is_empty_counts_as_unset(s3_environment, monkeypatch):
-    """An empty endpoint was a panic with a backtrace, an empty region a host that is none."""
-    empty = {"AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"}
-    for name in empty:
-        monkeypatch.setenv(name, "")
-    open_store("s3://bucket/job")
-    assert not empty & os.environ.keys()
 
 
 def test_a_listing_leaves_out_the_folders_of_web_consoles_and_names_a_key_that_is_no_path(

@@ -6,8 +6,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import is_inside, open_store
-from making import python
+from batchinfer.storage.opening import open_store
 
 
 def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
@@ -19,10 +18,7 @@ def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
         ".": tmp_path,
         "/": Path("/"),
         f"{tmp_path}/c/": tmp_path / "c",
-        f"file://{tmp_path}/with%20space": tmp_path / "with space",
         "~/d": tmp_path / "home/d",
-        "./~/d": tmp_path / "~/d",
-        "~$lock": tmp_path / "~$lock",
         "./s3:/bucket": tmp_path / "s3:/bucket",
         "runs/s3:/x": tmp_path / "runs/s3:/x",
         "job:1": tmp_path / "job:1",
@@ -44,26 +40,8 @@ def test_each_scheme_opens_its_store(monkeypatch):
     assert isinstance(open_store("https://127.0.0.1/x"), ReadOnlyStore)
 
 
-def test_opening_a_folder_loads_no_object_store():
-    code = (
-        "import sys; from batchinfer.storage.opening import open_store; open_store('/tmp');"
-        "print([name for name in ('fsspec', 'botocore', 'obstore', 'aiohttp') if name in sys.modules])"
-    )
-    assert python(code) == "[]\n"
-
-
 @pytest.mark.parametrize("part", ["", ".", ".."])
 def test_a_part_that_keys_cannot_have_is_refused_with_what_is_meant(part):
     with pytest.raises(ConfigError) as caught:
         open_store(f"s3://bucket/{part}/job/")
     assert caught.value.hint == "did you mean s3://bucket/job?"
-
-
-def test_inside_is_by_whole_components(tmp_path):
-    assert is_inside("s3://b/data/x", "s3://b/data")
-    assert is_inside("s3://b/data/", "s3://b/data")
-    assert not is_inside("s3://b/data2", "s3://b/data")
-    assert not is_inside("data/x", "s3://b/data")
-    assert not is_inside("gs://b/data/x", "s3://b/data")
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert is_inside(str(tmp_path / "link/x"), str(tmp_path))

@@ -6,8 +6,7 @@ import pytest
 
 from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
 from batchinfer.storage import opening
-from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import check_preconditions, leaving_no_folders
+from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.retrying import NotSupported
 from fakes import MemoryStore
 from making import make_job, run_worker_here
@@ -77,19 +76,3 @@ def test_probe_that_cannot_be_removed_is_only_a_warning(store, caplog, monkeypat
     monkeypatch.setattr(store, "delete", Mock(side_effect=AccessDenied("no")))
     check_preconditions(store)
     assert "cannot remove the probe" in caplog.text
-
-
-def test_a_probe_of_a_folder_that_is_not_there_leaves_none_of_the_folders_that_it_made(tmp_path):
-    root = tmp_path / "a" / "b"
-    with leaving_no_folders(str(root)):
-        check_preconditions(LocalStore(root))
-        assert root.is_dir()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_gets_a_file_during_its_probe_stays(tmp_path):
-    root = tmp_path / "a" / "b"
-    with leaving_no_folders(str(root)):
-        check_preconditions(LocalStore(root))
-        (root / "run.json").write_text("{}")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "a", root, root / "run.json"]

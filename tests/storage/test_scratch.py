@@ -26,18 +26,6 @@ def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path):
     scratch.close()
 
 
-@pytest.mark.parametrize("names", [[], ["1-chunk"]])
-def test_a_folder_without_a_lock_is_removed(tmp_path, names):
-    """Its process was killed before it made the lock, or while it removed the folder, the lock first."""
-    folder = tmp_path / "batchinfer-scratch-killed"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    scratch = Scratch(tmp_path)
-    assert list(tmp_path.iterdir()) == [scratch.folder]
-    scratch.close()
-
-
 def test_nothing_is_made_or_removed_in_another_users_folder(tmp_path, monkeypatch):
     """A link to elsewhere in a shared temporary folder would have a lock made there."""
     (tmp_path / "elsewhere").mkdir()
@@ -66,13 +54,6 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(tmp_path, number,
     assert str(tmp_path) in caught.value.message
     assert "--scratch-dir" in caught.value.hint
     assert caught.value.exit_status == 34
-
-
-def test_without_any_temporary_folder_the_disk_is_said_to_be_full(monkeypatch):
-    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
-    with pytest.raises(ScratchFull, match="no folder for temporary files"):
-        Scratch()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])

@@ -61,26 +61,6 @@ def test_a_redirect_into_the_private_network_is_refused(server, monkeypatch):
     assert server.seen == ["/go"]
 
 
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [
-        *(
-            (where, web.Forbidden)
-            for where in ("file:///etc/hostname", "ftp://a.com/a", "gopher://x/")
-        ),
-        *((where, ObjectNotFound) for where in ("http://[", "http://[::1", "http://.a/", "//[x")),
-        *((where, ObjectNotFound) for where in ("http://host:99999/", "http:///a")),
-    ],
-)
-def test_another_scheme_is_refused_and_what_is_no_url_is_a_missing_file_also_of_a_redirect(
-    server, where, error
-):
-    server.answers["/go"] = reply(302, Location=where)
-    for url in (where, f"{server.url}/go"):
-        with pytest.raises(error, match="http" if error is web.Forbidden else None):
-            web.fetch(url, LOCAL, QUICK)
-
-
 def test_a_redirect_is_followed_and_a_circle_of_them_ends(server):
     server.answers |= {
         "/1": reply(301, Location="/2"),
@@ -136,9 +116,3 @@ def test_a_server_that_drips_is_given_up(server):
     for path in server.answers:
         with pytest.raises(StorageError):
             web.fetch(f"{server.url}{path}", LOCAL._replace(seconds=0.3), once)
-
-
-def test_nobody_listens(server):
-    server.close()
-    with pytest.raises(StorageError, match="after 3 attempts"):
-        web.fetch(f"{server.url}/a", LOCAL, QUICK)
