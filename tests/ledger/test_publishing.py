@@ -27,13 +27,6 @@ def keys(store: MemoryStore) -> list[str]:
     return [info.key for info in store.list("")]
 
 
-def test_who_comes_second_discards_its_own_output(store, tmp_path):
-    first, second = (publish(store, tmp_path, nonce) for nonce in ("n1", "n2"))
-    assert (first.is_ours, second.is_ours) == (True, False)
-    assert second.marker == read_marker(store, CHUNK)
-    assert keys(store) == sorted([layout.output_key(first.marker.output), layout.marker_key(CHUNK)])
-
-
 def test_of_two_that_replace_a_damaged_marker_the_first_wins(store, tmp_path, monkeypatch):
     store.create(layout.marker_key(CHUNK), b"damaged")
     meanwhile(monkeypatch, store, "replace", lambda: publish(store, tmp_path))
