@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import ErrorRateExceeded, RunMismatch
+from batchinfer.core.errors import RunMismatch
 from making import make_job, output_lines, run_worker_here
 from models import write_adapter
 
@@ -60,15 +60,6 @@ def test_rows_ask_for_the_model_and_for_adapters_by_their_names(
     assert [
         line["error"]["code"] if "error" in line else line["body"]["model"] for line in lines
     ] == answered
-
-
-def test_a_run_all_of_whose_rows_ask_for_another_model_is_told_how_to_name_it(
-    tmp_path,
-):
-    make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=lambda i: request(i, "gpt-4"))
-    with pytest.raises(ErrorRateExceeded) as caught:
-        run_worker_here(tmp_path / "job", tmp_path / "run", *BATCH)
-    assert "--served-model-name NAME gives the model the name by which" in caught.value.hint
 
 
 def test_adapters_are_part_of_the_run_by_their_content(tmp_path):

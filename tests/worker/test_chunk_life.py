@@ -2,12 +2,10 @@
 
 import pytest
 
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.errors import Interrupted, StorageError
-from batchinfer.core.records import Claim
 from batchinfer.worker import chunk, chunk_life
 from batchinfer.worker.worker_config import Limits
-from fakes import marker_record
 from simulation.scenario import simulate
 from simulation.scheduler import Process
 from simulation.stage import Stage
@@ -42,23 +40,6 @@ def test_a_worker_that_is_stopped_writes_all_parts_before_its_last_rows_come_and
         assert sum(len(part) for part in records(stage)) == len(stage.finished)
         assert len({record for part in records(stage) for record in part}) == len(stage.finished)
         assert all(sum(map(len, part[:-1])) < SEGMENT_BYTES for part in records(stage))
-
-
-def test_segments_of_a_chunk_that_another_worker_has_published_go_with_its_claim():
-    name, file = "part-00000", layout.output_file("part-00000", "aaaa")
-    with Stage(PROMPTS) as stage:
-        stage.engine.max_in_flight = 2
-
-        def publish() -> None:
-            assert stage.objects(layout.CHECKPOINTS)
-            stage.put(layout.output_key(file), b"{}\n")
-            stage.put(layout.marker_key(name), codec.encode(marker_record(output=file)))
-            stage.put(layout.claim_key(name), codec.encode(Claim(worker="w9", nonce="n")))
-
-        stage.scheduler.after(6.0, publish)
-        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(checkpoint_seconds=0.5)
-        assert not stage.objects(layout.CHECKPOINTS)
 
 
 def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened(monkeypatch):

@@ -76,14 +76,6 @@ def heartbeat_of(store: MemoryStore, clock: FakeClock) -> tuple[Heartbeat, Mock]
     return Heartbeat(store, lease, telemetry, Mock(), clock), lease
 
 
-def test_a_start_whose_lease_lapsed_meanwhile_leaves_the_statistics_of_the_newer_one():
-    store, clock = MemoryStore("memory://statistics"), FakeClock()
-    heartbeat, lease = heartbeat_of(store, clock)
-    lease.renew.return_value, lease.is_held.return_value = True, False
-    heartbeat.beat()
-    assert not list(store.list(layout.statistics_key("a")))
-
-
 def test_a_machine_that_was_frozen_after_an_outage_goes_on():
     clock = FakeClock()
     heartbeat, lease = heartbeat_of(MemoryStore("memory://frozen"), clock)

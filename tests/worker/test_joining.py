@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
-from batchinfer.worker.command import command as worker
-from making import make_job, run_worker_here, split
+from making import make_job, run_worker_here
 
 
 @pytest.fixture
@@ -43,26 +42,6 @@ def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(jo
         run_worker_here(job, f"{job}/runs/a")
     assert not Path(job, "runs/a/run.json").exists()
     assert not Path(job, "runs/a/claims").exists()
-
-
-def test_ids_that_repeat_are_mentioned_when_a_worker_starts(tmp_path, caplog):
-    """Without --output, the run lies in the job, however that is named."""
-    request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
-    lines = [json.dumps({"custom_id": name, **request}) for name in ("a", "b", "a")]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    job, options = str(tmp_path / "job"), ["--engine", "echo", "--request-format", "openai-batch"]
-    split(tmp_path / "a.jsonl", job)
-    caplog.clear()
-    worker.main(["--job", job, *options], standalone_mode=False)
-    assert "1 row of the job with an _id (of OpenAI requests the custom_id)" in caplog.text
-    manifest = f"{job}/manifests/all.txt"
-    again = worker.main(["--manifest", manifest, *options], standalone_mode=False)
-    assert again["chunks_skipped"] == 3
-
-
-def test_a_rehearsal_says_what_it_does_not_check(job, caplog):
-    run_worker_here(job, f"{job}/runs/a", "--model", "no/such")
-    assert "neither the model nor the lengths of prompts are checked" in caplog.text
 
 
 def test_options_with_which_no_row_can_be_asked_are_refused_before_the_engine_loads(job):

@@ -64,18 +64,13 @@ def root(tmp_path):
     ("media_root", "place", "expected"),
     [
         ("{root}", "a.png", RED),
-        ("{root}", "./a.png", RED),
-        ("memory://pictures/deep", "./b//../a.png", RED),
         ("{root}", "{root}/a.png", RED),
-        ("{root}", "file://{root}/a.png", RED),
         ("{root}", "memory://pictures/deep/a.png", RED),
         ("memory://pictures/deep", "a.png", RED),
         ("", "{root}/a.png", FORBIDDEN),
         ("", "file://{root}/a.png", FORBIDDEN),
-        ("", "../a.png", FORBIDDEN),
         ("", "ftp://example.com/a.png", FORBIDDEN),
         ("", "memory://pictures/none.png", UNAVAILABLE),
-        ("", "memory://pictures/../none.png", UNAVAILABLE),
         ("", "http://nosuchhost.invalid/a.png", UNAVAILABLE),
         *(("{root}", place, FORBIDDEN) for place in ("../secret.png", "{root}/../secret.png")),
         *(("{root}", place, FORBIDDEN) for place in ("link.png", "x/../../secret.png")),
@@ -200,31 +195,3 @@ def test_places_that_cannot_be_had_fail_their_rows_alone(server, tmp_path):
     assert {each.partition(":")[0] for each in (blue, *red)} == {" [image"}
     assert blue != red[0]
     assert server.seen.count("/a.png") == 1
-
-
-def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
-    tmp_path, monkeypatch, endpoint
-):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-a1B2")
-    link = "https://example.com/a.png"
-    part = {"type": "image_url", "image_url": {"url": link, "detail": "low"}}
-    rows = [
-        {
-            "m": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}],
-            "image": None,
-        },
-        {"m": "What now?", "image": as_hub(BLUE)},
-        {"m": "And now?", "image": "a.png"},
-    ]
-    make_job(tmp_path / "job", rows=3, per_chunk=3, make_row=rows.__getitem__)
-    asked = ("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model")
-    columns = ("--prompt-column", "", "--messages-column", "m", "--column", "image=image")
-    run_worker_here(tmp_path / "job", tmp_path / "run", *asked, *columns)
-    contents = [body["messages"][0]["content"] for body in endpoint.bodies]
-    assert [part, {"type": "text", "text": "What?"}] in contents
-    data_url = as_data_url(BLUE, "image/jpeg")
-    sent = {"type": "image_url", "image_url": {"url": data_url}}
-    assert [sent, {"type": "text", "text": "What now?"}] in contents
-    assert not any("And now?" in str(content) for content in contents)
-    errors = [line.get("error", {}).get("code") for line in output_lines(tmp_path / "run")]
-    assert errors == [None, None, "media_forbidden"]

@@ -1,4 +1,4 @@
-"""The series by minute loses no row, has a largest length, and keeps the newest minutes."""
+"""The series by minute loses no row, and has a largest length."""
 
 import itertools
 
@@ -23,15 +23,3 @@ def test_whatever_the_clock_says_no_row_is_lost(numbers, restart):
     assert sum(point.rows for point in series) == len(numbers)
     assert sum(point.completion_tokens for point in series) == 3 * len(numbers)
     assert all(one.minute + one.length <= two.minute for one, two in itertools.pairwise(series))
-
-
-def test_a_start_of_a_week_keeps_the_newest_minutes_and_joins_the_older_ones():
-    counted = Minutes()
-    last = 7 * MAX_MINUTES
-    for minute in range(last + 1):
-        counted.add(ROW, minute)
-    series = counted.series()
-    newest = [(point.minute, point.length) for point in series[-100:]]
-    assert newest == [(minute, 1) for minute in range(last - 99, last + 1)]
-    assert sum(point.rows for point in series) == last + 1
-    assert series[0].length > 2

@@ -113,32 +113,6 @@ def test_a_run_that_went_on_after_it_was_replaced_is_no_success(stage):
     assert_does_nothing(stage, *markers(stage))
 
 
-def test_only_markers_of_the_own_manifest_are_read(stage):
-    run_first(stage)
-    assert stage.run(manifest=own_manifest(1)).is_success
-    read = set()
-
-    def hook(_number: int, method: str, key: str, _process: object) -> None:
-        if method == "get_object" and layout.MARKER_SUFFIX in key:
-            read.add(layout.parse_marker(key.removeprefix(RUN)))
-
-    assert stage.run(hook=hook, manifest=own_manifest(2)).is_success
-    assert read == {("part-00002", 0)}
-
-
-def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(stage):
-    stage.engine.row_seconds = 5.0
-    before: list[Run] = []
-
-    def remove() -> None:
-        before.append(stored_run(stage))
-        remove_run(stage)
-
-    stage.scheduler.after(8.0, remove)
-    assert stage.run().is_success
-    assert [stored_run(stage)] == before
-
-
 def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(stage):
     """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
     run_first(stage)

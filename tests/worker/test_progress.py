@@ -1,50 +1,12 @@
-"""What a worker shows on a terminal: a readable bar, log lines above it, and numbers that never exceed their total."""
+"""What a worker shows on a terminal: a readable line, and numbers that never exceed their total."""
 
-import re
-import shlex
-import sys
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
-import pytest
-
-import echo_server
 from batchinfer.core.counts import Counts
-from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.worker.progress import Bar, describe
+from batchinfer.worker.progress import describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
-from making import make_job, worker_arguments
-from models import write_model_stub
-from terminal import Terminal
-
-
-def test_a_terminal_shows_log_lines_and_one_bar(tmp_path):
-    make_job(tmp_path / "job", rows=300, per_chunk=50)
-    model = str(write_model_stub(tmp_path / "model"))
-    names = ["--served-model-name", model]
-    options = EngineConfig(engine="echo", echo_latency_seconds=0.5, server_args=names)
-    server = [sys.executable, echo_server.__file__, msgspec.json.encode(options).decode(), "{port}"]
-    arguments = worker_arguments(
-        tmp_path / "job", tmp_path / "run",
-        *("--engine", "vllm", "--model", model, "--server-command", shlex.join(server)),
-        *("--max-concurrency", "64", "--checkpoint-seconds", "0.1", "--max-tokens", "99"),
-    )  # fmt: skip
-    begin = time.monotonic()
-    with Terminal(*arguments, state=tmp_path) as terminal:
-        assert terminal.end() == 0
-        shown = terminal.shown
-    minutes = (time.monotonic() - begin) / 60
-    assert re.search(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s *\n", shown)
-    assert len(re.findall(r"\d\d:\d\d:\d\d INFO .*\n", shown)) > 10
-    assert 1 <= shown.count("checkpoints: ") <= 1 + minutes, "one line a minute"
-    bars = [bar.partition("%")[0] for bar in re.findall(r"% \|[^|]*\| ([^%]*)", shown)]
-    loading = [bar for bar in bars if "loading the engine" in bar]
-    assert loading
-    assert not any("tok/s" in bar or "left" in bar for bar in loading)
-    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s, \d:\d\d left", bar) for bar in bars)
 
 
 def test_the_line_fits_into_a_terminal_of_80_columns():
@@ -93,15 +55,3 @@ def test_the_total_is_that_of_the_job_and_a_chunk_of_another_worker_is_mine_once
     work.opened(chunk("other", 7, left=0))
     work.closed(work.open["other"], "done")
     assert state(work) == (77, 87, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "rest",
-    ["", "[3, 10", '[3, 10, "3/10 ro', "[3, 10]", "5", '["a", 10, "b"]', "[3, 10, Traceback", "\ud800"],
-)  # fmt: skip
-def test_a_marked_line_that_is_cut_is_for_people_to_read(rest):
-    bar = Bar()
-    assert not bar.take(f"\x1eprogress {rest}")
-    assert bar.take('\x1eprogress [4, 10, "4/10 rows"]')
-    assert not bar.take("an ordinary line")
-    bar.close()

@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Claim
 from batchinfer.ledger import survey
-from batchinfer.ledger.claims import Claims, Lease, read_claim
+from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.worker.ring import Ring
@@ -30,11 +29,11 @@ NUMBERS = itertools.count()
 class Idle:
     """A worker that has no chunks of its own left, in a run over `num_chunks` chunks."""
 
-    def __init__(self, num_chunks: int, *, num_workers: int = 2, form: str = "part-{:06d}") -> None:
+    def __init__(self, num_chunks: int, *, num_workers: int = 2) -> None:
         self.clock = FakeClock()
         self.memory = MemoryStore(f"memory://ring-{next(NUMBERS)}")
         self.store = CountingStore(self.memory)
-        self.names = [form.format(index) for index in range(num_chunks)]
+        self.names = [f"part-{index:06d}" for index in range(num_chunks)]
         refs = {each: ChunkRef(each, "memory://job", each, sha256="s") for each in self.names}
         lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
         claims = Claims(self.store, lease, self.clock)
@@ -131,18 +130,6 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     assert idle.clock.monotonic() - began > 0.8 * most
 
 
-def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends():
-    idle = Idle(3000)
-    idle.finish(*idle.names[1:])
-    with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
-        for _ in range(20):
-            idle.tick(seconds=0.2)
-        assert idle.store.requests["list"] == 1
-        idle.tick(seconds=11.0)
-        assert idle.store.requests["list"] == 2
-    assert idle.find(most_ticks=60) == idle.names[0]
-
-
 def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat():
     idle = Idle(500)
     for index, name in enumerate(idle.names):
@@ -180,34 +167,6 @@ def test_a_lease_that_ran_out_is_known_at_the_first_look_at_its_chunk():
     assert look({idle.names[1]: 0}).lapsed == [idle.names[1]]
 
 
-def test_late_claims_of_chunks_that_it_has_given_up_are_released_by_and_by():
-    """Each look read the claims of all of them: with a thousand damaged chunks it took minutes."""
-    idle = Idle(41)
-    for name in idle.names[:40]:
-        idle.claim(name, "w0")
-        idle.ring.started(name)
-        idle.ring.ended(name, is_given_up=True)
-    idle.claim(idle.names[-1], "other")
-    for _ in range(3):
-        idle.store.requests.clear()
-        idle.tick(seconds=11.0)
-        assert idle.store.requests["get"] < 40
-    claims = [read_claim(idle.store, name) for name in idle.names[:40]]
-    assert {found.claim.worker for found in claims if found is not None} == {""}
-
-
-def test_chunks_that_are_found_but_not_taken_are_looked_for_again():
-    """While the engine loads, nobody takes a chunk, and others may do them all."""
-    idle = Idle(6)
-    idle.tick()
-    idle.finish(*idle.names)
-    idle.tick(seconds=50.0)
-    assert not idle.ring.is_finished
-    idle.tick(seconds=20.0)
-    idle.tick(seconds=20.0)
-    assert idle.ring.is_finished
-
-
 def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads():
     """A machine that was lost came back under another name: its GPU was idle for a whole lease more."""
     with Stage([["a"], ["b"]]) as stage:
@@ -216,21 +175,3 @@ def test_the_lease_of_a_worker_that_is_gone_runs_out_while_the_engine_loads():
         stage.engine.load_seconds = 60.0  # some 100 in this scene
         assert stage.run(lease_seconds=120.0).is_success
         assert stage.scheduler.now < 150.0
-
-
-def test_the_last_chunks_are_looked_up_one_by_one_if_their_names_are_not_padded():
-    """Their names begin like those of all others, so that a listing would show the whole run."""
-    idle = Idle(3000, form="s-{}")
-    idle.finish(*idle.names[:-2])
-    idle.claim(idle.names[-2], "other")
-    assert idle.find(most_ticks=30) == idle.names[-1]
-    idle.finish(idle.names[-1])
-    for _ in range(50):
-        idle.tick(seconds=1.0)
-    idle.store.requests.clear()
-    with mock.patch.object(idle.memory, "list", wraps=idle.memory.list) as listed:
-        for _ in range(5):
-            assert not idle.ring.is_finished
-            idle.tick(seconds=11.0)
-    assert idle.store.requests["get"]
-    assert {call.args[0] for call in listed.call_args_list} <= {layout.WORKERS}

@@ -15,7 +15,6 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import EngineRules, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.media_fetching import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.worker_config import Environment, Limits
@@ -23,9 +22,8 @@ from fakes import Done, FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
 WITH_IMAGES = PromptConfig(prompt_column="q", as_chat=True, columns={"image": ["image"]})
-RED = 'say","image":"memory://pictures/red.png'
-"""Text of a row with an image, as `ChunksPutByHand.put` takes it."""
 FORBIDDEN = 'say","image":"/etc/passwd'
+"""Text of a row with an image, as `ChunksPutByHand.put` takes it."""
 
 
 class Pictures:
@@ -54,20 +52,6 @@ class AtOnce:
 
     def wait(self, timeout_seconds: float) -> None:
         pass
-
-
-class FetchesLater(AtOnce):
-    """A background that fetches images only once it is told to."""
-
-    has_fetched = False
-    num_begun = 0
-
-    def beside(self, num_threads: int) -> Any:
-        return self if num_threads == 1 else SimpleNamespace(submit=self.fetch)  # 1: builds calls
-
-    def fetch(self, work: Callable[[], Any]) -> Any:
-        self.num_begun += 1
-        return SimpleNamespace(done=lambda: self.has_fetched, result=work)
 
 
 class ChunksPutByHand:
@@ -123,11 +107,10 @@ def stream_over(
     max_row_memory: int = 256,
     prompt: PromptConfig = PROMPT,
     pictures: Pictures | None = None,
-    background: AtOnce | None = None,
 ) -> RowStream:
     environment = SimpleNamespace(
         clock=FakeClock(),
-        background=background or AtOnce(),
+        background=AtOnce(),
         open_store=lambda _url: pictures or Pictures(),
     )
     return RowStream(
@@ -189,29 +172,6 @@ def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(c
     chunks.is_closing = is_stopped
     stream.handle([Reply(key=call.key, status=0, body=b"killed by SIGTERM") for call in held])
     assert len(chunk.deaths) == (0 if is_stopped else 3)
-
-
-def test_a_worker_that_ends_fetches_no_more_images(chunks):
-    background = FetchesLater()
-    chunks.put("first", 3 * NUM_THREADS, [RED])
-    sizes = {"max_in_flight": 100, "max_row_memory": NUM_THREADS * 32}
-    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background, **sizes)
-    assert not take_all(stream, 3)
-    chunks.close()
-    background.has_fetched = True
-    assert not take_all(stream, 5)
-    assert background.num_begun == NUM_THREADS
-
-
-def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
-    chunks,
-):
-    num_rows = 2 * NUM_THREADS + 1
-    chunk = chunks.put("first", num_rows, [RED])
-    chunk.deaths = dict.fromkeys(range(num_rows), Deaths(2, 4 * num_rows))
-    stream = stream_over(chunks, prompt=WITH_IMAGES)
-    answer_all(stream, take_all(stream))
-    assert len(chunks.finished) == num_rows
 
 
 def over_pictures(chunks: ChunksPutByHand, num_bytes: int) -> tuple[RowStream, Pictures]:

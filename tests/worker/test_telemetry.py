@@ -31,18 +31,6 @@ def start_after(clock: FakeClock, before: Worker | None = None) -> Telemetry:
 # --------------------------------------------------------------------------- over epochs
 
 
-def test_closing_the_engine_is_not_time_in_which_it_worked(clock):
-    """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
-    telemetry = start_after(clock)
-    sizes = {"max_model_len": 1, "max_num_seqs": 1, "max_in_flight": 1}
-    telemetry.engine_ready(EngineInfo(name="echo", version="", model="m", **sizes))
-    clock.seconds += 20
-    assert telemetry.busy_seconds == 20
-    telemetry.set_state("done")
-    clock.seconds += 5
-    assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
-
-
 def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     first = start_after(clock)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
@@ -108,13 +96,3 @@ def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
     for now in ([rows] * 29 + [512] + [rows] * 30) * 2:
         telemetry_.note_engine_stats(EngineStats(steps=steps, rows=now))
     assert caplog.text.count("--api-server-count") == times
-
-
-def test_preemption_is_reported_once_with_what_to_change(caplog):
-    telemetry_ = start_after(FakeClock())
-    for preemptions in (0, 3, 9):
-        telemetry_.note_engine_stats(EngineStats(steps=10, preemptions=preemptions))
-    (record,) = caplog.records
-    assert (record.levelname, record.event) == ("WARNING", "engine_preempted")
-    assert "--max-num-seqs" in record.getMessage()
-    assert telemetry_.stats.preemptions == 9

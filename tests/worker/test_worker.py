@@ -1,9 +1,6 @@
 """The worker over the echo engine: every row once and in place, whatever is thrown at it."""
 
 import asyncio
-import resource
-import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,19 +22,17 @@ from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segmen
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.command import command, describe_host
+from batchinfer.worker.command import command
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import Environment, WorkerConfig, real_environment
 from making import (
     ECHO,
-    finish_process,
     finished_chunks,
     make_job,
     output_key,
     output_lines,
     read_marker,
     run_worker_here,
-    start_process,
 )
 
 
@@ -121,26 +116,6 @@ def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(job, monkeypatc
     assert run_worker(echo_over(job), quiet_environment())["request_count"] == 95
     assert time.monotonic() - begin < 200
     silence.set()
-
-
-@pytest.mark.s3
-@pytest.mark.usefixtures("s3_environment")
-def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon():
-    """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        process = start_process(
-            ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
-            environment={"AWS_ENDPOINT_URL": endpoint},
-        )
-        connection, _ = silent.accept()
-        with connection:
-            process.send_signal(signal.SIGTERM)
-            stopped = finish_process(process, timeout_seconds=60)
-    assert stopped.status == 75, stopped.err
-    assert "SIGTERM" in stopped.err
-    assert "Traceback" not in stopped.err
 
 
 @pytest.mark.parametrize(
@@ -259,15 +234,6 @@ def test_a_repair_is_not_judged_by_rows_that_have_failed_before(tmp_path):
     assert (again["status"], again["error_count"]) == ("SUCCESS", 31)
 
 
-def test_a_repair_keeps_the_tokens_of_the_rows_that_it_keeps(tmp_path):
-    work = work_over(tmp_path, [prompt_if(row) for row in range(20)])
-    work("--task", "embed")
-    work("--task", "embed", "--retry-errors")
-    run = open_store(str(tmp_path / "run"))
-    before, after = (read_marker(run, "part-00000", number) for number in (0, 1))
-    assert after.prompt_tokens == before.prompt_tokens > 0
-
-
 def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
     work = work_over(tmp_path, [prompt_if(row >= 4) for row in range(6)], per_chunk=2)
     assert work()["status"] == "SUCCESS"
@@ -276,22 +242,6 @@ def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
     assert again["status"] == "SUCCESS"
 
 
-def test_a_machine_that_refuses_more_open_files_runs_the_worker(job, monkeypatch):
-    """Many Macs take fewer than their limit says."""
-    refuse = mock.Mock(side_effect=ValueError("current limit exceeds maximum limit"))
-    monkeypatch.setattr("resource.setrlimit", refuse)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (256, resource.RLIM_INFINITY))
-    assert run_worker_here(job, f"{job}/runs/a")["status"] == "SUCCESS"
-    assert refuse.call_count == 2
-
-
 def test_a_worker_id_that_could_leave_its_folder_is_refused(job):
     with pytest.raises(InputError, match="worker id"):
         run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
-
-
-@pytest.mark.parametrize(
-    ("said", "host"), [("1", {"spot": True}), ("false", {"spot": False}), ("", {}), ("perhaps", {})]
-)
-def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(said, host):
-    assert describe_host({"BATCHINFER_SPOT": said}) == host
