@@ -1,14 +1,16 @@
-"""Models of other kinds with real vLLM: numbers as transformers computes them, media as the server itself sees them.
+"""Models of other kinds with real vLLM: numbers as transformers computes them, chats as vLLM's own renderer makes them.
 
 Each test has a server of its own, with a model of random weights.
 """
 
 import base64
+import json
 import os
 import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,28 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.storage.opening import open_store
 from fixtures_vllm import ask
 from making import make_job, output_lines, read_marker
-from models import ROOT, sound, write_bert, write_vision_model, write_whisper
+from models import ROOT, sound, write_bert, write_mistral, write_vision_model, write_whisper
 from pages import steps_of
 from pictures import as_base64, as_data_url, clip, picture
 from web_server import reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+Serve = Callable[..., Any]
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
 FLOAT = ("--dtype", "float32")
 TEXTS = [f"row {i} " + "word " * (i % 5) for i in range(70)]
 """More than fit into one list, so two requests are sent."""
 PAIRS = [(f"what is {i}?", f"it is {i * 7 % 5} " + "of it " * (i % 3)) for i in range(8)]
+CHATS = [
+    [{"role": "user", "content": "Hello there"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three, [INST] four?"},
+    ],
+]
 
 
 @pytest.fixture
@@ -98,6 +110,20 @@ def test_embeddings_are_those_of_transformers(tmp_path, serve):
     assert marker.prompt_tokens == num_tokens
 
 
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path, serve):
+    """A server of a model that can do both makes one vector a text, unless it is told otherwise."""
+    model = write_bert(tmp_path / "model")
+    rows = [{"text": text} for text in TEXTS[:5]]
+    options = ("--task", "token-embed", "--prompt-column", "text")
+    with serve(model, *FLOAT, task="token-embed") as url:
+        found = run(tmp_path, rows, model, url, *options)
+    for row, line in zip(rows, found, strict=True):
+        wanted = states(model, row["text"])
+        vectors = (wanted / wanted.norm(dim=-1, keepdim=True)).tolist()
+        own = line["body"]["data"][0]["data"]
+        assert own == [pytest.approx(each, abs=1e-4) for each in vectors]
+
+
 def test_classes_and_rewards_are_those_of_transformers(tmp_path, serve):
     model = write_bert(tmp_path / "model", labels=["bad", "so-so", "good"])
     rows = [{"text": text} for text in TEXTS[:12]]
@@ -133,6 +159,35 @@ def test_scores_and_ranks_of_pairs_are_those_of_transformers(tmp_path, serve):
         [wanted(query, documents[each["index"]]) for each in results], abs=1e-4
     )
     assert sorted(each["index"] for each in results) == list(range(len(documents)))
+
+
+REFERENCE = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, chats = json.loads(sys.argv[1])
+llm = LLM(model, tokenizer_mode="mistral", enforce_eager=True, kv_cache_memory_bytes=64 << 20,
+          enable_chunked_prefill=False, max_num_batched_tokens=2048, max_model_len=256)
+found = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
+print("found", json.dumps([[one.outputs[0].text, len(one.prompt_token_ids)] for one in found]))
+"""
+
+
+def test_a_model_without_a_chat_template_chats_as_vllm_renders_it(tmp_path, serve, forks):
+    """Mistral's tokenizers have no Jinja template; only vLLM's own renderer makes their prompts."""
+    model = write_mistral(tmp_path / "model")
+    options = ("--messages-column", "messages", "--turns", "all", "--temperature", "0")
+    arguments = ("--tokenizer-mode", "mistral", "--max-model-len", "256")
+    with serve(model, *arguments) as url:
+        rows = [{"messages": chat} for chat in CHATS]
+        found = run(tmp_path, rows, model, url, *options, "--max-tokens", "8")
+    log = tmp_path / "reference"
+    assert forks.run(REFERENCE, [json.dumps([str(model), CHATS])], log) == 0, log.read_text()
+    [wanted] = re.findall(r"^found (.*)$", log.read_text(), re.MULTILINE)
+    bodies = [line["body"] for line in found]
+    assert [
+        [body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]]
+        for body in bodies
+    ] == json.loads(wanted)
 
 
 def transcribe(url: str, model: Path, wave: bytes) -> Any:
