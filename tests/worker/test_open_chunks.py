@@ -8,12 +8,15 @@ from unittest.mock import Mock
 
 from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.worker import chunk_life
 from batchinfer.worker.background import Background, Stopper
 from batchinfer.worker.chunk_life import Life
+from batchinfer.worker.chunk_opening import open_chunk
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Limits
 from fakes import FakeClock
+from simulation.stage import Stage
 
 
 def chunks_of(clock: FakeClock, *, ring: Any = None, **outside: Any) -> OpenChunks:
@@ -88,3 +91,21 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others():
     clock.seconds += 100
     chunks.tick(0, 256)
     assert [each.kwargs["is_hungry"] for each in ring.tick.mock_calls] == [False, True, False]
+
+
+def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
+    monkeypatch,
+):
+    """The loop, which looks once a second for an idle engine, looks when a chunk is open."""
+    opened, taken = [], []
+    with Stage([["a"]]) as stage:
+
+        def open_it(*arguments: Any, **named: Any) -> Any:
+            chunk = open_chunk(*arguments, **named)
+            opened.append(stage.scheduler.now)
+            return chunk
+
+        monkeypatch.setattr(chunk_life, "open_chunk", open_it)
+        monkeypatch.setattr(stage, "took", lambda *_call: taken.append(stage.scheduler.now))
+        assert stage.run().is_success
+    assert taken[0] - opened[0] < 0.3
