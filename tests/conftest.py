@@ -143,13 +143,6 @@ LONGEST = (
     "test_onnx",
     "test_scale",
     "test_composer",
-    "test_endpoints",
-    "test_faults",
-    "test_servers",
-    "test_azure",
-    "test_deep_json",
-    "test_hub_destination",
-    "test_report",
 )
 
 # Modules, and tests, that go to the process of another module, whose engine or heavy packages they share.

@@ -8,8 +8,6 @@ import pytest
 from aiohttp import web
 
 import batchinfer
-from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.types import RowError
 from making import make_job, run_process, worker_arguments
 from web_server import reply
 
@@ -75,11 +73,3 @@ def test_a_source_is_read_with_its_secrets_and_recorded_without(tmp_path, call, 
     assert call(*words).result["rows"] == 10
     assert b"SECRET" not in everything_below(tmp_path)
     assert call(*words).result["status"] == "unchanged"
-
-
-def test_an_error_shows_no_secret_of_an_address_and_that_of_a_row_its_own_text_whole():
-    refused = ConfigError("http://me:SECRET@host/x?token=SECRET: no", hint="s3://id:SECRET@b/x")
-    assert str(refused) == refused.message == "http://…@host/x?token=…: no"
-    assert refused.hint == "s3://…@b/x"
-    error = RowError("invalid_request", "image http://h/x?size=2: not there")
-    assert str(error) == error.message == "image http://h/x?size=2: not there"
