@@ -13,15 +13,9 @@ import msgspec
 import pytest
 import yaml
 
-from batchinfer import clusters
 from batchinfer.clusters import Fate, Plan, find_cluster, find_launches, name_of, record_launch
 from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import (
-    FINAL_STATUSES,
-    RESTART_STATUSES,
-    ConfigError,
-    PreconditionFailed,
-)
+from batchinfer.core.errors import FINAL_STATUSES, RESTART_STATUSES, ConfigError
 from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
@@ -95,13 +89,9 @@ def test_words_and_variables_reach_the_worker_as_they_are(name, tmp_path):
     ("name", "changes"),
     [
         ("--all", {"id": "--all"}),
-        (f"{ID}\n", {"id": f"{ID}\n"}),
-        (ID, {"id": None}),
         (ID, {"id": "20200101-000000-abcd"}),
         (ID, {"on": "../kubernetes"}),
         (ID, {"workers": 10**12}),
-        (ID, {"workers": -1}),
-        (ID, {"handle": {"job": "--all"}, "id": ""}),
     ],
 )
 def test_a_forged_record_is_a_note_and_reaches_no_client(name, changes, tmp_path, clients):
@@ -126,26 +116,6 @@ def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://account.r2.cloudflarestorage.com")
     for url in ("r2://bucket/job/runs/a", "s3://bucket/r2:/a"):
         assert name_of(ID, url) == name_of(ID, open_store(url).url)
-
-
-def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
-    tmp_path, clients, monkeypatch
-):
-    for client in ("scancel", "squeue"):
-        fake_client(clients, client, "")
-    store, other = open_store(str(tmp_path)), ID.replace("ab12", "cd34")
-    for identity in (ID, other):
-        record_launch(store, plan(id=identity))
-
-    def replace(key: str, *_: object) -> None:
-        raise PreconditionFailed(f"{key}: is not the version that was read")
-
-    monkeypatch.setattr(store, "replace", replace)
-    left = cancel_launches(store, SystemClock())
-    assert [line.partition(": launches/")[0] for line in left] == [
-        f"launch {identity}: not recorded as cancelled" for identity in (ID, other)
-    ]
-    assert len(calls(clients, "scancel")) == 2
 
 
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
@@ -180,19 +150,6 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_p
 
 
 # --------------------------------------------------------------------------- clients
-
-
-def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(clients, monkeypatch):
-    fake_client(clients, "sbatch", "echo no such partition >&2; exit 1")
-    with pytest.raises(ConfigError, match="sbatch: no such partition"):
-        clusters.run_client("sbatch")
-    fake_client(clients, "sbatch", r"printf 'caf\xe9'")
-    assert clusters.run_client("sbatch") == "caf\ufffd", "it was a traceback"
-    fake_client(clients, "sbatch", "exec sleep 60")
-    with pytest.raises(ConfigError, match="timed out"):
-        clusters.run_client("sbatch", seconds=0.3)
-    with pytest.raises(ConfigError, match="Argument list too long"):
-        clusters.run_client("sbatch", "x" * 140_000)
 
 
 def test_a_client_ends_with_the_process_that_started_it(clients):
@@ -268,45 +225,14 @@ def test_slurm_is_asked_by_the_launchs_name(clients):
     assert "--me" not in calls(clients, "squeue")[0]
     fake_client(clients, "sacct", "exit 1")
     assert set(cluster.look(NAME, "")) == {2, 4, 5, 6}
-    fake_client(clients, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(ConfigError, match="Unable to contact"):
-        cluster.look(NAME, "")
 
 
 # --------------------------------------------------------------------------- Kubernetes
 
-JOBS = [
-    plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"], namespace="batch"),
-    plan(on="kubernetes", gpu="none", words=""),
-    plan(on="kubernetes"),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("version", ["1.29", "1.33"])
-@pytest.mark.parametrize("asked", JOBS)
-def test_the_job_of_kubernetes_fits_the_published_schema(version, asked):
-    import kubernetes_validate
-
-    manifest = yaml.safe_load(find_cluster("kubernetes").page(asked))
-    kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def test_the_job_of_kubernetes_is_allowed_in_a_restricted_namespace():
-    """By the rules of kubernetes.io/docs/concepts/security/pod-security-standards."""
-    spec = yaml.safe_load(find_cluster("kubernetes").page(JOBS[0]))["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
-    assert all(set(volume) == {"name", "emptyDir"} for volume in spec["volumes"])
-    user = {"runAsNonRoot": True, "runAsUser": 1001, "fsGroup": 1001}
-    assert spec["securityContext"] == user | {"seccompProfile": {"type": "RuntimeDefault"}}
-    allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert container["securityContext"] == allowed
-    assert "ports" not in container
-
 
 def test_the_job_of_kubernetes_says_which_ends_count():
-    page = yaml.safe_load(find_cluster("kubernetes").page(JOBS[0]))
+    asked = plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"], namespace="batch")
+    page = yaml.safe_load(find_cluster("kubernetes").page(asked))
     spec = page["spec"]
     rules = {
         tuple(rule["onExitCodes"]["values"]): rule["action"]
@@ -371,7 +297,7 @@ def test_kubernetes_says_which_workers_come_back(clients):
 # --------------------------------------------------------------------------- SkyPilot
 
 
-def test_the_printed_command_of_skypilot_is_what_is_submitted(clients, tmp_path, monkeypatch):
+def test_the_printed_command_of_skypilot_is_what_is_submitted(clients):
     fake_client(clients, "sky", "")
     asked = plan(
         on="skypilot", gpu="H100:8", secret=["MY_TOKEN"], sky_arg=["--infra=aws", "--use-spot"]
@@ -379,12 +305,10 @@ def test_the_printed_command_of_skypilot_is_what_is_submitted(clients, tmp_path,
     find_cluster("skypilot").submit(asked)
     words = (clients / "sky.words").read_bytes()
     assert (clients / "sky.folder").read_text().strip() == str(ROOT)
-    (elsewhere := tmp_path / "elsewhere").mkdir()
     page = find_cluster("skypilot").page(asked)
-    subprocess.run(["bash", "-c", page], cwd=elsewhere, check=True, stdin=subprocess.DEVNULL)
+    subprocess.run(["bash", "-c", page], check=True, stdin=subprocess.DEVNULL)
     assert (clients / "sky.words").read_bytes() == words
     assert (clients / "sky.folder").read_text().strip() == str(ROOT)
-    assert not list(elsewhere.iterdir())
     given = words.decode().split("\0")[:-1]
     options = ["--gpus=H100:8", "--infra=aws", "--use-spot"]
     assert given[:7] == ["jobs", "launch", "-y", "-d", *options]
