@@ -8,7 +8,6 @@ the same names.
 import datetime
 import functools
 import json
-import random
 import sys
 import types
 from pathlib import Path
@@ -59,14 +58,6 @@ def composer_content(model: Path) -> dict:
             "train_metrics": {"Loss": np.float64(2.5), "Perplexity": metric},
             "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": tokenizer}},
         },
-        "rng": [
-            {
-                "python": random.getstate(),
-                "numpy": np.random.get_state(),
-                "torch": torch.random.get_rng_state(),
-                "cuda": torch.zeros(16, dtype=torch.uint8),
-            }
-        ],
     }
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ parse = functools.lru_cache(moto.core.serialize.parse_to_aware_datetime)
 moto.core.serialize.parse_to_aware_datetime = parse
 main(["-H", "127.0.0.1", "-p", "0"])
 """
-
-S3Url = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
