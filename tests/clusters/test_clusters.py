@@ -13,9 +13,15 @@ import msgspec
 import pytest
 import yaml
 
+from batchinfer import clusters
 from batchinfer.clusters import Fate, Plan, find_cluster, find_launches, name_of, record_launch
 from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import FINAL_STATUSES, RESTART_STATUSES, ConfigError
+from batchinfer.core.errors import (
+    FINAL_STATUSES,
+    RESTART_STATUSES,
+    ConfigError,
+    PreconditionFailed,
+)
 from batchinfer.core.shell import quote
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage.opening import open_store
@@ -118,6 +124,26 @@ def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
         assert name_of(ID, url) == name_of(ID, open_store(url).url)
 
 
+def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
+    tmp_path, clients, monkeypatch
+):
+    for client in ("scancel", "squeue"):
+        fake_client(clients, client, "")
+    store, other = open_store(str(tmp_path)), ID.replace("ab12", "cd34")
+    for identity in (ID, other):
+        record_launch(store, plan(id=identity))
+
+    def replace(key: str, *_: object) -> None:
+        raise PreconditionFailed(f"{key}: is not the version that was read")
+
+    monkeypatch.setattr(store, "replace", replace)
+    left = cancel_launches(store, SystemClock())
+    assert [line.partition(": launches/")[0] for line in left] == [
+        f"launch {identity}: not recorded as cancelled" for identity in (ID, other)
+    ]
+    assert len(calls(clients, "scancel")) == 2
+
+
 @pytest.mark.parametrize("name", ["skypilot", "slurm", "kubernetes"])
 def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_path, clients):
     """Its id alone is heeded; the jobs of a name belong to one run, so a copy of another run's record ends nothing."""
@@ -147,6 +173,19 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_p
     assert "production" not in "".join(words.values())
     assert "--all\n" not in words.get("kubectl.calls", "")
     assert bool(left) == (name != "slurm")
+
+
+def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(clients, monkeypatch):
+    fake_client(clients, "sbatch", "echo no such partition >&2; exit 1")
+    with pytest.raises(ConfigError, match="sbatch: no such partition"):
+        clusters.run_client("sbatch")
+    fake_client(clients, "sbatch", r"printf 'caf\xe9'")
+    assert clusters.run_client("sbatch") == "caf\ufffd", "it was a traceback"
+    fake_client(clients, "sbatch", "exec sleep 60")
+    with pytest.raises(ConfigError, match="timed out"):
+        clusters.run_client("sbatch", seconds=0.3)
+    with pytest.raises(ConfigError, match="Argument list too long"):
+        clusters.run_client("sbatch", "x" * 140_000)
 
 
 # --------------------------------------------------------------------------- clients
@@ -229,10 +268,25 @@ def test_slurm_is_asked_by_the_launchs_name(clients):
 
 # --------------------------------------------------------------------------- Kubernetes
 
+JOBS = [
+    plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"], namespace="batch"),
+    plan(on="kubernetes", gpu="none", words=""),
+    plan(on="kubernetes"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["1.29", "1.33"])
+@pytest.mark.parametrize("asked", JOBS)
+def test_the_job_of_kubernetes_fits_the_published_schema(version, asked):
+    import kubernetes_validate
+
+    manifest = yaml.safe_load(find_cluster("kubernetes").page(asked))
+    kubernetes_validate.validate(manifest, version, strict=True)
+
 
 def test_the_job_of_kubernetes_says_which_ends_count():
-    asked = plan(on="kubernetes", gpu="L4:2", secret=["bucket-keys"], namespace="batch")
-    page = yaml.safe_load(find_cluster("kubernetes").page(asked))
+    page = yaml.safe_load(find_cluster("kubernetes").page(JOBS[0]))
     spec = page["spec"]
     rules = {
         tuple(rule["onExitCodes"]["values"]): rule["action"]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,7 +29,7 @@ from batchinfer.runs.overview import Overview, Rate, WorkerView
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.storage.opening import open_store
 from engine_contract import is_running
-from making import ECHO, Call, make_job, wait_for
+from making import ECHO, Call, make_job, run_process, wait_for
 
 SLOW = (
     *("--echo-latency-seconds", "0.3", "--max-num-seqs", "4", "--lease-seconds", "3"),
@@ -190,11 +191,17 @@ def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job, tmp_path, 
     assert call("verify", str(run)).status == 0
 
 
-def test_a_watch_cancels_workers_that_would_come_after_the_end(job, call, tmp_path):
-    """They were rented to find that nothing is left to do."""
+@pytest.fixture
+def queued(job, tmp_path):
+    """A worker of another launch that stays in Slurm's queue, as its first task."""
     name = recorded(job / "runs/a", is_old=False).name
     waits = {"job": 0, "index": 0, "name": name, "pid": 0, "state": "PENDING"}
     (tmp_path / "slurm/0000-0000.json").write_text(json.dumps(waits))
+
+
+@pytest.mark.usefixtures("queued")
+def test_a_watch_cancels_workers_that_would_come_after_the_end(job, call):
+    """They were rented to find that nothing is left to do."""
     done = call(*launching_of(job, "--workers", "1", "--watch"))
     assert done.status == 0, done.err
     assert states()[0] == "CANCELLED"
@@ -223,6 +230,23 @@ def test_a_watch_ends_when_its_workers_stop_by_a_rule(job, call):
     assert done.status == 3
     assert "no worker is left (LimitReached" in done.err
     assert len(states()) == 2
+
+
+@pytest.mark.usefixtures("queued")
+def test_a_watch_ends_when_the_run_is_stopped_although_a_worker_is_still_to_come(job, call):
+    run = job / "runs/a"
+
+    def stop() -> None:
+        wait_for(lambda: rows_done(run))
+        assert run_process(["stop", str(run)]).status == 0
+
+    with ThreadPoolExecutor(1) as threads:
+        stopped = threads.submit(stop)
+        done = call(*launching_of(job, "--workers", "1", *SLOW, "--watch"))
+        stopped.result()
+    assert done.status == 3
+    assert "runs/a: is stopped, and no worker is left (StopRequested" in done.err
+    assert states()[0] == "PENDING"
 
 
 # --------------------------------------------------------------------------- workers that are away

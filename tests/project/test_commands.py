@@ -1,4 +1,4 @@
-"""Every command on the pages, but those of `NOT_RUN`, runs as it stands there, and prints what the page shows.
+"""Every command on the pages runs as it stands there, and prints what the page shows.
 
 The commands of a page run one after the other in a folder that has what its reader would have (`make_world`). Those of
 the command line run in this process, so that all that ask the demo's model share one server; the others run in bash.
@@ -7,12 +7,14 @@ Where a page names another model, the engine echo answers: it stands in the envi
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import echo_server
 from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import ServerCommand, divide
 from batchinfer.engines import create_engine
@@ -34,9 +37,10 @@ from echo_server import fake_endpoint
 from fixtures_hub import TOKEN
 from fixtures_vllm import replace_create_engine
 from making import put_program, write_lines
-from models import sound
+from models import DEMO_MODEL, sound, write_adapter, write_model_stub
 from pages import steps_of
 from pictures import picture
+from terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,14 +48,10 @@ MODEL = "examples/demo-model"
 NOT_RUN = {
     r"^node\d\$": "two machines of 8 GPUs each: tests/worker/test_nodes_vllm.py",
     r"api\.openai\.com": "an account; the cookbook asks an endpoint that is here",
-    r"^(aws|gcloud) |(az|gs)://": "an account: tests/storage/test_contract.py",
-    r"batchinfer convert|--model model/": "checkpoints: tests/convert/",
-    r"--server-command": "other servers: tests/engines/test_servers.py",
-    r"--lora": "adapters: tests/worker/test_adapters.py",
-    r"^batchinfer chat": "a terminal: tests/playground/test_chat.py",
-    r"logs/\*": "logs of workers: tests/cli/test_logs.py",
-    r"\| (sbatch|kubectl)|ray job submit": "a cluster: tests/clusters/test_clusters.py",
-    r"^(python3 -m venv|pip|bash scripts/setup.sh|ssh)|/activate": "a new environment, or another machine",
+    r"^(aws|gcloud) ": "an account",
+    r"hf-to-onnx": "an environment of 1.3 GB: tests/convert/test_onnx.py",
+    r"ray job submit": "a Ray cluster",
+    r"^(python3 -m venv|pip|bash scripts/setup.sh)": "a new environment: test_setup_script.py",
 }
 """Commands that are not run, and why. Their options are looked at."""
 LEFT_OUT = {
@@ -100,7 +100,7 @@ def units() -> Iterator[Any]:
             if steps_of(part):
                 title = f"{path.stem}: {part.splitlines()[0]}" if len(parts) > 1 else path.stem
                 commands = [step.command for step in steps_of(part)]
-                is_heavy = any(map(is_asked_of_the_model, commands))
+                is_heavy = path.stem == "convert" or any(map(is_asked_of_the_model, commands))
                 marks = [pytest.mark.vllm] if is_heavy else []
                 # The one shows pandas, the other asks for vLLM (`check --machine`).
                 is_full = path.stem in ("cookbook", "when-it-goes-wrong")
@@ -129,19 +129,33 @@ ROWS = [
     {
         **dict.fromkeys(ASKED, f"What is {n}?"),
         "document": f"It is {n}.",
+        "adapter": "sql",
         "conversation": [{"role": "user", "content": f"Count to {n}."}],
     }
     for n in range(200)
 ]
 REQUEST = {"method": "POST", "url": "/v1/chat/completions"}
-SKY = """#!/bin/bash
+PROGRAMS = {
+    # SkyPilot of one machine, which does the work of all workers of a launch before `sky` returns.
+    "sky": """
 [ "$2" = queue ] && echo "[]"
 for word; do
   case $word in --env=*) export "${word#--env=}" ;; *.yaml) [ -e "$word" ] || exit 9 ;; esac
 done
 [ -z "$WORKER_WORDS" ] || eval "BATCHINFER_RANK=0 batchinfer worker $WORKER_WORDS"
+""",
+    "ssh": "",
+    "sbatch": "bash -n",
+    "kubectl": 'python -c \'import sys, yaml; assert yaml.safe_load(sys.stdin)["kind"] == "Job"\'',
+    "transformers": 'exec python -m sglang.launch_server "$@" --served-model-name ./model "${@: -1}"',
+}
+"""Programs that only readers have."""
+OTHER_SERVER = f"""
+import json, os, sys
+name = sys.argv[sys.argv.index("--served-model-name") + 1]
+config = json.dumps({{"engine": "echo", "model": name}})
+os.execv(sys.executable, [sys.executable, {echo_server.__file__!r}, config, sys.argv[-1]])
 """
-"""SkyPilot of one machine, which does the work of all workers of a launch before `sky` returns."""
 
 
 def write_files() -> None:
@@ -192,8 +206,14 @@ def reader(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     for name in ("examples", "scripts", "worker.yaml", "dev.yaml"):
         (tmp_path / "here" / name).symlink_to(ROOT / name)
-    put_program(tmp_path / "bin/sky", SKY)
-    for name in ("CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
+    for name, script in PROGRAMS.items():
+        put_program(tmp_path / "bin" / name, f"#!/bin/bash\n{script}\n")
+    for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin/activate").touch()
+    (tmp_path / "lib/sglang").mkdir(parents=True)
+    (tmp_path / "lib/sglang/launch_server.py").write_text(OTHER_SERVER)
+    for name in ("CHAT", "CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         monkeypatch.setenv(f"BATCHINFER_{name}_ENGINE", "echo")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(launch, "WATCH_SECONDS", 0.1)
@@ -201,7 +221,7 @@ def reader(tmp_path, monkeypatch):
         for name, value in {
             "COLUMNS": "100",
             "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
             "HF_TOKEN": TOKEN,
             "RUN": "RUN",
             "BATCHINFER_ACCELERATOR": "L4",
@@ -211,7 +231,9 @@ def reader(tmp_path, monkeypatch):
         yield tmp_path / "here"
 
 
-def make_world(text: str, folder: Path, request: pytest.FixtureRequest) -> None:
+def make_world(
+    text: str, folder: Path, request: pytest.FixtureRequest, patch: pytest.MonkeyPatch
+) -> None:
     """Make all that commands name."""
     write_files()
     if "s3://" in text:
@@ -220,11 +242,49 @@ def make_world(text: str, folder: Path, request: pytest.FixtureRequest) -> None:
     if "data/*" in text:
         Path("data").mkdir()
         shutil.copy("reviews.parquet", "data")
+    if "az://" in text:
+        request.getfixturevalue("azure_url")(container="my-container")
+    if "gs://" in text:
+        request.getfixturevalue("gcs_url")
     if "hf://" in text:
         Path("lmsys").mkdir()
         shutil.copy("reviews.parquet", "lmsys")
         request.getfixturevalue("hub").add("lmsys/lmsys-chat-1m", "main", folder / "lmsys")
+    if "logs/*" in text:
+        make("split reviews.parquet --output LOGGED --num-chunks 4")
+        Path("logs").mkdir()
+        words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
+        run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
+    if "./model" in text:
+        write_model_stub(folder / "model")
+    if "--lora" in text:
+        write_adapter(folder / "sql-adapter")
+    if "org/" in text:
+        for name, write in (("poems", write_adapter), ("name", write_model_stub)):
+            kept = folder / f"hub/models--org--{name}"
+            (kept / "refs").mkdir(parents=True)
+            (kept / "refs/main").write_text("1")
+            (kept / "snapshots").mkdir()
+            write(kept / "snapshots/1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if "convert" in text:
+        write_checkpoints()
     write_jobs(text)
+
+
+def write_checkpoints() -> None:
+    import torch
+    from transformers import MptConfig, MptForCausalLM
+
+    from composer_file import composer_content
+
+    torch.save(composer_content(DEMO_MODEL), "ep0-ba2000-rank0.pt")
+    Path("SOURCE").symlink_to("ep0-ba2000-rank0.pt")
+    config = MptConfig(
+        d_model=16, n_heads=2, n_layers=1, vocab_size=8, bos_token_id=0, eos_token_id=0
+    )
+    MptForCausalLM(config).save_pretrained("MODEL")
 
 
 # --------------------------------------------------------------------------- running
@@ -236,6 +296,14 @@ def run_in_bash(command: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
+
+
+def run_in_a_terminal(command: str) -> str:
+    with Terminal(*words_of(command), state=Path.cwd()) as terminal:
+        terminal.expect(">>>")
+        terminal.talk(("good morning", "\ngood morning\n"))
+        terminal.leave()
+        return terminal.shown
 
 
 def run_here(command: str) -> str:
@@ -268,7 +336,7 @@ def test_the_commands_of_a_page_print_what_it_shows(
     commands = [step.command for step in steps if not reason_for(step.command)]
     if needs_files:
         text = "\n".join(" ".join(words_of(each)) if is_ours(each) else each for each in commands)
-        make_world(text, reader, request)
+        make_world(text, reader, request, monkeypatch)
     if any(map(is_asked_of_the_model, commands)):
         engine = request.getfixturevalue("demo_engine")
         info = msgspec.structs.replace(engine.open(None), name="vllm")
@@ -283,16 +351,45 @@ def test_the_commands_of_a_page_print_what_it_shows(
         if command not in commands:
             continue
         with monkeypatch.context() as patch:
-            if is_asked_of_the_model(command):
+            if is_asked_of_the_model(command) or "--server-command" in command:
                 for name in ("RUN", "GENERATE", "WORKER"):
                     patch.delenv(f"BATCHINFER_{name}_ENGINE")
-            printed = (run_here if is_ours(command) else run_in_bash)(command)
+            run = run_here if is_ours(command) else run_in_bash
+            printed = (run_in_a_terminal if command.startswith("batchinfer chat") else run)(command)
         if shown is not None:
             has_times = "tokens/s" in shown
             found = neat(printed.replace(f"{reader}/", ""), has_times=has_times)
             pattern = re.escape(neat(shown, has_times=has_times)).replace("…", ".*")
             said = f"{command}\nprints\n{printed}"
             assert re.fullmatch(pattern, found, re.DOTALL), said
+
+
+def block(page: str, start: str) -> str:
+    """A block of a page, without the indentation."""
+    text = (ROOT / "docs" / page).read_text()
+    (found,) = re.findall(rf"^ *{start}(?:.*\n)+?(?=\n|```)", text, re.MULTILINE)
+    return textwrap.dedent(found).strip()
+
+
+def test_what_pages_quote_is_what_a_worker_says(reader):
+    write_files()
+    make("split reviews.parquet --output JOB --num-chunks 4")
+    worker = "batchinfer worker --job JOB --output run --prompt-column text --max-tokens"
+    run_in_bash(f"{worker} 512 --log-format json 2>log.jsonl")
+    refused = run_in_bash(f"{worker} 1024 2>&1 | sed -n '/^error/,/this worker/p'")
+    quoted = re.escape(block("when-it-goes-wrong.md", "error: …")).replace("…", ".*")
+    assert re.fullmatch(quoted, refused.strip())
+    line = json.loads(block("monitoring.md", '{"time": "2026').replace("\n", " "))
+    logged = map(json.loads, Path("log.jsonl").read_text().splitlines())
+    (same, *_) = (each for each in logged if each.get("event") == line["event"])
+    assert (same.keys(), same["fields"].keys()) == (line.keys(), line["fields"].keys())
+    assert neat(same["message"], has_times=True) == neat(line["message"], has_times=True)
+
+
+def test_each_command_that_is_not_run_is_there():
+    assert len(COMMANDS) > 100
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command) for command in COMMANDS), pattern
 
 
 @pytest.mark.vllm

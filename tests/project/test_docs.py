@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from simulation.defects import DEFECTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,6 +15,14 @@ def test_documents_that_the_code_names_are_there():
     named = {name for path in CODE for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())}
     assert named
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_the_pages_beside_docs_lead_somewhere(name):
+    """Those of docs/ are checked by `make check`."""
+    places = re.findall(r"\]\(([^):#]+)", (ROOT / name).read_text())
+    assert places
+    assert [place for place in places if not (ROOT / place).exists()] == []
 
 
 def test_every_promise_names_proofs_that_exist():
