@@ -175,6 +175,9 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_p
     assert bool(left) == (name != "slurm")
 
 
+# --------------------------------------------------------------------------- clients
+
+
 def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(clients, monkeypatch):
     fake_client(clients, "sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(ConfigError, match="sbatch: no such partition"):
@@ -186,9 +189,6 @@ def test_a_client_that_fails_hangs_or_is_not_there_is_an_error(clients, monkeypa
         clusters.run_client("sbatch", seconds=0.3)
     with pytest.raises(ConfigError, match="Argument list too long"):
         clusters.run_client("sbatch", "x" * 140_000)
-
-
-# --------------------------------------------------------------------------- clients
 
 
 def test_a_client_ends_with_the_process_that_started_it(clients):
