@@ -81,6 +81,7 @@ def make_checkpoint(path: Path, gigabytes: float) -> None:
     """Write a checkpoint of a Llama with about `gigabytes` of weights."""
     sys.path.append(str(harness.ROOT / "tests"))
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from composer_file import composer_content
@@ -101,7 +102,8 @@ def make_checkpoint(path: Path, gigabytes: float) -> None:
         for name, tensor in shapes.items()
         if name != "lm_head.weight"  # the config ties it to the embeddings
     }
-    torch.save(composer_content(model, weights=weights), path)
+    save_file(weights, model / "model.safetensors")
+    torch.save(composer_content(model), path)
 
 
 if __name__ == "__main__":
