@@ -9,15 +9,25 @@ import sys
 
 import sky
 import yaml
+from sky.client.cli import command as sky_cli
 from sky.skylet import log_lib
 
 
 def read(request: dict) -> dict:
     config = yaml.safe_load(request["text"])
     task = sky.Task.from_yaml_config(config, env_overrides=sorted(request["envs"].items()))
+    if request["gpus"]:
+        task.set_resources_override(sky_cli._parse_override_params(gpus=request["gpus"]))
     task.expand_and_validate_file_mounts()
     return {
-        "recoveries": [resources.job_recovery for resources in task.resources],
+        "candidates": [
+            {
+                "accelerators": resources.accelerators,
+                "use_spot": resources.use_spot,
+                "job_recovery": resources.job_recovery,
+            }
+            for resources in task.resources
+        ],
         "file_mounts": task.file_mounts or {},
         "storage_mounts": len(task.storage_mounts or {}),
         # What SkyPilot would run on the machine: it sources the shell's profile, goes to the

@@ -70,5 +70,5 @@ class Terminal(pexpect.spawn):
         return termios.tcgetattr(self.child_fd)
 
 
-CTRL_C, CTRL_D, ALT_ENTER, UP = "\x03", "\x04", "\x1b\r", "\x1b[A"
+CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
 SIGTERM = signal.SIGTERM

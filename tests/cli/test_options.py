@@ -49,6 +49,7 @@ VALUES: list[tuple[str, Any]] = [
     ("columns", {"image": ["a", HARD], "tools": ["3"]}),
     ("check", False),
     ("prompt_template", "alpaca"),
+    ("temperature", 0.0),
     ("sampling", {"bad_words": ["a,b=c"], "min_tokens": 2}),
 ]
 

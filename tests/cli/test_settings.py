@@ -66,6 +66,19 @@ def test_a_variable_is_one_value_of_an_option_that_may_be_repeated_and_a_json_li
     assert found[option] == {"value": values, "from": "environment"}
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("run", "input: {job: j, limit: 20, output: o}", {"limit": "20"}),
+        ("launch", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+        ("check", "behaviour: {price_per_hour: 2}", {"price_per_hour": "2"}),
+    ],
+)
+def test_a_key_of_the_worker_that_a_command_declares_anew_is_its_own(name, text, read, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    assert read_settings(tmp_path / "run.yaml", COMMANDS[name]) == read
+
+
 ARGUMENTS = {
     "run": ["-"],
     "generate": ["-p", "a"],

@@ -26,7 +26,7 @@ from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
 from fakes import meanwhile
 from finished_run import chat, finish_run
-from making import change_marker, make_job, output_key, overwrite, python, run_worker_here
+from making import change_marker, make_job, output_key, overwrite, python, run_worker_here, split
 from samples import SCHEMAS
 
 ROWS = 25
@@ -249,14 +249,17 @@ def test_several_json_answers_of_a_row_are_a_list_and_are_marked_each(job, tmp_p
     "member",
     [
         {"$ref": "http://127.0.0.1:1/schema.json"},  # is not fetched
+        {"pattern": "^(?<year>[0-9]{4})$"},  # of JavaScript
+        {"multipleOf": 0.01},
         {"$ref": "#/properties/a"},  # without end
     ],
-    ids=["elsewhere", "endless"],
+    ids=["elsewhere", "pattern", "multiple", "endless"],
 )
 def test_a_schema_that_cannot_be_used_judges_no_answer(job, member):
     body = {"structured_outputs": {"json": {"properties": {"a": member}}}}
-    rows = table(job, [chat('{"a": "2026"}')], {"body": body}).to_pylist()
-    assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, '{"a": "2026"}')}
+    answer = '{"a": %s}' % ("1" + "0" * 400 if "multipleOf" in member else '"2026"')
+    rows = table(job, [chat(answer)], {"body": body}).to_pylist()
+    assert {(row["answer_valid"], row["text"]) for row in rows} == {(None, answer)}
 
 
 @pytest.mark.parametrize(
@@ -464,6 +467,20 @@ def test_damage_is_noticed_before_a_row_is_written_and_a_sound_output_makes_anot
     assert collect(run, tmp_path / "out", partial=True)["status"] == "UNCHANGED"
 
 
+def test_chunks_that_a_job_gets_later_are_missing_in_what_is_there(tmp_path):
+    (tmp_path / "src").mkdir()
+    run = tmp_path / "job/runs/a"
+    for name in "ab":
+        (tmp_path / f"src/{name}.jsonl").write_text(f'{{"prompt":"{name}"}}\n')
+        split(tmp_path / "src", tmp_path / "job", append=name == "b")
+        if name == "a":
+            finish_run(tmp_path / "job", run)
+            collect(run, tmp_path / "out")
+    result = collect(run, tmp_path / "out", partial=True)
+    assert (result["status"], result["missing_chunks"]) == ("UNCHANGED", 1)
+    assert result["missing"][0].startswith("part-00001")
+
+
 def test_lines_of_other_rows_are_refused(run, tmp_path):
     store = open_store(str(run))
     key = output_key(store, "part-00001")
@@ -505,7 +522,8 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     is_whole: list[bool] = []
     look = lambda: is_whole.append((tmp_path / "out/_COLLECTED").exists())  # noqa: E731
     meanwhile(monkeypatch, LocalStore, "put_file", look)
-    collect(run, tmp_path / "out", where="status = 200", overwrite=True)
+    another: dict[str, Any] = {"where": "status = 200", "overwrite": True}
+    collect(run, tmp_path / "out", **another)
     assert is_whole == [False]
     assert sorted(contents(tmp_path / "out")) == ["_COLLECTED", "part-00000.parquet"]
     before = contents(tmp_path / "out")
@@ -513,10 +531,31 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
         with pytest.raises(ConfigError):
             collect(run, tmp_path / "out", **wrong, overwrite=True)
     assert contents(tmp_path / "out") == before
+    record = tmp_path / "out/_COLLECTED"
+    record.write_bytes(record.read_bytes().replace(b'"bytes"', b'"size"'))
+    assert collect(run, tmp_path / "out", **another)["status"] == "SUCCESS"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/data.parquet").write_bytes(b"mine")
     with pytest.raises(InputError, match="something else"):
         collect(run, tmp_path / "mine", overwrite=True)
+
+
+def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
+    run, tmp_path, monkeypatch
+):
+    out, files = tmp_path / "out", list[dict[str, bytes]]()
+
+    def complete(where: str) -> None:
+        collect(run, out, where=where, overwrite=True)
+        files.append(contents(out))
+
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row < 3"))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, out)
+    assert contents(out) == files[0]
+    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
+    assert collect(run, out, where="_row > 3", overwrite=True)["status"] == "SUCCESS"
+    assert contents(out) == files[1]
 
 
 def test_of_two_collections_into_one_folder_the_first_gives_way(run, tmp_path, monkeypatch):

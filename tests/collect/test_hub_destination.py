@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import collecting
-from batchinfer.core.errors import InputError, StorageError
+from batchinfer.core.errors import AccessDenied, InputError, StorageError
 from finished_run import finish_run
 from fixtures_hub import TOKEN, Fault, Hub
 from making import make_job, python, run_process
@@ -78,6 +79,13 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(hub, run)
     with pytest.raises(InputError, match="other data"):
         collect(run, shard_rows=5)
     assert len(hub.commits) == count
+    hub.put(REPO, "main", {name: hub.files(REPO)[name] for name in (RECORD, CARD)})
+    assert collect(run, where="_row < 2")["status"] == "SUCCESS", "somebody has deleted the data"
+    assert len(published(hub)) == 2
+    assert b"condition" in hub.files(REPO)[CARD]
+    hub.put(REPO, "main", {RECORD: hub.files(REPO)[RECORD]})
+    assert collect(run, where="_row < 2")["status"] == "SUCCESS"
+    assert len(published(hub)) == 2
 
 
 def test_readers_see_the_old_collection_until_the_new_one_is_whole(hub, run, tmp_path):
@@ -152,6 +160,19 @@ def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub, run):
 
 
 # --------------------------------------------------------------------------- who may write
+
+
+@pytest.mark.parametrize("token", ["hf_wrong", TOKEN])
+def test_a_token_that_may_not_write_is_refused_before_rows_are_read(hub, run, monkeypatch, token):
+    hub.make(REPO)
+    hub.has_rights = False
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("batchinfer.collect.collecting.Collection", None)  # a use of it would fail
+    with pytest.raises(AccessDenied, match=re.escape(DEST)) as caught:
+        collect(run)
+    assert "HF_TOKEN" in caught.value.hint
+    assert "'org'" in caught.value.hint
+    assert hub.commits == []
 
 
 # --------------------------------------------------------------------------- the command

@@ -123,6 +123,8 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monk
     table = pa.table({"large": large, "large.not": range(ROWS)})
     run = finished(tmp_path, table)
     assert table_of(run, tmp_path, with_source=True)["large"].to_pylist() == large
+    drawn = table_of(run, tmp_path, with_source=True, sample=5)
+    assert drawn["large"].to_pylist() == [large[row] for row in drawn["_row"].to_pylist()]
     assert max(sizes) < 6
     sizes.clear()
     table_of(run, tmp_path, with_source=True, columns=["large.not"])

@@ -118,6 +118,27 @@ class Payload:
         return self.call
 
 
+def evil_script(mark: str) -> Any:
+    """Writes a file when torch.jit.load reads it, to which torch.load hands an archive of TorchScript."""
+    import torch
+
+    class Evil(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mark = mark
+
+        @torch.jit.export
+        def __getstate__(self):
+            return (self.mark, self.training)
+
+        @torch.jit.export
+        def __setstate__(self, state: tuple[str, bool]):
+            self.mark, self.training = state[0], state[1]
+            torch.save([torch.ones(1)], self.mark)
+
+    return torch.jit.script(Evil())
+
+
 def test_it_is_never_run(state, tmp_path):
     mark = tmp_path / "was-run"
     for number, payload in enumerate((
@@ -136,11 +157,14 @@ def test_a_torchscript_archive_is_refused(tmp_path, capsys):
     from transformers import MptConfig
 
     MptConfig(d_model=8, n_heads=2, n_layers=1, bos_token_id=0).save_pretrained(tmp_path / "m")
-    program = tmp_path / "m/pytorch_model.bin"
-    torch.jit.script(torch.nn.Linear(1, 1)).save(program)
-    assert "is a TorchScript archive" in refused(capsys, program, tmp_path / "hf")
-    assert main(["convert", "mpt-to-ft", str(program.parent), str(tmp_path), "--gpus", "1"]) == 2
+    evil, mark = tmp_path / "m/pytorch_model.bin", tmp_path / "was-run"
+    evil_script(str(mark)).save(evil)
+    assert "is a TorchScript archive" in refused(capsys, evil, tmp_path / "hf")
+    assert main(["convert", "mpt-to-ft", str(evil.parent), str(tmp_path), "--gpus", "1"]) == 2
     assert "is a TorchScript archive" in capsys.readouterr().err
+    assert not mark.exists()
+    torch.jit.load(evil)
+    assert mark.exists(), "the file would have done it"
 
 
 @pytest.mark.parametrize("ending", [".py", ""])

@@ -261,6 +261,12 @@ def test_a_password_in_netrc_is_not_sent_and_a_proxy_of_the_environment_is_asked
     assert "proxy-authorization" not in endpoint.headers[2], "which would be the endpoint's key"
 
 
+def test_rows_that_are_forbidden_are_not_what_is_told_of_an_outage(endpoint, reach):
+    endpoint.rule = lambda text, _: PASSING["502 page" if text.startswith("row 3 ") else "403"]
+    with pytest.raises(EngineDied, match="502"):
+        drive(reach(endpoint, stall_seconds=0.5), ListSource(calls(9)))
+
+
 @pytest.mark.parametrize(("slots", "seconds"), [(16, 0.5), (80, 3600)])
 def test_a_key_that_is_withdrawn_meanwhile_fails_no_row(endpoint, reach, slots, seconds):
     endpoint.rule = lambda text, _: refusal(403) if int(text.split()[1]) > 30 else None
@@ -403,6 +409,24 @@ def test_a_pace_is_kept(limit):
     assert estimate_tokens(call(0, max_tokens=100, n=2)) > 200
     assert estimate_tokens(call(0, max_output_tokens=200)) > 200
     assert estimate_tokens(call(0, prompt="QUJD" * 10_000)) < 1100, "a picture"
+
+
+def test_a_row_of_several_bursts_keeps_the_pace_and_goes_before_the_next(monkeypatch):
+    """100 tokens may go at once, and 500 a second."""
+    monkeypatch.setattr(endpoints, "_TOKEN_BURST", 1 / 300)
+    pace = Pace(EngineConfig(engine="openai", tokens_per_minute=30_000))
+    times = [time.monotonic()]
+
+    async def send(index):
+        await pace.wait(call(index, max_tokens=270))
+        times.append(time.monotonic())
+
+    async def send_both():
+        await asyncio.gather(send(0), send(1))
+
+    asyncio.run(send_both())
+    assert times[1] - times[0] > 0.3
+    assert times[2] - times[1] > 0.4
 
 
 # --------------------------------------------------------------------------- pooling in lists

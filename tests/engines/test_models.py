@@ -135,6 +135,7 @@ def _answered(status: int) -> Exception:
 
 LOADING = [
     (_caused(ValueError("no config"), _caused(OSError("so"), _answered(503))), False, None),
+    (LocalEntryNotFoundError("not here"), False, None),
     (LocalEntryNotFoundError("not here"), True, 2),
     (_caused(OSError("no config"), ConnectionError("reset")), False, None),
     (_caused(OSError("no config"), _answered(404)), False, 2),

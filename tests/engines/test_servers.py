@@ -200,6 +200,18 @@ def test_time_in_which_nobody_looked_makes_no_server_hang(open_engine, monkeypat
     assert "no token and no answer" in last
 
 
+def test_servers_that_die_without_an_answer_are_given_up_after_three_starts(open_engine):
+    engine = open_engine(kill="KILL", replicas=2)
+    rows = [call(index, prompt="KILL") for index in range(200)]
+    with pytest.raises(EngineDied, match="SIGKILL") as died:
+        drive_again(engine, rows)
+    assert "start the same command again" in died.value.hint
+    assert engine.stats().replicas_lost == 2
+    assert engine.stats().restarts == 6
+    with pytest.raises(EngineDied):
+        drive(engine, ListSource(calls(1)))
+
+
 def test_only_deaths_in_a_row_make_a_server_lost_and_each_start_waits_longer(tmp_path):
     server, pauses = own_server(tmp_path), []
     for server.num_answered in (0, 0, 0, 7, 0, 0):
@@ -281,6 +293,7 @@ def test_what_a_server_counts_is_added_over_its_starts_but_for_the_rows_that_it_
 
 NOT_STARTING = {
     "package": ("print(\"Error: No module named 'torchvision'\"); exit(2)", ConfigError, "package torchvision"),
+    "memory": ("raise SystemError('torch.OutOfMemoryError: CUDA out of memory')", ConfigError, "not fit into memory"),
     "crash": ("import logging\nprint('noise')\nraise RuntimeError('the reason')", EngineLoadError, "the reason"),
     "killed": ("import os\nos.kill(os.getpid(), 9)", EngineLoadError, "SIGKILL"),
     "a status like a signal's": ("exit(255)", EngineLoadError, "ended with exit status 255"),

@@ -21,6 +21,16 @@ def job(memory_url):
     return memory_url
 
 
+def test_markers_that_were_swapped_are_replaced(job):
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    one, other = (run.get(layout.marker_key(name)).data for name in ("part-00000", CHUNK))
+    overwrite(run, layout.marker_key("part-00000"), other)
+    overwrite(run, MARKER, one)
+    assert run_worker_here(job, run.url)["request_count"] == 20
+    assert read_marker(run, CHUNK).chunk == f"chunks/{CHUNK}.jsonl"
+
+
 @pytest.mark.parametrize("damage", [None, b"", b'{"output":"part-', b"x" * 600, slice(-40)])
 def test_a_marker_that_is_damaged_or_lacks_its_output_is_replaced(job, damage):
     run = open_store(f"{job}/runs/a")

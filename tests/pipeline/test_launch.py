@@ -259,6 +259,7 @@ AWAY = [
     ("stopped", STOPPED, "FAILED", (1, 1, 0)),
     ("stopped", STOPPED, "CANCELLED", (1, 0, 0)),
     ("stopped", "LimitReached: $3", "FAILED", (0, 0, 0)),
+    ("failed", "EngineDied: x", "REQUEUED", (1, 0, 1)),
     ("failed", "EngineDied: x", "NODE_FAIL", (1, 1, 0)),
     ("failed", "ConfigError: x", "FAILED", (1, 0, 0)),
     ("gone", "", "OUT_OF_MEMORY", (1, 1, 0)),

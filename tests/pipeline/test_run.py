@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import AccessDenied
+from batchinfer.core.errors import AccessDenied, EngineLoadError
 from batchinfer.pipeline import work_folder
 from batchinfer.split.files import changed
 from making import finish_process, start_process, write_lines
@@ -228,6 +228,15 @@ def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(r
     assert answers(dest) == TEXTS[:20]
     dest.unlink()
     assert run(*reached, "--limit", "20", "--retry-errors") == 3
+
+
+def test_starts_that_finish_no_row_do_not_use_it_up(run, rows, dest, monkeypatch):
+    with monkeypatch.context() as patch:
+        failing = Mock(side_effect=EngineLoadError("no engine today"))
+        patch.setattr("batchinfer.engines.http.HttpEngine.open", failing)
+        assert [run(rows, "-o", dest) for _ in range(6)] == [33] * 6
+    assert run(rows, "-o", dest) == 0
+    assert len(answers(dest)) == 60
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "folder"])

@@ -49,8 +49,8 @@ def read(tmp_path_factory):
         text=True,
     ) as process:
 
-        def ask(name: str, **envs: str) -> dict:
-            request = {"text": (REPOSITORY / name).read_text(), "envs": envs}
+        def ask(name: str, gpus: str = "", **envs: str) -> dict:
+            request = {"text": (REPOSITORY / name).read_text(), "gpus": gpus, "envs": envs}
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
@@ -63,8 +63,24 @@ def read(tmp_path_factory):
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_skypilot_reads_the_file(read, name):
     task = read(name, **(NEEDED if name in JOB_FILES else {}))
-    assert task["recoveries"]
+    assert task["candidates"]
     assert task["storage_mounts"] == 0, "results go straight to the bucket, never through a mount"
+
+
+def test_worker_may_be_any_accelerator_on_spot_or_on_demand_or_none(read):
+    candidates = read("worker.yaml", **NEEDED)["candidates"]
+    names = ["L4", "A10G", "L40S", "A100", "A100-80GB", "H100"]
+    found = {(*candidate["accelerators"], candidate["use_spot"]) for candidate in candidates}
+    assert found == {(name, spot) for name in names for spot in (True, False)}
+    on_cpus = read("worker.yaml", gpus="none", **NEEDED)["candidates"]
+    assert all(candidate["accelerators"] is None for candidate in on_cpus)
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+@pytest.mark.parametrize("missing", sorted(NEEDED))
+def test_launch_without_a_needed_variable_is_refused(read, name, missing):
+    envs = {key: value for key, value in NEEDED.items() if key != missing}
+    assert missing in read(name, **envs)["error"]
 
 
 def test_local_manifest_is_copied_to_the_machine(read, tmp_path):
@@ -90,18 +106,30 @@ def test_recovery_restarts_what_a_restart_can_cure_and_nothing_else(read, name):
     }
     assert load(name)["resources"]["job_recovery"] == recovers
     # Reading accepts a difference between candidates; the job's controller fails on it later.
-    recoveries = read(name, **NEEDED)["recoveries"]
-    assert len({json.dumps(each, sort_keys=True) for each in recoveries}) == 1
+    candidates = read(name, **NEEDED)["candidates"]
+    assert len({json.dumps(each["job_recovery"], sort_keys=True) for each in candidates}) == 1
 
 
 # ------------------------------------------------------------ what SkyPilot does not look at
 
 
-@pytest.mark.parametrize("name", JOB_FILES)
-def test_a_token_is_a_secret(name):
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_variables_stand_where_skypilot_replaces_them(name):
+    # An undeclared one stays as literal text; in `resources` nothing is replaced.
     task = load(name)
-    assert "HF_TOKEN" in task["secrets"]
-    assert "HF_TOKEN" not in task["envs"]
+    used = re.findall(r"\$\{?(\w+)", json.dumps([task.get("file_mounts"), task.get("workdir")]))
+    assert set(used) <= set(task.get("envs") or {})
+    assert "$" not in json.dumps(task["resources"])
+    if "pool.yaml" not in name:
+        assert "HF_TOKEN" in task["secrets"]
+    assert "HF_TOKEN" not in (task.get("envs") or {}), "a token is a secret"
+
+
+def test_pool_and_its_job_hold_what_the_other_does_not():
+    pool, job = load("examples/skypilot/pool.yaml"), load("examples/skypilot/pool-job.yaml")
+    assert "run" not in pool
+    assert not {"setup", "workdir", "file_mounts"} & set(job), "a pool ignores them"
+    assert job["resources"]["accelerators"] == pool["resources"]["accelerators"]
 
 
 def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
@@ -136,7 +164,7 @@ def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
 
 @pytest.fixture
 def worker(tmp_path, read):
-    """Runs the `run` text of worker.yaml with a worker that only writes what it got; returns arguments, environment."""
+    """Runs a file's `run` text with a worker that only writes what it got; returns arguments, environment, stderr."""
     workdir = tmp_path / "sky_workdir"
     for folder in ("scripts", ".venv/bin"):
         (workdir / folder).mkdir(parents=True)
@@ -148,11 +176,17 @@ def worker(tmp_path, read):
     )
     put_program(workdir / ".venv/bin/batchinfer", text)
 
-    def run(**envs: str) -> tuple[list[str], dict[str, str]]:
-        script = read("worker.yaml", **NEEDED | envs)["run_script"]
-        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-        subprocess.run(["bash", "-c", script], env=environment, check=True)
-        return tuple(json.loads(seen.read_text()))
+    def run(name: str, **envs: str) -> tuple[list[str], dict[str, str], str]:
+        task = read(name, **NEEDED | envs)
+        done = subprocess.run(
+            ["bash", "-c", task["run_script"]],
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode in (0, 2), done.stderr
+        given = [[], {}] if done.returncode else json.loads(seen.read_text())
+        return (*given, done.stderr)
 
     return run
 
@@ -161,28 +195,30 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_a_worker_finds_its_work_by_rank_or_by_a_url_or_a_copied_manifest(tmp_path, worker):
-    arguments, environment = worker(DATA_BUCKET="s3://bucket/job")
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_a_worker_finds_its_work_by_rank_or_by_a_url_or_a_copied_manifest(tmp_path, worker, name):
+    arguments, environment, _ = worker(name, DATA_BUCKET="s3://bucket/job")
     given = ["--model", "some/model", "--output", "s3://bucket/run", "--job", "s3://bucket/job"]
     assert arguments == ["worker", *given]
     # The worker reads this variable itself; by rank it must not find the placeholder there.
     assert not {"DATA_METADATA", "HF_TOKEN"} & environment.keys()
     url = "s3://bucket/job/manifests/worker-00003.txt"
-    arguments, _ = worker(MANIFEST_URL=url)
+    arguments, _, _ = worker(name, MANIFEST_URL=url)
     assert option(arguments, "--manifest") == url
     assert "--job" not in arguments
-    manifest = tmp_path / "3.txt"
-    manifest.write_text("chunks/part-00000.jsonl\n")
-    arguments, environment = worker(DATA_METADATA=str(manifest), DATA_BUCKET="s3://j")
-    assert option(arguments, "--manifest") == str(tmp_path / "manifest.txt")
-    # By this file a preemption finds the worker.
-    assert (tmp_path / ".batchinfer-worker").read_text() == f"{environment['PID']}\n"
+    if name == "worker.yaml":
+        manifest = tmp_path / "3.txt"
+        manifest.write_text("chunks/part-00000.jsonl\n")
+        arguments, environment, _ = worker(name, DATA_METADATA=str(manifest), DATA_BUCKET="s3://j")
+        assert option(arguments, "--manifest") == str(tmp_path / "manifest.txt")
+        # By this file a preemption finds the worker.
+        assert (tmp_path / ".batchinfer-worker").read_text() == f"{environment['PID']}\n"
 
 
 def test_bare_bucket_name_means_s3_and_options_arrive_as_they_were_typed(worker):
     typed = ["--system-prompt", 'be "brief", it\'s $late', "--stop", "a\\nb", "--stop", ""]
     buckets = {"OUTPUT_BUCKET": "my-output-bucket", "DATA_BUCKET": "my-data/job"}
-    arguments, _ = worker(**buckets, WORKER_ARGS=shlex.join(typed))
+    arguments, _, _ = worker("worker.yaml", **buckets, WORKER_ARGS=shlex.join(typed))
     assert option(arguments, "--output") == "s3://my-output-bucket"
     assert option(arguments, "--job") == "s3://my-data/job"
     assert arguments[-len(typed) :] == typed
@@ -196,7 +232,7 @@ def test_machines_of_a_job_run_one_model_and_words_of_launch_arrive_as_they_are(
     nodes["SKYPILOT_NODE_IPS"] = "10.0.0.7\n10.0.0.8\n"
     hard = 'Say "it\'s"\r\nin $HOME: \u3000 $(HOME) \U0001f469\u200d\U0001f680'
     launched = f"--system-prompt {quote(hard)} --examples <(printf %s '{{}}')"
-    given, _ = worker(DATA_BUCKET="s3://j", WORKER_WORDS=launched, **nodes)
+    given, _, _ = worker("worker.yaml", DATA_BUCKET="s3://j", WORKER_WORDS=launched, **nodes)
     own = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "10.0.0.7", *words]
     assert given[1:4] == ["--system-prompt", hard, "--examples"]
     assert given[4].startswith("/dev/fd/")
@@ -206,8 +242,8 @@ def test_machines_of_a_job_run_one_model_and_words_of_launch_arrive_as_they_are(
 def test_a_launch_may_name_no_model(worker):
     """An endpoint or a rehearsal needs none: each machine was set up and ended with 2."""
     launched = {"MODEL_NAME": "", "WORKER_WORDS": "--engine echo", "DATA_BUCKET": "s3://b/job"}
-    given, _ = worker(**launched)
-    assert given[:3] == ["worker", "--engine", "echo"]
+    given, _, said = worker("worker.yaml", **launched)
+    assert given[:3] == ["worker", "--engine", "echo"], said
     assert "--model" not in given
 
 
@@ -216,7 +252,7 @@ def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, worker)
     (tmp_path / ".cloudflare" / "accountid").write_text("abc123\n")
     for job in ("r2://b/job", "gs://g/job"):
         buckets = {"OUTPUT_BUCKET": "r2://b/run", "DATA_BUCKET": job}
-        arguments, environment = worker(**buckets)
+        arguments, environment, _ = worker("worker.yaml", **buckets)
         assert option(arguments, "--output") == "s3://b/run"
         assert option(arguments, "--job") == job.replace("r2", "s3")
     assert environment["AWS_ENDPOINT_URL"] == "https://abc123.r2.cloudflarestorage.com"
@@ -225,11 +261,28 @@ def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, worker)
     assert environment["AWS_SHARED_CREDENTIALS_FILE"] == f"{tmp_path}/.cloudflare/r2.credentials"
 
 
+@pytest.mark.parametrize(
+    ("envs", "said"),
+    [
+        ({}, "DATA_BUCKET"),
+        ({"MODEL_NAME": "", "DATA_BUCKET": "s3://b/job"}, "MODEL_NAME: is empty"),
+        ({"DATA_BUCKET": "s3://b/job", "WORKER_ARGS": "--stop 'x"}, "WORKER_ARGS"),
+        ({"OUTPUT_BUCKET": "r2://b/run", "DATA_BUCKET": "r2://b/job"}, "no account id"),
+        # One endpoint serves a worker: the S3 bucket would be looked for at Cloudflare.
+        ({"OUTPUT_BUCKET": "r2://b/run", "DATA_BUCKET": "s3://bucket/job"}, "s3://bucket/job: is"),
+        ({"OUTPUT_BUCKET": "r2://b/run", "DATA_BUCKET": "bare-name/job"}, "bare-name/job: is"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(worker, envs, said):
+    _, _, stderr = worker("worker.yaml", **envs)
+    assert said in stderr
+
+
 # ------------------------------------------------------------------ what a machine runs
 
 
 def test_the_set_up_installs_what_the_machine_needs(tmp_path, read, worker):
-    task = read("worker.yaml", BATCHINFER_EXTRA="cpu", **NEEDED)
+    task = read("worker.yaml", gpus="none", BATCHINFER_EXTRA="cpu", **NEEDED)
     (tmp_path / "sky_workdir/scripts/setup.sh").write_text(f'echo "$*" >{tmp_path}/set-up\n')
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     subprocess.run(["bash", "-c", task["setup_script"]], env=environment, check=True)
@@ -246,7 +299,8 @@ def test_machines_by_rank_divide_the_job_between_them(tmp_path, worker):
         task = f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0"
         place = {"SKYPILOT_TASK_ID": task, "SKYPILOT_JOB_RANK": str(rank)}
         places = {"OUTPUT_BUCKET": str(run), "DATA_BUCKET": str(job)}
-        arguments, environment = worker(**places, **words, **place)
+        arguments, environment, said = worker("worker.yaml", **places, **words, **place)
+        assert not said
         processes.append(start_process(arguments, environment=environment))
     for process in processes:
         done = finish_process(process)

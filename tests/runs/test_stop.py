@@ -1,11 +1,13 @@
 """`batchinfer stop`: workers end, and none starts before the run is resumed."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from batchinfer.core import layout
 from batchinfer.core.errors import StopRequested
 from batchinfer.runs.stop import StopConfig, run_stop
+from batchinfer.storage.opening import open_store
 from simulation.stage import Stage
 
 
@@ -30,3 +32,11 @@ def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed(
         assert stop(resume=True)["was_stopped"] is True
         assert stop(resume=True)["was_stopped"] is False
         assert stage.run().result["rows_resumed"] > 0
+
+
+def test_a_run_that_has_only_begun_can_be_stopped(tmp_path, call):
+    for key in (layout.worker_key("w0"), layout.launch_key("x")):
+        run = tmp_path / key
+        open_store(str(run)).create(key, b"{}")
+        assert call("stop", run).status == 0
+        assert Path(run, layout.STOP_KEY).exists()

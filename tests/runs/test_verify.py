@@ -103,7 +103,9 @@ CORRUPT: dict[str, Callable[[Store], object]] = {
     "half a marker": put(MARKER, b'{"outp'),
     "no output": lambda store: store.delete([output_key(store, CHUNK)]),
     "cut output": with_output(lambda data: data[:-10]),
+    "longer output": with_output(lambda data: data + b"{}\n"),
     "too few rows": with_marker(rows_ok=9),
+    "too many rows": with_marker(rows_ok=11),
     "uncounted errors": with_marker(rows_ok=8, rows_error=2, errors={"x": 1}),
     "empty marker of a repair": put(layout.marker_key(CHUNK, 1), b"{}"),
 }
@@ -117,7 +119,9 @@ FOREIGN: dict[str, Callable[[Store], object]] = {
 DEEP: dict[str, Callable[[Store], object]] = {
     "flipped byte": with_output(lambda data: data.replace(b"hello", b"hallo", 1)),
     "swapped lines": with_lines(lambda lines: lines.insert(2, lines.pop(3))),
+    "doubled line": with_lines(lambda lines: lines.__setitem__(2, lines[3])),
     "dropped line": with_lines(lambda lines: lines.pop()),
+    "added line": with_lines(lambda lines: lines.append(lines[0])),
     "changed row": with_lines(lambda it: it.__setitem__(4, it[4].replace(b":14,", b":41,", 1))),
     "changed id": with_lines(lambda it: it.__setitem__(4, it[4].replace(b'"14"', b'"41"'))),
     "broken line": with_lines(lambda lines: lines.__setitem__(4, lines[4][:-5])),

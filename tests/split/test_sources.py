@@ -19,6 +19,7 @@ from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
+from web_server import reply
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -126,6 +127,7 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "b.csv": (b'n,m\n1,"2\n3,4\n', "perhaps a quote is open", "close it"),
     "g.csv": (b"n,m\r1,2\r", "or \\r ends lines", "end lines in"),
     "c.csv": (b"n,m\n1,2\n3\n", "line 3: 1 values, expected the header's 2", "--delimiter"),
+    "d.csv": (b"n,n\n1,2\n", "column 'n' is there twice", "rename"),
     "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
@@ -146,6 +148,18 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
     assert what in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
+
+
+@pytest.mark.parametrize("header", ["etag", "last_modified"])
+def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(server, header):
+    for n in (1, 2):
+        stamp = {header: f"Thu, 26 Nov 2026 10:00:0{n} GMT"}
+        server.answers["/a.jsonl"] = reply(200, b'{"n":%d}' % n, **stamp)
+        if n == 1:
+            counted = count_sources([f"{server.url}/a.jsonl"])
+            counted.check_unchanged()
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
+        counted.check_unchanged()
 
 
 def test_damage_within_a_parquet_is_named(tmp_path):
@@ -217,6 +231,11 @@ def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
     assert numbers(f"{bucket}/lines") == [4]
     r2 = f"{bucket}/lines".replace("s3://", "r2://")
     assert count_sources([r2]).sources[0].files[0].url == f"{r2}/b.jsonl.gz"
+    counted = count_sources([f"{bucket}/data"])
+    path.write_bytes(path.read_bytes() + b" ")
+    store.put_file("data/a.parquet", path)
+    with pytest.raises(InputError, match="changed while it was being split"):
+        counted.check_unchanged()
 
 
 def test_a_data_set_of_the_hub_is_read_at_one_commit(tmp_path, hub, monkeypatch):

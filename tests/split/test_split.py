@@ -156,11 +156,25 @@ def finish_another(folder: Path) -> None:
     split(make_source(folder / "b.parquet", *range(50)), folder / "job", num_chunks=3)
 
 
-@pytest.mark.parametrize("step", ["write_chunks", "complete_job"])
-def test_what_others_write_meanwhile_makes_no_mixed_job(source, tmp_path, monkeypatch, step):
-    meanwhile(monkeypatch, writer, step, lambda: finish_another(tmp_path))
+def replace_a_chunk(folder: Path) -> None:
+    (folder / "job/chunks/part-00000.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize(
+    ("step", "act", "num_rows"),
+    [
+        ("write_chunks", finish_another, 50),
+        ("complete_job", finish_another, 50),
+        ("write_manifests", replace_a_chunk, 0),
+    ],
+)
+def test_what_others_write_meanwhile_makes_no_mixed_job(
+    source, tmp_path, monkeypatch, step, act, num_rows
+):
+    meanwhile(monkeypatch, writer, step, lambda: act(tmp_path))
     refused("another split wrote here at the", source, tmp_path / "job", num_chunks=2)
-    assert len(rows_at(tmp_path / "job")) == 50
+    assert (tmp_path / "job/job.json").exists() == bool(num_rows)
+    assert not num_rows or len(rows_at(tmp_path / "job")) == num_rows
 
 
 def test_a_source_that_changes_meanwhile_makes_no_job(source, tmp_path, monkeypatch):

@@ -227,6 +227,17 @@ def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, credentials
         open_store(url)
 
 
+@pytest.mark.parametrize("endpoint", ["https://oss.example.com", "https://job.oss.example.com"])
+def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, endpoint):
+    """Only in the name: a request for s3://job/a/k went to the bucket a."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_REGION", "eu-1")
+    credentials("[default]\nregion = us-1\ns3 =\n  addressing_style = virtual\n", "")
+    options, _ = clouds._aws_settings("s3://job/a")
+    assert options["endpoint"] == "https://job.oss.example.com"
+    assert options["region"] == "eu-1"
+
+
 @pytest.mark.parametrize(
     ("url", "variable", "value", "said"),
     [

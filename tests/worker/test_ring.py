@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
+from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Claim
 from batchinfer.ledger import survey
 from batchinfer.ledger.claims import Claims, Lease
@@ -128,6 +129,18 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
     began = idle.clock.monotonic()
     assert idle.find(most_ticks=8 * most, seconds=0.125) is None
     assert idle.clock.monotonic() - began > 0.8 * most
+
+
+def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends():
+    idle = Idle(3000)
+    idle.finish(*idle.names[1:])
+    with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
+        for _ in range(20):
+            idle.tick(seconds=0.2)
+        assert idle.store.requests["list"] == 1
+        idle.tick(seconds=11.0)
+        assert idle.store.requests["list"] == 2
+    assert idle.find(most_ticks=60) == idle.names[0]
 
 
 def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_beat():

@@ -1,6 +1,8 @@
 """The worker over the echo engine: every row once and in place, whatever is thrown at it."""
 
 import asyncio
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,17 +24,19 @@ from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segmen
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.command import command
+from batchinfer.worker.command import command, describe_host
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import Environment, WorkerConfig, real_environment
 from making import (
     ECHO,
+    finish_process,
     finished_chunks,
     make_job,
     output_key,
     output_lines,
     read_marker,
     run_worker_here,
+    start_process,
 )
 
 
@@ -116,6 +120,26 @@ def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(job, monkeypatc
     assert run_worker(echo_over(job), quiet_environment())["request_count"] == 95
     assert time.monotonic() - begin < 200
     silence.set()
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("s3_environment")
+def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon():
+    """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        process = start_process(
+            ["worker", "--job", "s3://b/job", *ECHO, "--grace-seconds", "2"],
+            environment={"AWS_ENDPOINT_URL": endpoint},
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            stopped = finish_process(process, timeout_seconds=60)
+    assert stopped.status == 75, stopped.err
+    assert "SIGTERM" in stopped.err
+    assert "Traceback" not in stopped.err
 
 
 @pytest.mark.parametrize(
@@ -245,3 +269,10 @@ def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
 def test_a_worker_id_that_could_leave_its_folder_is_refused(job):
     with pytest.raises(InputError, match="worker id"):
         run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
+
+
+@pytest.mark.parametrize(
+    ("said", "host"), [("1", {"spot": True}), ("false", {"spot": False}), ("", {}), ("perhaps", {})]
+)
+def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(said, host):
+    assert describe_host({"BATCHINFER_SPOT": said}) == host
