@@ -17,14 +17,13 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>][0-9A-Za-z]?|\x1b\][^\x
 class Terminal(pexpect.spawn):
     """Runs `python -m batchinfer …` with a pty as its controlling terminal. Use it in a `with` statement."""
 
-    def __init__(self, *arguments: str, state: Path, stdout: Path | None = None) -> None:
+    def __init__(self, *arguments: str, state: Path) -> None:
         self.shown = ""
         command = shlex.join([sys.executable, "-m", "batchinfer", *arguments])
-        goes_to = f" >{shlex.quote(str(stdout))}" if stdout else ""
         own = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)}
         super().__init__(
             "bash",
-            ["-c", f"exec {command}{goes_to}"],
+            ["-c", f"exec {command}"],
             timeout=240,
             env=os.environ | own,
             dimensions=(40, 120),
