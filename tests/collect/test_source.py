@@ -21,19 +21,19 @@ from making import put_job, split
 ROWS = 25
 
 
-def write_source(folder: Path, table: pa.Table) -> None:
-    """Two parquet files with row groups of a few rows."""
+def write_source(folder: Path, *tables: pa.Table) -> None:
+    """Two parquet files with row groups of a few rows: two tables, or the halves of one."""
     folder.mkdir(exist_ok=True)
-    half = -(-len(table) // 2)
-    for index in range(2):
-        part = table.slice(index * half, half)
+    half = -(-len(tables[0]) // 2)
+    parts = tables if len(tables) == 2 else (tables[0].slice(0, half), tables[0].slice(half))
+    for index, part in enumerate(parts):
         parquet.write_table(part, folder / f"{index}.parquet", row_group_size=4)
 
 
-def finished(tmp_path: Path, table: pa.Table) -> Path:
+def finished(tmp_path: Path, *tables: pa.Table, **options: Any) -> Path:
     """A finished run over parquet files."""
-    write_source(tmp_path / "source", table)
-    split(tmp_path / "source", tmp_path / "job", num_chunks=3)
+    write_source(tmp_path / "source", *tables)
+    split(tmp_path / "source", tmp_path / "job", **{"num_chunks": 3, **options})
     finish_run(tmp_path / "job", tmp_path / "job/runs/a")
     return tmp_path / "job/runs/a"
 
@@ -141,12 +141,7 @@ def test_the_source_is_not_replaced(tmp_path):
 def test_files_of_different_columns_and_limits(tmp_path):
     first = pa.table({"a": pa.array([1, 2, 3], pa.int32()), "b": ["x", "y", "z"]})
     second = pa.table({"b": ["v", "w"], "a": pa.array([2**40, 5])})
-    (tmp_path / "source").mkdir()
-    for name, table in (("0", first), ("1", second)):
-        parquet.write_table(table, tmp_path / f"source/{name}.parquet")
-    split(tmp_path / "source", tmp_path / "job", limit=4)
-    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
-    found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
+    found = table_of(finished(tmp_path, first, second, limit=4), tmp_path, with_source=True)
     assert found["a"].to_pylist() == [1, 2, 3, 2**40]
     assert found["b"].to_pylist() == ["x", "y", "z", "v"]
     assert found.schema.field("a").type == pa.int64()
@@ -155,15 +150,12 @@ def test_files_of_different_columns_and_limits(tmp_path):
 @pytest.mark.parametrize("number", [7, None, 2**53 + 1])
 def test_integers_beside_floats_keep_their_values(number, tmp_path):
     """Pandas writes integers as floats where one is missing."""
-    (tmp_path / "source").mkdir()
     day = [datetime.date(2026, 1, 1)]
-    for name, n in (("0", number), ("1", 0.5)):
-        column = pa.array([n], pa.float64() if n == 0.5 else pa.int64())
-        table = pa.table({"n": column, "day": day})
-        parquet.write_table(table, tmp_path / f"source/{name}.parquet")
-    split(tmp_path / "source", tmp_path / "job")
-    finish_run(tmp_path / "job", tmp_path / "job/runs/a")
-    found = table_of(tmp_path / "job/runs/a", tmp_path, with_source=True)
+    tables = [
+        pa.table({"n": column, "day": day})
+        for column in (pa.array([number], pa.int64()), pa.array([0.5]))
+    ]
+    found = table_of(finished(tmp_path, *tables, num_chunks=None), tmp_path, with_source=True)
     assert list(map(str, found["n"].to_pylist())) == ["7.0" if number == 7 else str(number), "0.5"]
     is_whole = found["day"].to_pylist() == day * 2
     assert is_whole == (number in (7, None)), "chunks do not keep its type"

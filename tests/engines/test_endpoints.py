@@ -376,20 +376,18 @@ def test_several_endpoints_share_the_rows_and_one_may_die(endpoint, reach):
 
 
 @pytest.mark.parametrize(
-    ("listed", "length"),
+    "listed",
     [
-        ([{"id": "other", "max_model_len": 1}, {"id": "echo-model", "max_model_len": 512}], 512),
-        ({"data": [{"id": "echo-model", "max_model_len": 512}]}, 512),
+        [{"id": "other", "max_model_len": 1}, {"id": "echo-model", "max_model_len": 512}],
+        {"data": [{"id": "echo-model", "max_model_len": 512}]},
     ],
 )
-def test_facts_are_those_of_the_models_entry_at_an_endpoint_that_answers(
-    endpoint, listed, length, reach
-):
+def test_facts_are_those_of_the_models_entry_at_an_endpoint_that_answers(endpoint, listed, reach):
     endpoint.models = reply(200, listed)
     with fake_endpoint() as gone:
         gone.close()
         engine = reach(gone, endpoint, stall_seconds=0.5)
-    assert engine.info.max_model_len == length
+    assert engine.info.max_model_len == 512
     reach(endpoint, model="echo-model:nitro")
 
 
@@ -432,10 +430,6 @@ def test_a_row_of_several_bursts_keeps_the_pace_and_goes_before_the_next(monkeyp
 # --------------------------------------------------------------------------- pooling in lists
 
 
-def vectors(found):
-    return {key: body_of(each)["data"][0].get("embedding") for key, each in found.items()}
-
-
 def embed(index, text, **body):
     return call(index, "/v1/embeddings", input=text, **body)
 
@@ -462,7 +456,7 @@ def test_texts_go_in_lists_and_come_back_singly_by_their_indexes(endpoint, engin
     assert sorted(len(body["input"]) for body in endpoint.bodies) == [1, 1, 1, 1, 2, 4, 10]
     for each in rows[:14]:
         alone = json.loads(answer(each).body)["data"][0]["embedding"]
-        assert vectors(found)[each.key] == alone
+        assert body_of(found[each.key])["data"][0]["embedding"] == alone
     assert sum(found["c", index].prompt_tokens for index in range(10)) == 20
     assert all("usage" not in body_of(found["c", index]) for index in range(14))
     assert all(body_of(each)["data"][0]["index"] == 0 for each in found.values())

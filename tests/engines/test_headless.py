@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.engines import create_engine, headless, http
 from batchinfer.engines.engine_config import EngineConfig
-from making import free_ports
+from making import free_ports, wait_for
 from models import write_model_stub
 
 
@@ -52,15 +52,10 @@ def as_node_0(config, status, work):
     return asyncio.run(run())
 
 
-def until(is_so) -> None:
-    while not is_so():
-        time.sleep(0.01)
-
-
 def loaded(tmp_path) -> int:
     """Wait until a node's share loads. Returns the process id of the share."""
     path = Path(tmp_path / "pid")
-    until(lambda: path.exists() and path.read_text())
+    wait_for(lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
@@ -87,7 +82,7 @@ def test_each_side_notices_that_the_other_has_gone(config, tmp_path):
         os.kill(loaded(tmp_path), signal.SIGKILL)
         with pytest.raises(EngineDied, match="server: killed by SIGKILL"):
             found.result(120)
-        until(lambda: nodes.has_lost_one)
+        wait_for(lambda: nodes.has_lost_one)
 
     as_node_0(config, 33, kill)
     (tmp_path / "pid").unlink()

@@ -34,12 +34,6 @@ def segment(store: MemoryStore, records: bytes, seq: int = 1, **of: str) -> str:
     return key
 
 
-def read(store: MemoryStore) -> tuple[Segments, list[int]]:
-    """The chunk's segments, and the lines whose rows they give."""
-    found = Segments(store, CHUNK, chunk_sha256=SHA256, fingerprint="f")
-    return found, [each.line for each in found.rows()]
-
-
 def test_a_segment_has_the_bytes_that_the_format_says(store):
     records = encode_rows([row(7), FinishedRow(line=8, ok=False, code="c", output=raw(b"{}"))])[0]
     records += encode_deaths([9], 512)
@@ -80,8 +74,8 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(store,
     store.create(f"checkpoints/{CHUNK}/notes.txt", b"mine")
     segment_of_another = layout.segment_key(f"{CHUNK}1", "w0", 1)
     write_segment(store, segment_of_another, encoded(row(1)), chunk_sha256=SHA256, fingerprint="f")
-    found, lines = read(store)
-    assert lines == [0]
+    found = Segments(store, CHUNK, chunk_sha256=SHA256, fingerprint="f")
+    assert [each.line for each in found.rows()] == [0]
     assert (found.deaths, found.num_outdated) == ({}, 10)
     assert sorted(found.keys) == keys
     assert "part-00000: 10 checkpoint segments answer another text" in caplog.text

@@ -1,6 +1,5 @@
 """A chunk's local copy: every line of it, and only if the bytes are those that job.json names."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_a_download_that_fails_leaves_nothing_on_the_disk(store, scratch, monkey
     """Each try has a file of its own, so a flaky network filled the disk."""
     wanted = put(store, WHOLE)
 
-    def half(_key: str, path: Path) -> None:
+    def half(_key, path):
         path.write_bytes(WHOLE[:9])
         raise StorageError("the connection was reset")
 

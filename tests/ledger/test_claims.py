@@ -37,18 +37,6 @@ def taken(outcome: Taken | Held | None) -> Taken:
     return outcome
 
 
-def claim_of(store: MemoryStore) -> Claim:
-    """The claim of the first chunk."""
-    return codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="claim")
-
-
-def lose_record(store: MemoryStore, damage: bytes | None) -> None:
-    """Remove the record of worker a, or damage it."""
-    store.delete([layout.worker_key("a")])
-    if damage is not None:
-        put_raw(store, layout.worker_key("a"), damage)
-
-
 def test_a_lease_ends_with_its_closing(store, clock, monkeypatch):
     """An upload that was still under way published its chunk, which others had taken over by the record."""
     lease = take_lease(store, "w0", clock)
@@ -69,7 +57,9 @@ def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(st
     lease = take_lease(store, "a", clock)
     with pytest.raises(Superseded):
         earlier.renew(worker_record())
-    lose_record(store, damage)
+    store.delete([layout.worker_key("a")])
+    if damage is not None:
+        put_raw(store, layout.worker_key("a"), damage)
     for write in (earlier.renew, earlier.close):
         with pytest.raises(Superseded):
             write(worker_record())
@@ -89,9 +79,10 @@ def test_two_renewals_of_one_worker_at_once_leave_the_later_record(store, clock,
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"worker":"../x","nonce":""}'])
 def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(store, clock, data):
-    put_raw(store, layout.claim_key("part-00000"), data)
+    key = layout.claim_key("part-00000")
+    put_raw(store, key, data)
     taken(claims_of(store, "a", clock)[0].take("part-00000"))
-    assert claim_of(store).worker == "a"
+    assert codec.decode(store.get(key).data, Claim, name=key).worker == "a"
 
 
 def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(store, clock, monkeypatch):

@@ -1,14 +1,12 @@
 """Manifests: whose chunks, where they lie, and that no line leaves its root."""
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.errors import InputError
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFile
 from batchinfer.ledger.jobs import (
     Assignment,
     job_chunks,
@@ -18,7 +16,7 @@ from batchinfer.ledger.jobs import (
 )
 from batchinfer.storage.opening import open_store
 from fakes import MemoryStore
-from making import make_job, overwrite
+from making import make_job, overwrite, put_job
 
 
 def read(*manifests: str, job: str | None = None) -> Assignment:
@@ -62,36 +60,6 @@ def test_every_chunk_has_one_rank_and_more_ranks_than_manifests_are_refused(job)
     assert "--num-workers 4" in caught.value.hint
 
 
-def _full_job() -> dict[str, Any]:
-    """A job.json in which every number has a value that is right."""
-    chunks = [
-        Chunk(name=f"part-0000{i}", first_row=i, rows=1, bytes=3, sha256="") for i in range(3)
-    ]
-    file = SourceFile(url="a.csv", bytes=9, rows=3, digest="")
-    found: dict[str, Any] = msgspec.to_builtins(
-        Job(
-            format_version=FORMAT_VERSION,
-            sources=[Source(url="a.csv", format="csv", files=[file])] * 2,
-            columns=["a"],
-            rows=3,
-            chunks=chunks,
-            num_workers=2,
-            limit=3,
-            generation=1,
-            first_sha256="0" * 64,
-        )
-    )
-    return found
-
-
-def _load(content: dict[str, Any]) -> Job:
-    store = MemoryStore("memory://numbers")
-    overwrite(store, "job.json", codec.encode(content))
-    found = load_job("memory://numbers", lambda _: store)
-    assert found is not None
-    return found[0]
-
-
 @pytest.mark.parametrize(
     ("chunk", "change", "what"),
     [
@@ -107,7 +75,9 @@ def _load(content: dict[str, Any]) -> Job:
 def test_a_job_that_contradicts_itself_or_does_not_hold_each_row_once_is_refused(
     chunk, change, what
 ):
-    content = _full_job()
+    content = msgspec.to_builtins(put_job(lambda *_: None, [b"{}\n"] * 3, workers=2))
     (content if chunk is None else content["chunks"][chunk]).update(change)
+    store = MemoryStore("memory://numbers")
+    overwrite(store, "job.json", codec.encode(content))
     with pytest.raises(InputError, match=what):
-        _load(content)
+        load_job(store.url, open_store)

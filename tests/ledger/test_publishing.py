@@ -23,10 +23,6 @@ def publish(
     return publisher.publish(built, marker_record(), chunk=CHUNK, leftovers=leftovers)
 
 
-def keys(store: MemoryStore) -> list[str]:
-    return [info.key for info in store.list("")]
-
-
 def test_of_two_that_replace_a_damaged_marker_the_first_wins(store, tmp_path, monkeypatch):
     store.create(layout.marker_key(CHUNK), b"damaged")
     meanwhile(monkeypatch, store, "replace", lambda: publish(store, tmp_path))
@@ -49,4 +45,4 @@ def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
 
     monkeypatch.setattr(store, "delete", Mock(side_effect=error))
     assert publish(store, tmp_path, leftovers=["checkpoints/x"]).is_ours
-    assert layout.output_key(read_marker(store, CHUNK).output) in keys(store)
+    assert store.stat(layout.output_key(read_marker(store, CHUNK).output))

@@ -46,9 +46,7 @@ def test_a_configuration_that_was_edited_is_refused(store):
     assert "first worker" in caught.value.hint
     with pytest.raises(InputError, match="it was edited"):
         join_run(store, edited, {}, nonce="b")
-    found = read_run(store, may_be_edited=True)
-    assert found is not None
-    assert codec.fingerprint(edited) in edit_of(found)
+    assert codec.fingerprint(edited) in edit_of(read_run(store, may_be_edited=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from batchinfer.core import layout
 from batchinfer.core.errors import StopRequested
@@ -16,7 +15,7 @@ def test_a_running_worker_ends_with_3_and_none_starts_before_the_run_is_resumed(
         stage.engine.max_in_flight = 2
         outside = stage.outside()
 
-        def stop(*, resume: bool = False) -> dict[str, Any]:
+        def stop(*, resume=False):
             config = StopConfig(run=stage.run_url, resume=resume)
             return run_stop(config, store=outside.open_store(stage.run_url), clock=outside.clock)
 

@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -168,7 +167,7 @@ def test_a_listing_takes_the_pages_of_its_prefix_and_no_others_and_each_key_once
         store.create(f"outputs/part-{index:05d}", b"1")
     pages, failing, listed = [], [], client.list
 
-    def noted(*words: Any, **options: Any) -> Iterator[Any]:
+    def noted(*words, **options):
         for page in listed(*words, **options):
             if len(pages) in failing:
                 raise TransientError(f"page {failing.remove(len(pages))}")

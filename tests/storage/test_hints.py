@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import botocore.session
 import pytest
-from aiohttp.web import Request, StreamResponse
 from botocore.exceptions import ClientError, CredentialRetrievalError
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
@@ -31,7 +30,7 @@ class Scripted(HttpServer):
         self.answers, self.num_requests = list(answers), 0
         super().__init__(self._answer)
 
-    async def _answer(self, request: Request) -> StreamResponse:
+    async def _answer(self, request):
         self.num_requests += 1
         return await (self.answers.pop(0) if self.answers else reply(200, ETag='"e"'))(request)
 

@@ -23,10 +23,8 @@ FILES = {"data/a.txt": b"alpha", "data/b/c.txt": b"gamma" * 1000, "README.md": b
 @pytest.fixture
 def web_url(hub):
     """A folder of files on a web server, which is also the Hub."""
-    from huggingface_hub import constants
-
     hub.put("org/name", "main", FILES)
-    return f"{constants.ENDPOINT}/{REPOSITORY}/resolve/main"
+    return f"{hub.url}/{REPOSITORY}/resolve/main"
 
 
 @pytest.fixture(params=["http", "hf"])

@@ -3,13 +3,12 @@
 import asyncio
 
 import pytest
-from aiohttp.web import Request, StreamResponse
 
 from batchinfer.core.errors import ObjectNotFound, StorageError
 from batchinfer.storage import web
 from batchinfer.storage.retrying import RetryPolicy
 from fakes import QUICK
-from web_server import Answer, endless, raw, reply
+from web_server import endless, raw, reply
 
 LOCAL = web.WebRules(max_bytes=1000, seconds=5.0, allows_private=True)
 
@@ -100,8 +99,8 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(server):
 
 
 def test_a_server_that_drips_is_given_up(server):
-    def drip(first: bytes) -> Answer:
-        async def send(request: Request) -> StreamResponse:
+    def drip(first):
+        async def send(request):
             request.transport.write(first)
             while True:  # each byte comes in time, and the whole never ends
                 await asyncio.sleep(0.02)

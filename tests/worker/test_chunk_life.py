@@ -7,7 +7,6 @@ from batchinfer.core.errors import Interrupted, StorageError
 from batchinfer.worker import chunk, chunk_life
 from batchinfer.worker.worker_config import Limits
 from simulation.scenario import simulate
-from simulation.scheduler import Process
 from simulation.stage import Stage
 
 SEGMENT_BYTES = 600
@@ -48,7 +47,7 @@ def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_ope
     tried: set[str] = set()
     write = chunk_life._write
 
-    def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
+    def hook(_number, method, key, _process):
         if method != "put_object" or layout.OUTPUTS not in key:
             return None
         uploads.append(key)

@@ -2,7 +2,6 @@
 
 import tracemalloc
 from types import SimpleNamespace
-from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,6 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker import chunk_opening
 from batchinfer.worker.chunk_opening import Opened, open_chunk
-from batchinfer.worker.worker_config import RunAccess
 from counting_store import CountingStore
 from fakes import marker_record
 from making import overwrite
@@ -29,11 +27,6 @@ ROW_BYTES = 8000
 NUM_ROWS = NUM_SEGMENTS * ROWS_EACH
 REF = ChunkRef(name="texts", root="job", key="texts.jsonl")
 FAILED = b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}'
-
-
-@pytest.fixture
-def run(tmp_path):
-    return open_store(str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -83,19 +76,19 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
         source_at=lambda _url: source,
         checkpointed=(),
     )
-    return open_chunk(ref, cast("RunAccess", access), now=0.0)
+    return open_chunk(ref, access, now=0.0)
 
 
 @pytest.mark.parametrize("make_line", [output_line, error_line])
-def test_taking_up_segments_takes_the_memory_of_one_of_them(run, source, scratch, make_line):
+def test_taking_up_segments_takes_the_memory_of_one_of_them(store, source, scratch, make_line):
     """All rows of the chunk are finished already."""
     is_ok = make_line is output_line
     for index in range(NUM_SEGMENTS):
         lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
-        save(run, source, index, *(finished(n, make_line(n), is_ok=is_ok) for n in lines))
+        save(store, source, index, *(finished(n, make_line(n), is_ok=is_ok) for n in lines))
     tracemalloc.start()
     try:
-        chunk = opened(REF, run, source, scratch)
+        chunk = opened(REF, store, source, scratch)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -108,12 +101,12 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(run, source, scratch
     assert peak < NUM_ROWS * ROW_BYTES / 3
 
 
-def test_an_answer_comes_before_an_error_of_the_same_row(run, source, scratch):
+def test_an_answer_comes_before_an_error_of_the_same_row(store, source, scratch):
     """The row was asked again with --retry-errors: a later start without it took up the error."""
     failed, answered = finished(0, FAILED, is_ok=False), finished(0, output_line(0), is_ok=True)
     for number, row in enumerate([failed, answered, failed]):
-        save(run, source, number, row)
-    counting = CountingStore(run)
+        save(store, source, number, row)
+    counting = CountingStore(store)
     chunk = opened(REF, counting, source, scratch)
     assert (chunk.counts.rows_ok, chunk.counts.rows_error) == (1, 0)
     assert counting.requests["list"] == 1, (
@@ -122,23 +115,23 @@ def test_an_answer_comes_before_an_error_of_the_same_row(run, source, scratch):
     chunk.close()
 
 
-def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(run, source, scratch):
+def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(store, source, scratch):
     """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
     built = build_output(scratch.new_path("output"), [FAILED, output_line(1), output_line(2)])
     sha256 = codec.sha256(source.get(REF.key).data)
     marker = marker_record(chunk=REF.key, chunk_sha256=sha256, rows_ok=2, rows_error=1)
-    publisher = Publisher(run, nonce="n", require_lease=lambda: None)
+    publisher = Publisher(store, nonce="n", require_lease=lambda: None)
     published = publisher.publish(built, marker, chunk="texts", leftovers=[])
     cut = FAILED + b"\n" + output_line(2) + b"\n"
-    overwrite(run, layout.output_key(published.marker.output), cut)
+    overwrite(store, layout.output_key(published.marker.output), cut)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
-        opened(REF._replace(generation=1, base=0), run, source, scratch)
+        opened(REF._replace(generation=1, base=0), store, source, scratch)
     assert "--redo texts" in caught.value.hint
 
 
-def test_a_chunk_that_cannot_be_opened_leaves_no_copy(run, source, scratch, monkeypatch):
+def test_a_chunk_that_cannot_be_opened_leaves_no_copy(store, source, scratch, monkeypatch):
     """Each attempt left one, and nobody counted them: the disk was full in the end."""
     monkeypatch.setattr(chunk_opening, "Spool", Mock(side_effect=StorageError("too many files")))
     with pytest.raises(StorageError, match="too many files"):
-        opened(REF, run, source, scratch)
+        opened(REF, store, source, scratch)
     assert [path.name for path in scratch.folder.iterdir()] == ["lock"]

@@ -7,7 +7,7 @@ import pytest
 from batchinfer.core import layout
 from batchinfer.core.errors import Interrupted, NoProgress, StopRequested, StorageError
 from batchinfer.worker.heartbeat import Heartbeat
-from fakes import FakeClock, MemoryStore, worker_record
+from fakes import worker_record
 from simulation.stage import Ending, Stage, when
 
 
@@ -70,15 +70,10 @@ def test_heartbeats_that_take_longer_than_the_lease_end_the_worker():
     assert "--lease-seconds" in ending.error.hint
 
 
-def heartbeat_of(store: MemoryStore, clock: FakeClock) -> tuple[Heartbeat, Mock]:
+def test_a_machine_that_was_frozen_after_an_outage_goes_on(store, clock):
     lease = Mock(worker_id="a", lease_seconds=60.0)
     telemetry = Mock(up_to_date=worker_record, latest=worker_record())
-    return Heartbeat(store, lease, telemetry, Mock(), clock), lease
-
-
-def test_a_machine_that_was_frozen_after_an_outage_goes_on():
-    clock = FakeClock()
-    heartbeat, lease = heartbeat_of(MemoryStore("memory://frozen"), clock)
+    heartbeat = Heartbeat(store, lease, telemetry, Mock(), clock)
     lease.renew.return_value = lease.is_held.return_value = False
     heartbeat.beat()
     clock.sleep(1800.0)

@@ -33,7 +33,6 @@ def test_a_worker_ends_at_its_limit_and_goes_on_with_a_higher_one(stage, limit):
         assert ending.error.exit_status == 3
         assert 60 * minutes <= up_seconds(stage) < 60 * minutes + 25
         result = ending.error.result
-        assert result is not None
         [name] = higher
         assert result[name] == higher[name]
         assert result[name.removeprefix("max_")] >= higher[name]

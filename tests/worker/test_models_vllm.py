@@ -10,7 +10,6 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from web_server import reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-Serve = Callable[..., Any]
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
 FLOAT = ("--dtype", "float32")
 TEXTS = [f"row {i} " + "word " * (i % 5) for i in range(70)]

@@ -21,10 +21,9 @@ from simulation.stage import Stage
 
 def chunks_of(clock: FakeClock, *, ring: Any = None, **outside: Any) -> OpenChunks:
     """The chunks of a worker, of which only so much is there."""
-    environment: Any = SimpleNamespace(clock=clock, **{"background": Background()} | outside)
-    config: Any = SimpleNamespace(limits=Limits())
-    nothing: Any = None
-    return OpenChunks(environment, nothing, ring, Telemetry("w", clock, host={}), config)
+    environment = SimpleNamespace(clock=clock, **{"background": Background()} | outside)
+    config = SimpleNamespace(limits=Limits())
+    return OpenChunks(environment, None, ring, Telemetry("w", clock, host={}), config)
 
 
 def begin(chunks: OpenChunks) -> Life:
@@ -40,7 +39,7 @@ def test_a_chunk_that_was_just_opened_counts_as_work_until_its_rows_do():
     assert not chunks.may_grow
     life = begin(chunks)
     assert chunks.may_grow
-    opened: Any = SimpleNamespace(num_unread=2)
+    opened = SimpleNamespace(num_unread=2)
     life.chunk = opened
     assert chunks.may_grow
     chunks.open["c"] = opened
@@ -76,13 +75,12 @@ def test_a_worker_that_is_stopped_ends_after_its_grace_though_nothing_can_be_sav
     assert clock.monotonic() >= chunks._hall.deadline()
 
 
-def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others():
+def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others(clock):
     """It opened up to four at once, as if each of its rows took a second, and was the last to end, by minutes."""
-    clock = FakeClock()
     ring = Mock(tick=Mock(return_value=set()), next=Mock(return_value=None))
     chunks = chunks_of(clock, ring=ring)
-    size: Any = SimpleNamespace(size_bytes=0)
-    chunk: Any = SimpleNamespace(num_unread=500, local=size, spool=size)
+    size = SimpleNamespace(size_bytes=0)
+    chunk = SimpleNamespace(num_unread=500, local=size, spool=size)
     chunks.open["c"] = chunk
     chunks.telemetry._running_since = clock.monotonic()
     chunks.tick(0, 256)
@@ -100,7 +98,7 @@ def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
     opened, taken = [], []
     with Stage([["a"]]) as stage:
 
-        def open_it(*arguments: Any, **named: Any) -> Any:
+        def open_it(*arguments, **named):
             chunk = open_chunk(*arguments, **named)
             opened.append(stage.scheduler.now)
             return chunk

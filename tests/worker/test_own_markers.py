@@ -4,7 +4,7 @@ from unittest import mock
 
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker.own_markers import OwnMarkers, to_repair
-from fakes import MemoryStore, marker_record
+from fakes import marker_record
 
 OWN = [ChunkRef(name, "memory://job", f"chunks/{name}.jsonl") for name in "abcd"]
 
@@ -28,9 +28,8 @@ def test_what_is_not_done_or_has_a_marker_that_cannot_be_read_is_done_from_the_s
     assert goals({"a": 0, "b": 2, "c": 0}, "", unread="b") == {"b": (2, None), "d": (0, None)}
 
 
-def test_a_worker_that_ends_lists_only_the_neighbours_of_its_chunks():
+def test_a_worker_that_ends_lists_only_the_neighbours_of_its_chunks(store):
     """A thousand that ended together listed two hundred pages each: more than a bucket takes."""
-    store = MemoryStore("memory://ends")
     with mock.patch.object(store, "list", wraps=store.list) as listed:
         OwnMarkers(store, lambda work: work()).refuse_mixed("f", {}, ["part-04711", "part-04733"])
     listed.assert_called_once_with("outputs/part-047")

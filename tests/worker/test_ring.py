@@ -3,7 +3,6 @@
 import itertools
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
 from unittest import mock
 
 import pytest
@@ -16,7 +15,6 @@ from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.worker.ring import Ring
-from batchinfer.worker.worker_config import Environment, RunAccess
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
 from making import overwrite
@@ -38,12 +36,10 @@ class Idle:
         refs = {each: ChunkRef(each, "memory://job", each, sha256="s") for each in self.names}
         lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
         claims = Claims(self.store, lease, self.clock)
-        background = SimpleNamespace(submit=Done)
-        outside = SimpleNamespace(clock=self.clock, background=background)
         self.ring = Ring(
             [],
-            environment=cast("Environment", outside),
-            run=cast("RunAccess", SimpleNamespace(store=self.store, lease=lease, claims=claims)),
+            environment=SimpleNamespace(clock=self.clock, background=SimpleNamespace(submit=Done)),
+            run=SimpleNamespace(store=self.store, lease=lease, claims=claims),
             everything=lambda: refs,
             num_workers=num_workers,
             done=(),

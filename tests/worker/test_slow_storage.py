@@ -2,8 +2,6 @@
 
 import logging
 
-from batchinfer.core.records import Call, Reply
-from simulation.scheduler import Process
 from simulation.stage import Stage
 
 NUM_ROWS = 4000
@@ -14,11 +12,11 @@ class Timed(Stage):
 
     began = ended = 0.0
 
-    def took(self, process: Process, call: Call) -> None:
+    def took(self, process, call):
         self.began = self.began or self.scheduler.now
         super().took(process, call)
 
-    def yielded(self, process: Process, replies: list[Reply]) -> None:
+    def yielded(self, process, replies):
         self.ended = self.scheduler.now
         super().yielded(process, replies)
 

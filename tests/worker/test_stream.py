@@ -1,23 +1,21 @@
 """The stream of rows by itself: who is in the engine with whom, and rows that cannot be written as they are."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.core.records import Call, EngineInfo, Reply, RowKey
-from batchinfer.ledger.checkpoints import Deaths, FinishedRow
+from batchinfer.core.records import Call, Reply
+from batchinfer.ledger.checkpoints import Deaths
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import EngineRules, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
-from batchinfer.worker.worker_config import Environment, Limits
+from batchinfer.worker.worker_config import Limits
 from fakes import Done, FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", body={"temperature": 0.0})
@@ -41,19 +39,6 @@ class Pictures:
         return SimpleNamespace(data=b"\x89PNG".ljust(self.bytes, b"x"))
 
 
-class AtOnce:
-    """A background that has done everything already."""
-
-    def submit(self, work: Callable[[], Any]) -> Any:
-        return Done(work)
-
-    def beside(self, num_threads: int) -> "AtOnce":
-        return self
-
-    def wait(self, timeout_seconds: float) -> None:
-        pass
-
-
 class ChunksPutByHand:
     """Open chunks that the test puts there by hand."""
 
@@ -61,12 +46,12 @@ class ChunksPutByHand:
     may_grow = False
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
 
-    def __init__(self, folder: Path) -> None:
-        self.open: dict[str, OpenChunk] = {}
-        self.finished: list[FinishedRow] = []
+    def __init__(self, folder):
+        self.open = {}
+        self.finished = []
         self._folder = folder
 
-    def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
+    def put(self, name: str, num_rows: int, texts=("say",)) -> OpenChunk:
         path = self._folder / name
         each = itertools.islice(itertools.cycle(texts), num_rows)
         path.write_text("".join(f'{{"q":"{text}","note":[1]}}\n' for text in each))
@@ -83,12 +68,12 @@ class ChunksPutByHand:
     def close(self) -> None:
         self.is_closing = True
 
-    def note_death(self, keys: Sequence[RowKey]) -> None:
+    def note_death(self, keys):
         for name, line in keys:
             if name in self.open:
                 self.open[name].note_deaths([line], len(keys))
 
-    def finish(self, name: str, rows: list[FinishedRow]) -> None:
+    def finish(self, name, rows):
         self.finished += self.open[name].finish(rows)
 
 
@@ -108,17 +93,19 @@ def stream_over(
     prompt: PromptConfig = PROMPT,
     pictures: Pictures | None = None,
 ) -> RowStream:
+    at_once = Mock(submit=Done)
+    at_once.beside.return_value = at_once
     environment = SimpleNamespace(
         clock=FakeClock(),
-        background=AtOnce(),
+        background=at_once,
         open_store=lambda _url: pictures or Pictures(),
     )
     return RowStream(
-        cast("Environment", environment),
-        cast("OpenChunks", chunks),
+        environment,
+        chunks,
         PromptBuilder(prompt, None, rules=EngineRules(model="m")),
         Limits(max_row_memory=max_row_memory),
-        info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
+        info=SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1),
     )
 
 

@@ -1,7 +1,6 @@
 """A worker's record: its sums are right over restarts, and its size is bounded."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -34,7 +33,7 @@ def start_after(clock: FakeClock, before: Worker | None = None) -> Telemetry:
 def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     first = start_after(clock)
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
-    chunk: Any = SimpleNamespace(name="part-00000", num_rows=4, num_left=3, counts=Counts())
+    chunk = SimpleNamespace(name="part-00000", num_rows=4, num_left=3, counts=Counts())
     first.chunk_opened(chunk)
     before = first.snapshot()
     assert before.open_chunks == {"part-00000": 1}

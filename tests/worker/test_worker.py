@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import pytest
 from batchinfer.core import layout
 from batchinfer.core.codec import raw
 from batchinfer.core.errors import ErrorRateExceeded, InputError, Interrupted
-from batchinfer.core.records import Call
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.engines.targets import Answer
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.local import LocalStore
@@ -65,10 +62,7 @@ def prompt_if(is_good: object) -> dict[str, str]:
     return {"prompt": "x" if is_good else ""}
 
 
-Work = Callable[..., dict[str, Any]]
-
-
-def work_over(folder: Path, rows: list[dict[str, str]], per_chunk: int = 5000) -> Work:
+def work_over(folder: Path, rows: list[dict[str, str]], per_chunk: int = 5000) -> partial[Any]:
     """Runs workers over a job of these rows, with further options. Job and run are in the folder."""
     make_job(folder / "job", rows=len(rows), per_chunk=per_chunk, make_row=rows.__getitem__)
     return partial(run_worker_here, folder / "job", folder / "run")
@@ -78,7 +72,7 @@ def test_rows_of_several_chunks_are_in_the_engine_at_once(job, monkeypatch):
     """The engine answers none of them before it has rows of five chunks."""
     chunks, are_five, post = set(), asyncio.Event(), EchoTarget.post
 
-    async def post_later(self: EchoTarget, call: Call) -> Answer:
+    async def post_later(self, call):
         chunks.add(call.key[0])
         if len(chunks) == 5:
             are_five.set()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from simulation.scheduler import Process
 from simulation.stage import Stage
 
 PROMPTS = [[f"say {index}" for index in range(6)]]
@@ -29,7 +28,7 @@ def undisturbed() -> tuple[tuple[bytes, dict[str, Any]], list[str]]:
     """What a run without mishaps leaves, and its requests in order."""
     requests: list[str] = []
 
-    def note(_number: int, method: str, key: str, _process: Process) -> None:
+    def note(_number, method, key, _process):
         requests.append(f"{method} {key}")
 
     with Stage(PROMPTS) as stage:
@@ -55,9 +54,7 @@ def test_after_a_mishap_at_any_request_the_next_start_ends_with_the_same(fate, s
             stage.network.attempts = 3 if fate == "lost" else 1
             stage.network.weather.late_seconds = 4.0
 
-            def hook(
-                number: int, _method: str, _key: str, _process: Process, target: int = target
-            ) -> str | None:
+            def hook(number, _method, _key, _process, target=target):
                 return fate if number == target else None
 
             first = stage.run(hook=hook, **OPTIONS)
