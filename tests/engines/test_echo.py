@@ -20,8 +20,3 @@ class TestContract(EngineContract):
         engine = create_engine(replace(ECHO, **request.param))
         yield engine, engine.open(threading.Event())
         engine.close()
-
-    def test_it_says_what_it_is(self, engine, info):
-        assert (info.name, info.model, info.max_model_len) == ("echo", "echo", 512)
-        assert info.max_in_flight == 24 * info.num_replicas
-        assert info.version

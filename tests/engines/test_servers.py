@@ -327,23 +327,17 @@ ODD = """
             return web.Response(text="<html>", content_type="text/html")
         if "row 2 " in text:
             request.transport.close()
-        if "row 9 " in text:
-            os._exit(3)
         return web.json_response({"choices": [{"message": {"content": "yes"}}]})
     """
 
 
-def test_rows_that_a_server_answers_with_rubbish_fail_alone_and_a_death_ends_it(
-    open_engine, tmp_path, monkeypatch
-):
+def test_rows_that_a_server_answers_with_rubbish_fail_alone(open_engine, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "pause_seconds", lambda _: 0.01)
     odd = command(tmp_path, app('web.post("/{any:.*}", answer)', rest=ODD))
     engine = open_engine(server_command=odd, replicas=1)
     found = drive(engine, ListSource(calls(4)))
     codes = [code_of(found["c", index]) for index in range(4)]
     assert codes == ["", "invalid_answer", "server_error", ""]
-    with pytest.raises(EngineDied, match="exit status 3"):
-        drive_again(engine, [call(9)])
 
 
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):

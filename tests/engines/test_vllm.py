@@ -41,14 +41,6 @@ class TestShared(EngineContract):
     def test_its_length_is_known(self, info):
         assert info.max_model_len == 256
 
-    def test_its_fields_are_told_by_path(self, engine):
-        fields = engine.parameters("/v1/chat/completions")
-        assert {"messages", "temperature", "structured_outputs", "min_p"} <= fields
-        assert {"bad_words", "thinking_token_budget", "truncation_side"} <= fields
-        assert "temprature" not in fields
-        assert "prompt" in engine.parameters("/v1/completions")
-        assert engine.parameters("/v1/nothing") == frozenset()
-
 
 # --------------------------------------------------------------------------- loading
 

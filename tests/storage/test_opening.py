@@ -3,8 +3,6 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.storage.bucket import BucketStore
-from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 
@@ -30,14 +28,8 @@ def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_scheme_opens_its_store(monkeypatch):
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    for url in ("memory://opening", "s3://bucket/job", "gs://bucket/job", "az://bucket/job"):
-        store = open_store(f"{url}/")
-        assert isinstance(store, BucketStore)
-        assert store.url == url
-    assert isinstance(open_store("hf://datasets/org/name"), ReadOnlyStore)
-    assert isinstance(open_store("https://127.0.0.1/x"), ReadOnlyStore)
+def test_a_slash_at_the_end_of_a_url_is_none_of_its_place():
+    assert open_store("s3://bucket/job/").url == "s3://bucket/job"
 
 
 @pytest.mark.parametrize("part", ["", ".", ".."])

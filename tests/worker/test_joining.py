@@ -1,4 +1,4 @@
-"""What the workers of one run must agree on, and which columns a run needs."""
+"""What a worker refuses before it claims or loads anything."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from batchinfer.core.errors import ConfigError, RunMismatch
+from batchinfer.core.errors import ConfigError
 from making import make_job, run_worker_here
 
 
@@ -14,21 +14,6 @@ from making import make_job, run_worker_here
 def job(tmp_path):
     make_job(tmp_path / "job", rows=6, per_chunk=3)
     return str(tmp_path / "job")
-
-
-def test_options_of_the_server_are_of_the_run_unless_they_only_suit_a_machine(job):
-    run = f"{job}/runs/a"
-    slow = ("--tokenizer-mode", "slow")
-    run_worker_here(job, run, *slow, "--kv-cache-memory-bytes", "1")
-    with pytest.raises(RunMismatch, match=r"server_options\.code_revision"):
-        run_worker_here(job, run, *slow, "--code-revision", "abc")
-    with pytest.raises(RunMismatch, match=r"server_options\.tokenizer_mode"):
-        run_worker_here(job, run)
-    result = run_worker_here(job, run, *slow, "--max-num-seqs", "3", "--gpu-memory-utilization=.5")
-    assert result["chunks_skipped"] == 2
-    recorded = json.loads(Path(run, "run.json").read_text())
-    assert recorded["config"]["server_options"] == {"tokenizer_mode": "slow"}
-    assert recorded["recorded"]["server_args"] == [*slow, "--kv-cache-memory-bytes", "1"]
 
 
 def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(job, monkeypatch):
