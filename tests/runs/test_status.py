@@ -8,21 +8,34 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
+from batchinfer.core.records import Worker
 from batchinfer.runs.overview import Overview
-from batchinfer.runs.status import RunConfig, run_status, watch
+from batchinfer.runs.status import RunConfig, render, run_status, watch
 from batchinfer.storage.opening import open_store
 from big_run import NOW, Shape, in_memory, make_workers, write_in_memory
-from fakes import FakeClock, put_worker
+from fakes import FakeClock, MemoryStore, put_worker
 from making import make_job, run_worker_here
 
 SMALL = Shape()
 
 
+def change_worker(run: str, name: str, *, at: float = NOW, **values: Any) -> None:
+    key = layout.statistics_key(name)
+    record = codec.decode(in_memory(run).get(key).data, Worker, name=key)
+    put_worker(MemoryStore(run, clock=lambda: at), msgspec.structs.replace(record, **values))
+
+
 def look(run: str, **options: Any) -> Overview:
     return run_status(RunConfig(run=run, **options), open_store=in_memory, clock=FakeClock(NOW))
+
+
+def shown(seen: Overview, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(render(seen, width))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------- what it finds
@@ -46,17 +59,29 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path, limit):
 
 
 def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url):
-    shape = SMALL._replace(done_share=0.0)
-    run = write_in_memory(memory_url, shape)
+    run = write_in_memory(memory_url, SMALL._replace(done_share=0.0))
     in_memory(run).delete([layout.RUN_KEY])
-    for record in make_workers(shape):
-        put_worker(in_memory(run), msgspec.structs.replace(record, state="loading"))
+    for record in make_workers(SMALL):
+        change_worker(run, record.id, state="loading")
     seen = look(run)
     assert (seen.state, seen.model) == ("loading", "meta-llama/Llama-3.1-8B-Instruct")
     put_worker(in_memory(f"{memory_url}/else"), make_workers(SMALL)[0])
     assert look(f"{memory_url}/else", job=memory_url).chunks.total == 20
     with pytest.raises(InputError, match="no engine has loaded yet"):
         look(f"{memory_url}/else")
+
+
+# --------------------------------------------------------------------------- the screen
+
+
+def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url):
+    run = write_in_memory(memory_url, SMALL._replace(num_workers=5))
+    change_worker(run, "sky-2026-001", at=NOW - 300, heartbeat=NOW - 300)
+    text = shown(look(run, price_per_hour=2.0))
+    words = ("sky-2026-004", "gcp/us-central1", "12 of 20 done", "1 gone (sky-2026-001)")
+    for word in (*words, "$8.00 an hour"):
+        assert word in text
+    assert max(map(len, shown(look(run), width=80).splitlines())) <= 80
 
 
 def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url):

@@ -1,10 +1,30 @@
-"""The numbers of a worker's progress: they never exceed their total."""
+"""What a worker shows on a terminal: a readable line, and numbers that never exceed their total."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from batchinfer.core.counts import Counts
+from batchinfer.worker.progress import describe
 from batchinfer.worker.workload import Workload
+
+
+def test_the_line_fits_into_a_terminal_of_80_columns():
+    telemetry = SimpleNamespace(
+        workload=SimpleNamespace(
+            rows=99_999_999, rows_done=88_888_888, own_rows=25_000_000, open={"part-00000"}
+        ),
+        counts=SimpleNamespace(rows_done=88_888, completion_tokens=10**9, rows_error=12_345),
+        is_loading=False,
+        busy_seconds=4000.0,
+    )
+    line = describe(telemetry)
+    assert line == "88.9M/100M rows (own 25M), 22.2/s, 250k tok/s, ≤138h left, 12.3k failed"
+    assert len(line) <= 71
+    telemetry.workload.open = {}
+    assert describe(telemetry) == line.replace("≤138h left", "waiting for chunks")
+
+
+# --------------------------------------------------------------------------- the numbers of a workload
 
 
 def chunk(name: str, rows: int, left: int) -> Any:

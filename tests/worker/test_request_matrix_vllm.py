@@ -87,6 +87,17 @@ def test_each_bad_request_is_an_error_row_with_its_code(lines):
     assert not wrong, wrong[:5]
 
 
+def test_calls_and_reasoning_are_found_as_the_server_finds_them(
+    lines,
+):
+    choices = [line["body"]["choices"][0] for line in lines[::2] if "choices" in line["body"]]
+    messages = [choice["message"] for choice in choices if "message" in choice]
+    calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    assert {call["function"]["name"] for each in calls for call in each} == {"f"}
+    assert len({call["id"] for each in calls for call in each}) == sum(map(len, calls))
+    assert any(message.get("reasoning") for message in messages)
+
+
 def test_equal_runs_write_equal_bytes(demo_url, tmp_path):
     requests = [good_request(index) for index in range(len(GOOD)) if "logprobs" not in GOOD[index][1]]  # fmt: skip
     source = write_lines(tmp_path / "requests.jsonl", requests)
