@@ -12,9 +12,5 @@ def test_a_run_leaves_what_was_recorded(name, tmp_path):
     assert record(name, tmp_path) == recorded
 
 
-def test_every_recording_has_its_scene():
-    assert {path.stem for path in FOLDER.glob("*.txt")} == {*SCENES, TABLE.stem}
-
-
 def test_what_cannot_work_is_refused_in_a_line_and_leaves_nothing(tmp_path):
     assert record_refusals(tmp_path) == TABLE.read_text(encoding="utf-8")
