@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import signal
 import sys
 import termios
 from pathlib import Path
@@ -15,7 +14,10 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>][0-9A-Za-z]?|\x1b\][^\x
 
 
 class Terminal(pexpect.spawn):
-    """Runs `python -m batchinfer …` with a pty as its controlling terminal. Use it in a `with` statement."""
+    """Runs `python -m batchinfer …` with a pty as its controlling terminal. Use it in a `with` statement.
+
+    `send` presses keys; a line ends with "\\r".
+    """
 
     def __init__(self, *arguments: str, state: Path) -> None:
         self.shown = ""
@@ -44,20 +46,16 @@ class Terminal(pexpect.spawn):
         self.expect_exact(text, timeout=seconds)
         return str(self.before)
 
-    def type(self, keys: str) -> None:
-        """Press keys; a line ends with "\\r"."""
-        self.send(keys)
-
     def talk(self, *turns: tuple[str, str]) -> None:
         """Type lines in turn, each followed by what it shows and by the next prompt."""
         for typed, shown in turns:
-            self.type(f"{typed}\r")
+            self.send(f"{typed}\r")
             self.expect(shown)
             self.expect(">>>")
 
     def leave(self) -> None:
         """End a chat by Ctrl-D. Before its prompt the terminal itself, not the line editor, would take the key."""
-        self.type(CTRL_D)
+        self.send(CTRL_D)
         assert self.end() == 0
 
     def end(self) -> int:
@@ -70,4 +68,3 @@ class Terminal(pexpect.spawn):
 
 
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
-SIGTERM = signal.SIGTERM

@@ -30,18 +30,6 @@ def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate
     assert "4 requests: 8 input and 5 output tokens in" in ran.err
 
 
-def test_figures_add_up_and_requests_run_together(generate):
-    slow = ["--json", "-p", "a b", "-p", "c", "-p", "d", "--echo-latency-seconds", "0.1"]
-    found = generate(*slow).result
-    each, totals = found["results"], found["totals"]
-    assert [one["input_tokens"] for one in each] == [2, 1, 1]
-    assert totals["input_tokens"] == totals["output_tokens"] == 4
-    for one in each:
-        rate = one["output_tokens"] / one["seconds"]
-        assert one["tokens_per_second"] == pytest.approx(rate, rel=0.01)
-    assert totals["seconds"] < sum(one["seconds"] for one in each)
-
-
 def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
     generate,
 ):
@@ -51,13 +39,6 @@ def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
     assert first["error"]["code"] == "prompt_too_long"
     assert second["answers"] == ["e"]
     assert "1 request without an answer" in ran.err
-
-
-def test_a_file_is_a_prompt(generate, tmp_path):
-    (tmp_path / "p.txt").write_text("two\nlines\n")
-    ran = generate("--json", "-p", "first", "-p", f"@{tmp_path}/p.txt", "--n", "2")
-    assert [each["prompt"] for each in ran.result["results"]] == ["first", "two\nlines"]
-    assert [len(each["answers"]) for each in ran.result["results"]] == [2, 2]
 
 
 def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(tmp_path, endpoint):

@@ -25,20 +25,20 @@ def test_chat_in_a_terminal(options, tmp_path):
             ("/set ignore_eos=true,max_tokens=none", "ignore_eos = True"),
             ("/set max_tokns=3", "/set max_tokns: is no parameter; did you mean 'max_tokens'?"),
         )
-        chat.type(SUM + "\r")
+        chat.send(SUM + "\r")
         chat.expect("85")
-        chat.type(CTRL_C)
+        chat.send(CTRL_C)
         chat.expect(": the model sees what it has said")  # on a busy machine it was done before
-        chat.type("/history\r")
+        chat.send("/history\r")
         chat.expect("assistant: 85")
-        chat.type("/set ignore_eos=false,max_tokens=24\r")
-        chat.type("/reset\r")
+        chat.send("/set ignore_eos=false,max_tokens=24\r")
+        chat.send("/reset\r")
         for number in range(3):
-            chat.type(f"{number} " + "blah " * 30 + "\r")
+            chat.send(f"{number} " + "blah " * 30 + "\r")
         chat.expect("the context is full: the first 1 turns are left out")
-        chat.type("/prompt\r")
+        chat.send("/prompt\r")
         assert "0 blah" not in chat.expect("<|im_start|>user\n1 blah")
-        chat.type("too many words " * 200 + "\r")
+        chat.send("too many words " * 200 + "\r")
         chat.expect("the message alone is too long")
         chat.expect(">>>")
         chat.leave()
