@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import polars as pl
@@ -213,7 +212,6 @@ def started(folder: Path, code: str) -> subprocess.Popen[str]:
     """Start a program that calls `run`, and wait until it has opened its first chunk."""
     command = [sys.executable, "-c", f"import batchinfer; batchinfer.run({code})"]
     program = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    assert program.stderr is not None
     next(line for line in program.stderr if ": open, " in line)
     return program
 
@@ -230,15 +228,6 @@ def test_an_interrupt_saves_finished_rows_and_the_same_call_goes_on(tmp_path):
     found = batchinfer.run(rows, output=tmp_path / "a.parquet", engine="echo")
     assert found.result["rows"] == 20
     assert 0 < found.result["worker"]["request_count"] < 20
-
-
-def test_a_second_interrupt_goes_on_to_the_command():
-    """It ends the grace period. The program had ended at once, and so killed the command."""
-    saving = Mock(wait=Mock(side_effect=[KeyboardInterrupt, 75]))
-    with pytest.raises(KeyboardInterrupt):
-        process._end_of(saving)
-    saving.send_signal.assert_called_once_with(signal.SIGINT)
-    assert saving.wait.call_count == 2
 
 
 def test_the_command_ends_with_the_program(tmp_path):
@@ -262,14 +251,3 @@ def test_a_program_that_is_the_first_process_of_a_container_is_no_parent_that_ha
 ):
     code = f"import os; os.getppid = lambda: 1; {process._CHILD.format(parent)}"
     python(code, "--version", status=status)
-
-
-def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path):
-    rows = [{"prompt": text, "title": text.upper()} for text in ("one", "two", "six")]
-    answered = run(rows, output=tmp_path / "a.parquet", engine="echo", quiet=True)
-    where = "text <> 'two'"
-    wanted = [{"title": "ONE", "text": "one"}, {"title": "SIX", "text": "six"}]
-    columns = ["title", "text"]
-    assert list(answered.rows(with_source=True, where=where, columns=columns)) == wanted
-    renamed = answered.to_arrow(with_source=True, columns={"head": "title", "again": "title"})
-    assert renamed.to_pylist()[0] == {"head": "ONE", "again": "ONE"}

@@ -213,11 +213,3 @@ SOUND = Machine(
 def test_what_is_wrong_with_a_machine_is_named(changes, found):
     problems = problems_of(msgspec.structs.replace(SOUND, **changes))
     assert [(level, text) for level, text, _ in problems] == found
-
-
-def test_this_machine_is_looked_at_without_other_options(check, tmp_path, monkeypatch):
-    (tmp_path / "half_removed-1.0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    done = check("--machine")
-    assert done.result["machine"]["memory"] > 1 << 30
-    assert done.err.startswith("machine: vllm ")

@@ -8,9 +8,7 @@ from batchinfer.cli.server_args import check_name, divide, without_secrets_in
 
 
 def options_of(name: str) -> list[click.Parameter]:
-    command = group.get_command(click.Context(group), name)
-    assert command is not None
-    return command.params
+    return group.get_command(click.Context(group), name).params
 
 
 SHOW = ("worker", "--model", "m", "--prompt-column", "p", "--show-config")

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -32,12 +31,10 @@ def dest(tmp_path):
     return tmp_path / "a.jsonl"
 
 
-Runner = Any
-"""Runs `batchinfer run` with the engine echo in this process. Returns the status; has the last `result` and `err`."""
-
-
 @pytest.fixture
 def run(call):
+    """Runs `batchinfer run` with the engine echo. Returns the status; has the last `result` and `err`."""
+
     def start(*arguments: object) -> int:
         done = call("run", *arguments, "--engine", "echo")
         vars(start).update(result=done.result, err=done.err)
@@ -204,18 +201,6 @@ def test_a_dest_that_cannot_be_written_costs_no_answer(run, rows, monkeypatch):
 
 
 # --------------------------------------------------------------------------- what stops it
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_while_it_collects_too(run, rows, dest, monkeypatch, number):
-    def collect(*_: object, **__: object) -> None:
-        signal.raise_signal(number)
-        raise AssertionError("the signal did nothing")
-
-    monkeypatch.setattr("batchinfer.pipeline.work_folder.run_collect", collect)
-    signal.signal(number, signal.default_int_handler)
-    assert run(rows, "-o", dest) == 75
-    assert signal.getsignal(number) == signal.default_int_handler
 
 
 def test_answers_that_are_paid_for_are_collected_although_the_limit_is_reached(run, rows, dest):
