@@ -12,30 +12,25 @@ from making import put_job
 NOW = 1_790_000_000.0
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+NUM_CHUNKS, ROWS_PER_CHUNK = 20, 10
 
 
 class Shape(NamedTuple):
-    """What to write. `done_share` of the chunks have markers; the workers began some hours ago."""
+    """What to write. `done_share` of the chunks have markers; the workers began six hours ago."""
 
-    num_chunks: int = 20
-    rows_per_chunk: int = 10
     num_workers: int = 3
     done_share: float = 0.6
-    hours: float = 6.0
     text: str = "An answer."
 
     @property
-    def chunks(self) -> list[str]:
-        return [layout.chunk_name(index, self.num_chunks) for index in range(self.num_chunks)]
-
-    @property
     def num_done(self) -> int:
-        return int(self.num_chunks * self.done_share)
+        return int(NUM_CHUNKS * self.done_share)
 
 
 def make_workers(shape: Shape) -> list[Worker]:
     """Records of workers that share the chunks; each has two open ones."""
-    begin, todo = NOW - shape.hours * 3600, shape.chunks[shape.num_done :]
+    todo = [layout.chunk_name(index, NUM_CHUNKS) for index in range(shape.num_done, NUM_CHUNKS)]
+    begin = NOW - 6 * 3600
     minutes = [
         Minute(
             minute=minute,
@@ -81,8 +76,8 @@ def in_memory(url: str) -> Store:
 
 def write_in_memory(job: str, shape: Shape) -> str:
     """Write the job and, as of NOW, its run to memory; returns the run's URL."""
-    lines = (f'{{"prompt": "question {row} </script"}}\n' for row in range(shape.rows_per_chunk))
-    chunks = ["".join(lines).encode()] * shape.num_chunks
+    lines = (f'{{"prompt": "question {row} </script"}}\n' for row in range(ROWS_PER_CHUNK))
+    chunks = ["".join(lines).encode()] * NUM_CHUNKS
     put_job(in_memory(job).create, chunks, workers=shape.num_workers, columns=["prompt"])
     run = f"{job}/runs/a"
     finish_run(
@@ -90,7 +85,7 @@ def write_in_memory(job: str, shape: Shape) -> str:
         run,
         lambda _: chat(shape.text),
         prompt={"system_prompt": HOSTILE},
-        leave_out=range(shape.num_done, shape.num_chunks),
+        leave_out=range(shape.num_done, NUM_CHUNKS),
         model=MODEL,
         open_store=in_memory,
     )

@@ -139,10 +139,6 @@ LONGEST = (
     "test_launch",
     "test_api",
     "test_worker",
-    "test_run_kills",
-    "test_onnx",
-    "test_scale",
-    "test_composer",
 )
 
 # Modules, and tests, that go to the process of another module, whose engine or heavy packages they share.

@@ -55,7 +55,6 @@ def crash_everywhere(
     assert done.returncode == 0, done.stderr[-5000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert not found["wrong"], found["wrong"]
-    assert found["killed"], "the command did nothing with files"
     return list(found["killed"])
 
 

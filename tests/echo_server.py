@@ -106,7 +106,6 @@ class EchoServer:
         return web.json_response({"object": "list", "data": listed})
 
     def _outcome_of(self, call: Call) -> Answer | None:
-        assert self.rule is not None
         text = self._text_of(body := json.loads(call.body))
         chosen = self.rule(text, body)
         if not isinstance(chosen, list):

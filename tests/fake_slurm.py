@@ -74,15 +74,10 @@ def _run(root: Path, task: dict) -> None:
     place = {"SLURM_ARRAY_JOB_ID": str(task["job"]), "SLURM_ARRAY_TASK_ID": str(task["index"])}
     if _get(task)["state"] == "CANCELLED":
         return
-    with (root / f"{task['job']}-{task['index']}.log").open("ab") as log:
-        process = subprocess.Popen(
-            ["bash", str(root / f"{task['job']}.sh")],
-            env={**os.environ, **place},
-            stdout=log,
-            stderr=log,
-        )
-        _set(task, state="RUNNING", pid=process.pid)
-        status = process.wait()
+    script = root / f"{task['job']}.sh"
+    process = subprocess.Popen(["bash", str(script)], env={**os.environ, **place})
+    _set(task, state="RUNNING", pid=process.pid)
+    status = process.wait()
     if _get(task)["state"] != "CANCELLED":
         _set(task, state="COMPLETED" if status == 0 else "FAILED", status=status)
 

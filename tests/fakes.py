@@ -67,8 +67,6 @@ def marker_record(**values: Any) -> Marker:
             "worker": "w0",
             "start": "2026-01-01T00:00:00.000Z",
             "end": "2026-01-01T00:00:01.000Z",
-            "prompt_tokens": 1,
-            "completion_tokens": 1,
             "nonce": "",
         }
         | values

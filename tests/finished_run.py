@@ -59,9 +59,7 @@ def finish_run(
         open_store: How to open both.
     """
     answer = answer or (lambda row: chat(f"answer {row}"))
-    found = load_job(str(job_url), open_store)
-    assert found is not None
-    job, sha256 = found
+    job, sha256 = load_job(str(job_url), open_store)
     store = open_store(str(run_url))
     config = {"job_sha256": sha256, "limit": None, "model": model, "prompt": dict(prompt or {})}
     run = join_run(store, config, {"job": str(job_url)}, nonce="n")

@@ -195,11 +195,7 @@ class Request:
             return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
         data = files[name]
         oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        found = {"type": "file", "oid": oid, "size": len(data), "path": name}
-        digest = hashlib.sha256(data).hexdigest()
-        if name.endswith(".parquet") and digest in self.hub.objects:
-            found["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
-        return found
+        return {"type": "file", "oid": oid, "size": len(data), "path": name}
 
     # ------------------------------------------------------------------------- publishing
 
@@ -225,13 +221,9 @@ class Request:
 
     def write_branch(self, repo: str, branch: str) -> Any:
         branches = self.hub.branches[repo]
-        if self.command == "DELETE":
-            del branches[branch]
-        elif branch in branches:
+        if branch in branches:
             raise Refusal(409)
-        else:
-            start = json.loads(self.body).get("startingPoint") or "main"
-            branches[branch] = branches.get(start, start)
+        branches[branch] = branches["main"]
         return {}
 
     def write_preupload(self, repo: str, branch: str) -> Any:

@@ -53,7 +53,7 @@ class Proxy:
         self._random = random.Random(server.port)
         self.rules: list[Rule] = []
         self.num_lost = 0
-        """Number of requests that were spoilt."""
+        """Number of requests whose replies were lost by `loss_rate`."""
         self.loss_rate = 0.0
         """Share of PUT requests whose reply is lost, beside those of `rules`."""
         self._writers: set[_Writer] = set()
@@ -78,7 +78,6 @@ class Proxy:
         for rule in self.rules:
             if rule.times and line.startswith(rule.starts_with) and rule.contains in line:
                 rule.times -= 1
-                self.num_lost += 1
                 return rule.fault
         is_lost = line.startswith(b"PUT ") and self._random.random() < self.loss_rate
         self.num_lost += is_lost

@@ -32,8 +32,7 @@ class Called(NamedTuple):
 
     @property
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out.splitlines()[-1]) if self.out.strip() else {}
-        return found
+        return json.loads(self.out.splitlines()[-1]) if self.out.strip() else {}
 
 
 Call = Callable[..., Called]
@@ -177,18 +176,15 @@ def run_process(arguments: list[str], *, environment: dict[str, str] | None = No
 
 
 def run_worker_here(
-    job: str | Path,
-    run: str | Path,
-    *options: str,
-    index: int | None = None,
-    only: int | None = None,
+    job: str | Path, run: str | Path, *options: str, **which: int
 ) -> dict[str, Any]:
-    """Run an echo worker in this process, which works with memory:// too. Raises what it raises."""
+    """Run an echo worker in this process, which works with memory:// too. Raises what it raises.
+
+    `which` is `index` or `only`, as for `worker_arguments`.
+    """
     from batchinfer.worker.command import command
 
-    arguments = worker_arguments(job, run, *options, index=index, only=only)[1:]
-    result: dict[str, Any] = command.main(arguments, standalone_mode=False)
-    return result
+    return command.main(worker_arguments(job, run, *options, **which)[1:], standalone_mode=False)
 
 
 # --------------------------------------------------------------------------- damage

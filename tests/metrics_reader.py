@@ -34,7 +34,6 @@ def scrape(port: int) -> Values:
 
 def port_of(process: subprocess.Popen[str]) -> int:
     """Read the log until it names the port."""
-    assert process.stderr is not None
     for line in process.stderr:
         found = re.search(r"metrics are at http://127\.0\.0\.1:(\d+)/metrics", line)
         if found:

@@ -32,7 +32,6 @@ def raw(data: bytes) -> Answer:
     """These bytes and then the end of the connection."""
 
     async def send(request: web.Request) -> web.Response:
-        assert request.transport is not None
         request.transport.write(data)
         request.transport.close()
         return web.Response()

@@ -16,9 +16,6 @@ from batchinfer.cli.main import main
 from making import python
 from models import DEMO_MODEL
 
-State = dict[str, Any]
-Capture = pytest.CaptureFixture[str]
-
 pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `cpu` brings
 
 
@@ -40,7 +37,7 @@ def saved(tmp_path: Path, state: Any) -> Path:
     return tmp_path / "ep0-ba1-rank0.pt"
 
 
-def refused(capsys: Capture, source: str | Path, dest: Path) -> str:
+def refused(capsys: pytest.CaptureFixture[str], source: str | Path, dest: Path) -> str:
     assert convert(source, dest) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def convert(*arguments: object) -> int:
     return main(["convert", "mpt-to-ft", *map(str, arguments)])
 
 
-def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]) -> Any:
+def joined(read: dict, name: str, axis: int | None, shape: tuple[int, ...]):
     """Put together what lies on all GPUs."""
     import torch
 

@@ -1,7 +1,6 @@
 """Places of a conversion: what is there already, rights, and kills while uploading."""
 
 import os
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +26,7 @@ def keys(url: str) -> set[str]:
 def test_a_killed_upload_is_no_model_and_is_never_replaced(monkeypatch):
     put, url, left = BucketStore.put_file, "memory://kills/hf", iter(range(len(NAMES) - 1))
 
-    def put_or_die(self: Any, *words: Any) -> None:
+    def put_or_die(self, *words):
         if next(left, None) is None:
             raise KeyboardInterrupt
         put(self, *words)

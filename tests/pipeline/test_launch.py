@@ -112,8 +112,7 @@ def share_of(job: Path, identity: str) -> float | None:
 
 
 def launched(call: Call, run: Path) -> list[dict[str, Any]]:
-    launches: list[dict[str, Any]] = call("status", str(run), "--json").result["launches"]
-    return launches
+    return call("status", str(run), "--json").result["launches"]
 
 
 # --------------------------------------------------------------------------- workers that run
