@@ -200,6 +200,18 @@ def test_a_dest_that_cannot_be_written_costs_no_answer(run, rows, monkeypatch):
     assert not Path("work/run").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_while_it_collects_too(run, rows, dest, monkeypatch, number):
+    def collect(*_: object, **__: object) -> None:
+        signal.raise_signal(number)
+        raise AssertionError("the signal did nothing")
+
+    monkeypatch.setattr("batchinfer.pipeline.work_folder.run_collect", collect)
+    signal.signal(number, signal.default_int_handler)
+    assert run(rows, "-o", dest) == 75
+    assert signal.getsignal(number) == signal.default_int_handler
+
+
 # --------------------------------------------------------------------------- what stops it
 
 

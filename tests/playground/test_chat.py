@@ -1,9 +1,15 @@
-"""`chat` in a real terminal. What becomes a turn is in test_playground_vllm.py."""
+"""`chat` in a real terminal, and what becomes a turn."""
 
 import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from batchinfer.core.errors import InputError
+from batchinfer.playground.chat import Chat
+from batchinfer.prompts.types import PromptConfig
 from terminal import ALT_ENTER, Terminal
 
 
@@ -52,3 +58,36 @@ def test_typed_lines_are_kept_where_only_their_owner_reads_them(chat, tmp_path):
     history = tmp_path / "batchinfer/chat-history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert "remember this" in history.read_text()
+
+
+def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
+    asked: list[list[str]] = []
+
+    def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:
+        texts = [each["content"] for each in rows[0]["messages"]]
+        return [SimpleNamespace(call=SimpleNamespace(key=("c", 0), texts=texts))]
+
+    def stream(call: Any) -> Iterator[bytes]:
+        asked.append(texts := call.texts)
+        if texts == ["stop"]:
+            yield b'{"choices":[{"message":{"content":"half"}}]}'  # from a server that does not stream
+            raise KeyboardInterrupt
+        if texts[-1] == "proxy":
+            yield b"<html>Bad Gateway</html>"
+        if texts == ["fails"]:
+            raise InputError("refused")
+        if texts[-1] in ("too long", "fails") or texts == ["stop", "half", "long"]:
+            yield b'{"error":{"message":"too long","param":"input_tokens"}}'
+
+    own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
+    session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
+    typed = ["stop", "empty", "too long", "fails", "proxy", "on", "long"]
+    with pytest.raises(StopIteration):
+        Chat(session, iter(typed).__next__).run()
+    texts = [each[-1] for each in asked[:-2]]
+    assert texts == ["stop", "empty", *["too long"] * 2, *["fails"] * 2, "proxy", "on"]
+    assert asked[-3] == ["stop", "half", "on"], "a refusal costs no earlier turn"
+    assert asked[-2:] == [["stop", "half", "long"], ["long"]]
+    said = capfd.readouterr().err
+    assert "stopped: the model sees what it has said" in said
+    assert "the context is full: the first 1 turns are left out" in said
