@@ -1,6 +1,7 @@
 """Azure's blob storage on 127.0.0.1 for tests: Azurite, which npm installs into .cache/ of this checkout."""
 
 import fcntl
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,22 @@ _RUN = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.arg
 
 
 def azurite() -> Path:
-    """Return the server's script. The first test process of a checkout installs it by Node.js 20 or later, with npm."""
+    """Return the server's script. The first test process of a checkout installs it, in about half a minute."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.fail(
+            "tests of az:// need Node.js 20 or later with npm on PATH: apt-get install nodejs npm"
+        )
     FOLDER.mkdir(parents=True, exist_ok=True)
     script = FOLDER / "node_modules/azurite/dist/src/blob/main.js"
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (FOLDER / "installed").exists():
             command = ["npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix"]
-            subprocess.run([*command, str(FOLDER), AZURITE], check=True, timeout=240)
+            done = subprocess.run(
+                [*command, str(FOLDER), AZURITE], capture_output=True, text=True, timeout=240
+            )
+            if done.returncode:
+                pytest.fail(f"npm could not install {AZURITE}:\n{done.stderr[-2000:]}")
             (FOLDER / "installed").touch()
     return script
 
@@ -53,8 +62,8 @@ def azure_url(azure_endpoint, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure_endpoint)
 
-    def make(prefix: str = "") -> str:
-        container = f"test-{secrets.token_hex(6)}"
+    def make(prefix: str = "", container: str = "") -> str:
+        container = container or f"test-{secrets.token_hex(6)}"
         with BlobServiceClient(azure_endpoint, credential=KEY) as client:
             client.create_container(container)
         return f"az://{container}/{prefix}".rstrip("/")
