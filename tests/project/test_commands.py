@@ -7,14 +7,12 @@ Where a page names another model, the engine echo answers: it stands in the envi
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -362,34 +360,6 @@ def test_the_commands_of_a_page_print_what_it_shows(
             pattern = re.escape(neat(shown, has_times=has_times)).replace("…", ".*")
             said = f"{command}\nprints\n{printed}"
             assert re.fullmatch(pattern, found, re.DOTALL), said
-
-
-def block(page: str, start: str) -> str:
-    """A block of a page, without the indentation."""
-    text = (ROOT / "docs" / page).read_text()
-    (found,) = re.findall(rf"^ *{start}(?:.*\n)+?(?=\n|```)", text, re.MULTILINE)
-    return textwrap.dedent(found).strip()
-
-
-def test_what_pages_quote_is_what_a_worker_says(reader):
-    write_files()
-    make("split reviews.parquet --output JOB --num-chunks 4")
-    worker = "batchinfer worker --job JOB --output run --prompt-column text --max-tokens"
-    run_in_bash(f"{worker} 512 --log-format json 2>log.jsonl")
-    refused = run_in_bash(f"{worker} 1024 2>&1 | sed -n '/^error/,/this worker/p'")
-    quoted = re.escape(block("when-it-goes-wrong.md", "error: …")).replace("…", ".*")
-    assert re.fullmatch(quoted, refused.strip())
-    line = json.loads(block("monitoring.md", '{"time": "2026').replace("\n", " "))
-    logged = map(json.loads, Path("log.jsonl").read_text().splitlines())
-    (same, *_) = (each for each in logged if each.get("event") == line["event"])
-    assert (same.keys(), same["fields"].keys()) == (line.keys(), line["fields"].keys())
-    assert neat(same["message"], has_times=True) == neat(line["message"], has_times=True)
-
-
-def test_each_command_that_is_not_run_is_there():
-    assert len(COMMANDS) > 100
-    for pattern in NOT_RUN:
-        assert any(re.search(pattern, command) for command in COMMANDS), pattern
 
 
 @pytest.mark.vllm
