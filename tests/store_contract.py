@@ -172,19 +172,6 @@ class StoreContract:
             assert held.etag == etags[0]
             assert held.data in bodies
 
-    def test_one_of_sixteen_replacers_wins(self, reopen):
-        stores = [reopen(), reopen()]
-        etag = stores[0].create("w.json", b"worker none")
-        etags, errors = race(
-            [
-                lambda index=index: stores[index % 2].replace("w.json", b"worker %d" % index, etag)
-                for index in range(16)
-            ]
-        )
-        assert len(etags) == 1
-        assert [type(error) for error in errors] == [PreconditionFailed] * 15
-        assert stores[1].get("w.json").etag == etags[0]
-
     def test_store_honours_preconditions_and_their_trial_leaves_nothing(self, store):
         check_preconditions(store)
         assert list(store.list()) == []

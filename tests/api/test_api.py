@@ -251,3 +251,18 @@ def test_a_program_that_is_the_first_process_of_a_container_is_no_parent_that_ha
 ):
     code = f"import os; os.getppid = lambda: 1; {process._CHILD.format(parent)}"
     python(code, "--version", status=status)
+
+
+def test_rows_and_columns_of_a_run_are_chosen_by_name(tmp_path):
+    rows = [{"prompt": text, "title": text.upper()} for text in ("one", "two", "six")]
+    answered = run(rows, output=tmp_path / "a.parquet", engine="echo", quiet=True)
+    where = "text <> 'two'"
+    wanted = [{"title": "ONE", "text": "one"}, {"title": "SIX", "text": "six"}]
+    columns = ["title", "text"]
+    assert list(answered.rows(with_source=True, where=where, columns=columns)) == wanted
+    renamed = answered.to_arrow(with_source=True, columns={"head": "title", "again": "title"})
+    assert renamed.to_pylist()[0] == {"head": "ONE", "again": "ONE"}
+    for given in (["titel"], "titel"):
+        with pytest.raises(errors.UsageError, match="columns: no titel") as refused:
+            answered.to_arrow(columns=given)
+        assert "there are _row, " in refused.value.hint

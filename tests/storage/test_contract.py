@@ -3,18 +3,31 @@
 import errno
 import fcntl
 import secrets
+import time
 from pathlib import Path
 
 import pytest
 
 from batchinfer.storage.opening import open_store
-from store_contract import StoreContract
+from store_contract import StoreContract, race
 
 
 class TestLocal(StoreContract):
     @pytest.fixture
     def reopen(self, tmp_path):
         return lambda: open_store(str(tmp_path / "new" / "root"))
+
+    def test_comparing_and_replacing_is_one_step(self, store, monkeypatch):
+        replace = Path.replace
+
+        def late(temp: Path, target: Path) -> Path:
+            time.sleep(0.05)
+            return replace(temp, target)
+
+        monkeypatch.setattr(Path, "replace", late)
+        etag = store.create("k", b"0")
+        etags, _ = race([lambda n=n: store.replace("k", b"%d" % n, etag) for n in range(1, 5)])
+        assert len(etags) == 1
 
 
 class TestWithoutFolderLocks(TestLocal):

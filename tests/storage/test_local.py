@@ -1,7 +1,6 @@
 import errno
 import fcntl
 import os
-import time
 from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ from batchinfer.core.errors import (
 from batchinfer.storage.local import LOCK_NAME, LocalStore
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.scratch import Scratch
-from store_contract import race
 
 
 def test_a_filesystem_without_locks_is_refused(store, monkeypatch):
@@ -58,19 +56,6 @@ def test_a_filesystem_without_hard_links_is_refused(store, monkeypatch):
 @pytest.fixture
 def store(tmp_path):
     return LocalStore(tmp_path / "root")
-
-
-def test_comparing_and_replacing_is_one_step(store, monkeypatch):
-    replace = Path.replace
-
-    def late(temp: Path, target: Path) -> Path:
-        time.sleep(0.05)
-        return replace(temp, target)
-
-    monkeypatch.setattr(Path, "replace", late)
-    etag = store.create("k", b"0")
-    etags, _ = race([lambda n=n: store.replace("k", b"%d" % n, etag) for n in range(1, 5)])
-    assert len(etags) == 1
 
 
 def test_dot_files_dangling_links_and_pipes_are_no_objects_and_linked_folders_are_listed(
