@@ -232,7 +232,7 @@ def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
     r2 = f"{bucket}/lines".replace("s3://", "r2://")
     assert count_sources([r2]).sources[0].files[0].url == f"{r2}/b.jsonl.gz"
     counted = count_sources([f"{bucket}/data"])
-    path.write_bytes(path.read_bytes() + b" ")
+    path.write_bytes(path.read_bytes()[::-1])
     store.put_file("data/a.parquet", path)
     with pytest.raises(InputError, match="changed while it was being split"):
         counted.check_unchanged()

@@ -128,7 +128,7 @@ def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
 
 
 def test_a_store_that_is_away_is_asked_again_after_a_pause_and_before_the_worker_ends():
-    idle = Idle(3000)
+    idle = Idle(900)
     idle.finish(*idle.names[1:])
     with mock.patch.object(idle.memory, "list", side_effect=StorageError("away")):
         for _ in range(20):
