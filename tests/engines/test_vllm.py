@@ -83,8 +83,8 @@ def test_an_adapter_that_vllm_refuses_is_the_users_fault(load_error, tmp_path):
     assert "DoRA" in load_error(*SMALL, loras={"odd": str(folder)})
 
 
+@pytest.mark.slow
 def test_another_server_from_pypi_runs_in_vllms_place():
-    pytest.importorskip("accelerate")
     place = Path(sys.executable).with_name("transformers")
     listen = "--host 127.0.0.1 --port {port} --device cpu"
     command = f"{place} serve {{model}} {listen}"
