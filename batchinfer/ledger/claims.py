@@ -111,7 +111,8 @@ class Lease:
         except StorageError as error:
             logger.warning("heartbeat not written (%s); trying again", error)
             return False
-        self._renewed = started
+        # A renewal that a frozen machine has held up may end after one that began later.
+        self._renewed = max(self._renewed, started)
         return True
 
     def close(self, record: Worker) -> None:

@@ -43,46 +43,6 @@ def compare(*runs: str, **options: Any) -> dict[str, Any]:
     return run_compare(config, open_store=open_store, clock=SystemClock())
 
 
-def compare_answers(tmp_path: Path, *given: list[Any], **options: Any) -> dict[str, Any]:
-    """Compare two runs whose rows have these answers."""
-    make_job(tmp_path / "job", rows=len(given[0]), per_chunk=4)
-    runs = [str(tmp_path / f"job/runs/{name}") for name in "ab"]
-    for run, answers in zip(runs, given, strict=True):
-        finish_run(tmp_path / "job", run, answers.__getitem__, **options)
-    return compare(*runs)
-
-
-def test_every_row_has_one_outcome_and_those_that_differ_most_come_first(
-    runs,
-):
-    found = compare(*runs, rows=20)
-    figures = found["figures"]
-    assert figures["rows"] == 40
-    assert (figures["same answer"], figures["different answers"]) == (2, 15)
-    assert figures["failed in both"] == 1
-    for side in "AB":
-        assert (found[side]["failed here only"], found[side]["missing here only"]) == (1, 10)
-    assert found["B"]["tokens an answer"] == 3
-    assert found["errors"] == [{"error_code": "prompt_too_long", "A": 2, "B": 2}]
-    assert {each["name"] for each in found["settings"]} == {"prompt.task", "prompt.system_prompt"}
-    assert found["changes"] == [{"A": "yes", "B": "no", "rows": 10}]
-    first, *_ = differing = found["differing"]
-    texts = {"A": "the answer 3", "B": "all other words, " * 9}
-    assert first == {"row": 3, "id": "id-3", "words_in_common": 0.0} | texts
-    assert [each["row"] for each in differing[-3:]] == [2, 4, 8]
-    assert len(differing) == 15 + 2  # those that failed in one run only count, too
-
-
-def test_classes_are_the_same_with_the_same_probabilities_only(tmp_path):
-    kinds = [[("x", 0.9)] * 4, [("x", 0.9), ("x", 0.8), ("y", 0.9), ("y", 0.9)]]
-    given = [
-        [{"data": [{"label": label, "probs": [share]}]} for label, share in each] for each in kinds
-    ]
-    found = compare_answers(tmp_path, *given, prompt={"task": "classify"})
-    assert (found["figures"]["same answer"], found["figures"]["different answers"]) == (1, 3)
-    assert found["changes"] == [{"A": "x", "B": "y", "rows": 2}]
-
-
 def test_damaged_chunks_that_count_as_missing_are_told(runs, caplog):
     Path(runs[1], "outputs/part-00001.succeed").write_text("damaged")
     assert compare(*runs)["B"]["missing here only"] == 10

@@ -50,6 +50,19 @@ def test_a_lease_ends_with_its_closing(store, clock, monkeypatch):
     assert not lease.is_held()
 
 
+def test_a_renewal_that_a_freeze_held_up_takes_nothing_from_a_later_one(store, clock, monkeypatch):
+    """The lease counted from before the freeze, so nothing was saved until the next heartbeat: seed 12415379."""
+    lease = take_lease(store, "w0", clock)
+
+    def renew_late() -> None:
+        clock.seconds += 200
+        lease.renew(worker_record())
+
+    meanwhile(monkeypatch, store, "replace", renew_late)
+    lease.renew(worker_record())
+    assert lease.is_held()
+
+
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
 def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(store, clock, damage):
     """It wrote its own record anew, and the successor took itself for superseded."""
