@@ -8,12 +8,14 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,8 @@ from batchinfer.cli.main import main
 _CHANGES = {f"os.{name}" for name in ("link", "mkdir", "remove", "rename", "rmdir", "truncate")}
 """Python's audit events for changes to files, besides an opening for writing."""
 _WRITES = os.O_WRONLY | os.O_RDWR
-_ENDS = 4
-"""Number of times in a row that the command comes to its end before the harness is done: with threads in it, it makes a
-folder twice now and then, so the number of its changes differs."""
+_RANDOM = re.compile(r"[0-9a-f]{12,}")
+"""Parts of names that differ from run to run."""
 
 
 def crash_everywhere(
@@ -58,8 +59,8 @@ def crash_everywhere(
     return list(found["killed"])
 
 
-def _run_in_fork(command: list[str], folder: Path, point: int | None) -> tuple[int, str]:
-    """Run a command in a fork of this process, killed before its change `point`. Returns its status and its log."""
+def _run_in_fork(command: list[str], folder: Path, point: str | None) -> tuple[int, str]:
+    """Run a command in a fork of this process, killed before the change `point`. Returns its status and its log."""
     log = folder.with_suffix(".log")
     pid = os.fork()
     if pid == 0:
@@ -68,41 +69,43 @@ def _run_in_fork(command: list[str], folder: Path, point: int | None) -> tuple[i
         os.dup2(output, 2)
         signal.alarm(60)
         os.chdir(folder)
-        status = 70
+        status, changes = 70, list[str]()
+
+        def die_at_point(change: str) -> None:
+            changes.append(change)
+            if change == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
         try:
-            if point is not None:
-                _die_at(point, str(folder))
+            _before_changes(str(folder), die_at_point)
             status = main(command)
-            if point is None:
-                _modules_of(folder).write_text("\n".join(sys.modules))
+            folder.with_suffix(".json").write_text(json.dumps([changes, list(sys.modules)]))
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return status, log.read_text(errors="replace")
 
 
-def _modules_of(folder: Path) -> Path:
-    return folder.with_suffix(".modules")
+def _before_changes(folder: str, told: Callable[[str], None]) -> None:
+    """Tell of every change to files before it happens, as "2nd os.link /job/job.json".
 
-
-def _die_at(point: int, folder: str) -> None:
-    lock, count = threading.Lock(), 0
+    Changes are named and not numbered over all: threads make them in another order each time.
+    """
+    lock, counts = threading.Lock(), Counter[str]()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
         if event not in _CHANGES and not (event == "open" and arguments[2] & _WRITES):
             return
         # A relative path is one in a folder for temporary files that is being removed.
         places = [
             each for each in arguments[:2] if isinstance(each, str) and each.startswith(folder)
         ]
-        if not places or places[-1].startswith(f"{folder}/tmp/"):
+        if not places or f"{places[-1]}/".startswith(f"{folder}/tmp/"):
             return
         with lock:
-            count += 1
-            if count == point:
-                os.write(2, f"\nkilled at {event} {places[-1].removeprefix(folder)}".encode())
-                os.kill(os.getpid(), signal.SIGKILL)
+            name = f"{event} {_RANDOM.sub('*', places[-1].removeprefix(folder))}"
+            counts[name] += 1
+            told(f"{counts[name]}. {name}")
 
     sys.addaudithook(hook)
 
@@ -127,25 +130,22 @@ def _main(command: list[str], wanted: list[str], start: str, step: int) -> None:
     assert status == 0, said
     expected, killed, wrong = found(), list[str](), list[str]()
     assert expected, f"no file matches {wanted}"
-    for module in _modules_of(folder).read_text().split():  # once, and not in each fork
+    changes, modules = json.loads(folder.with_suffix(".json").read_text())
+    for module in modules:  # once, and not in each fork
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    point = num_ended = 0
-    while num_ended < _ENDS:
-        point += step
+    for point in changes[::step]:
         begin()
         status, said = _run_in_fork(command, folder, point)
-        if status == 0:
-            num_ended += 1
+        if status == 0:  # with threads in it the command does not make every change each time
             continue
-        num_ended = 0
         assert status == -signal.SIGKILL, said
-        killed.append(said.rpartition("killed at ")[2])
+        killed.append(point)
         status, said = _run_in_fork(command, folder, None)
         there = found()
         different = {each for each in {*there, *expected} if there.get(each) != expected.get(each)}
         if status or different:
-            wrong.append(f"{point} {killed[-1]}: status {status}, {sorted(different)}\n{said}")
+            wrong.append(f"{point}: status {status}, {sorted(different)}\n{said}")
     shutil.rmtree(folder.parent)
     print(json.dumps({"killed": killed, "wrong": wrong}))
 
