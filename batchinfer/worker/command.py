@@ -6,6 +6,7 @@ The worker's other modules are imported only inside the functions that need them
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of malloc.h."""
 _MAX_OPEN_FILES, _FEWER_OPEN_FILES = 65_536, 10_240
 _MOST_SEEDS = 2**32
 """Number of seeds that the libraries take with which a server seeds itself."""
@@ -118,6 +121,7 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
+    _give_large_blocks_back()
     install_signal_handlers(outside.stopper)
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
@@ -150,6 +154,16 @@ def _raise_file_limit() -> None:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
                 return
+
+
+def _give_large_blocks_back() -> None:
+    """Let the C library return blocks of 128 KB and more to the system as soon as they are free.
+
+    By itself glibc keeps more and more of them (mallopt(3), M_MMAP_THRESHOLD): a worker whose rows have a megabyte took
+    up to 60 MB more than --max-row-memory and what is written at a moment.
+    """
+    with contextlib.suppress(AttributeError):  # other C libraries have no mallopt
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 128 << 10)
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
