@@ -60,6 +60,7 @@ class Listing:
     claim_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     statistics_infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    complete: list[ObjectInfo] = field(default_factory=list)
     probes: list[ObjectInfo] = field(default_factory=list)
     foreign: list[ObjectInfo] = field(default_factory=list)
     """Objects whose keys are not of a kind that batchinfer writes."""
@@ -91,6 +92,8 @@ class Listing:
             self.worker_infos[name] = info
         elif key.startswith(layout.LAUNCHES):
             pass  # records of `launch`, kept for `status`
+        elif key.startswith(layout.COMPLETE):
+            self.complete.append(info)
         elif key.startswith(layout.PROBES):
             self.probes.append(info)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import sys
 from collections import defaultdict
@@ -9,9 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from batchinfer.core import layout
+from batchinfer.core.errors import AlreadyExists
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, read_claim
 from batchinfer.ledger.inventory import SeenMarker
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.storage import Store
 
@@ -26,7 +30,7 @@ with the square of the number of workers."""
 
 
 class Survey(NamedTuple):
-    """Result of one look at neighbouring chunks. A chunk whose claim was not read is in no field."""
+    """Result of one look at neighbouring chunks. A chunk whose claim was not read is in no list."""
 
     done: set[str]
     """Chunks that have their marker."""
@@ -38,6 +42,8 @@ class Survey(NamedTuple):
     """The records of living workers that hold one of the chunks, for each of these chunks."""
     num_reads: int
     """About how many requests it took."""
+    complete: frozenset[str] = frozenset()
+    """Keys of the blocks of which some worker has noted that all of their chunks are done."""
 
 
 def neighbours(names: Iterable[str]) -> list[list[str]]:
@@ -57,6 +63,18 @@ def neighbours(names: Iterable[str]) -> list[list[str]]:
         for name in group:
             longer[name[:length]].append(name)
         groups = [*longer.values(), *groups]
+    return found
+
+
+def blocks_of(refs: Mapping[str, ChunkRef]) -> dict[str, list[str]]:
+    """Group chunks into blocks of neighbours. The key of each is that of the note that all of its chunks are done.
+
+    It follows from the names and generations, so a note stays true whatever is appended or repaired.
+    """
+    found = {}
+    for names in neighbours(refs):
+        lines = "".join(f"{name} {refs[name].generation}\n" for name in sorted(names))
+        found[f"{layout.COMPLETE}{hashlib.sha256(lines.encode()).hexdigest()[:32]}"] = names
     return found
 
 
@@ -100,6 +118,28 @@ def chunks_with_checkpoints(store: Store) -> dict[str, int]:
         if segment is not None:
             rows[segment.chunk] = rows.get(segment.chunk, 0) + segment.rows
     return rows
+
+
+def look_at_block(
+    store: Store, claims: Claims, generations: Mapping[str, int], key: str, *, is_rest_done: bool
+) -> Survey:
+    """Look at a block's chunks, unless there is a note that all of them are done. Leave this note where it is so.
+
+    Args:
+        store: The run's store.
+        claims: Tells which claims are valid.
+        generations: As in `look_at_neighbours`, of those of its chunks that are not known to be done.
+        key: Key of its note.
+        is_rest_done: Whether all of its other chunks are done.
+    """
+    complete = frozenset(info.key for info in store.list(layout.COMPLETE))
+    if key in complete:
+        return Survey(set(), [], [], [], 1, complete)
+    survey = look_at_neighbours(store, claims, generations)
+    if is_rest_done and survey.done >= generations.keys():
+        with contextlib.suppress(AlreadyExists):
+            store.create(key, b"complete\n")
+    return survey._replace(num_reads=survey.num_reads + 1, complete=complete)
 
 
 def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, int]) -> Survey:

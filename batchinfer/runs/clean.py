@@ -134,6 +134,8 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
             yield Removal("segments of chunks to do again", info, ANY_AGE)
         for marker in markers.values():
             yield Removal(_MARKERS, marker.info, ANY_AGE)
+    for info in inventory.complete if config.redo else ():
+        yield Removal("notes of complete blocks", info, ANY_AGE)
     for name, info in inventory.orphans():
         # An unreadable marker of the chunk may name this output, so the output stays. The output of a chunk in `redo`
         # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.

@@ -6,7 +6,8 @@ workers that are gone. It has come to its end when every chunk of its manifests 
 to take. `OpenChunks` calls the ring on the main thread; looks at storage run in the background (`ledger.survey`).
 
 Each worker begins at another block, reads few claims of it, and pauses the longer the more workers there are. So a
-thousand idle workers neither list the whole run again and again, nor read each other's records all the time.
+thousand idle workers neither list the whole run again and again, nor read each other's records all the time. Who finds
+a whole block done leaves a note below complete/, and no other looks at it: at the end all know within seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import random
 import zlib
 from collections import ChainMap, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import islice
 
@@ -23,7 +24,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.survey import Survey, look_at_neighbours, neighbours
+from batchinfer.ledger.survey import Survey, blocks_of, look_at_block
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ _FRESH_SECONDS = 60.0
 class _Circle:
     """The chunks of the job in blocks of neighbours, which one round after the other goes through."""
 
-    def __init__(self, names: Iterable[str], worker_id: str) -> None:
-        self._blocks = deque(neighbours(names))
+    def __init__(self, refs: Mapping[str, ChunkRef], worker_id: str) -> None:
+        self.names = dict(blocks_of(refs))
+        """The names of each block's chunks, by the key of the note that they are done."""
+        self._blocks = deque(self.names.items())
         self.num_left = len(self._blocks)
         """Blocks that this round has not looked at."""
         self._blocks.rotate(-random.Random(worker_id).randrange(self.num_left or 1))
@@ -54,17 +57,17 @@ class _Circle:
         """Whether the last round found nothing to take, and no claim whose owner may be gone."""
         self._first_beats: dict[str, int] = {}
 
-    def next_block(self, done: Container[str], busy: Container[str]) -> list[str]:
+    def next_block(self, done: Container[str], busy: Container[str]) -> tuple[str, list[str]]:
         """Return the next block without chunks at work; empty at a round's end. Chunks that are done are forgotten."""
         while self.num_left:
             self.num_left -= 1
-            block = [name for name in self._blocks.popleft() if name not in done]
-            if not block:
+            key, names = self._blocks.popleft()
+            if not (names := [name for name in names if name not in done]):
                 continue
-            self._blocks.append(block)
-            if block := [name for name in block if name not in busy]:
-                return block
-        return []
+            self._blocks.append((key, names))
+            if names := [name for name in names if name not in busy]:
+                return key, names
+        return "", []
 
     def begin_round(self, *, at_last: bool) -> None:
         """Look at every block again; `at_last`: beginning with the one that was looked at last."""
@@ -193,15 +196,12 @@ class Ring:
         if self._looking is not None and self._looking.done():
             looking, self._looking = self._looking, None
             try:
-                survey = looking.result()
+                done = self._take_in(looking.result())
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
                 assert self._circle is not None
                 self._circle.failed()
                 self._pause(0, has_to_wait=True)
-            else:
-                done = survey.done
-                self._take_in(survey)
         is_due = now >= self._due
         if is_hungry and is_due and self._is_idle and (self.waiting_for or not self._is_over):
             self._look()
@@ -213,7 +213,7 @@ class Ring:
             if self._everything is not None:
                 self._refs = ChainMap(*self._refs.maps, self._everything())
             self._circle = _Circle(self._refs, worker_id)
-        block = self._circle.next_block(self._settled, self._busy)
+        key, block = self._circle.next_block(self._settled, self._busy)
         if not block:
             self._end_round()
             return
@@ -223,17 +223,20 @@ class Ring:
         wanted = {name: self._refs[name].generation for name in block}
         self._given_up.rotate(_MOST_RELEASED)
         given_up = list(islice(self._given_up, _MOST_RELEASED))
+        not_done = self._busy.union(self._given_up)
+        is_rest_done = not_done.isdisjoint(self._circle.names[key])
 
         def work() -> Survey:
             claims.release_ours(given_up)
-            return look_at_neighbours(store, claims, wanted)
+            return look_at_block(store, claims, wanted, key, is_rest_done=is_rest_done)
 
         self._looking = self._environment.background.submit(work)
 
-    def _take_in(self, survey: Survey) -> None:
+    def _take_in(self, survey: Survey) -> set[str]:
         assert self._circle is not None
         circle = self._circle
-        self._settle(survey.done)
+        done = survey.done.union(*(circle.names.pop(key, ()) for key in survey.complete))
+        self._settle(done)
         free, lapsed = survey.unclaimed, survey.lapsed
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.
         random.Random(f"{self._run.lease.worker_id}{len(free)}").shuffle(free)
@@ -246,6 +249,7 @@ class Ring:
             circle.found()
         elif not circle.num_left:
             self._end_round()
+        return done
 
     def _settle(self, names: set[str]) -> None:
         self._settled |= names

@@ -25,11 +25,14 @@ SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
 CLAIM = layout.claim_key(CHUNK)
 MARKER = layout.marker_key(CHUNK)
 PROBE = f"{layout.PROBES}0123456789abcdef"
+NOTE = f"{layout.COMPLETE}{32 * '0'}"
+"""Says that a block of chunks is done."""
 USELESS = {ORPHAN, SEGMENT, CLAIM, PROBE}
 NEEDED = {
     layout.output_key(layout.output_file(UNDONE, "aaaa")),
     layout.segment_key(UNDONE, "gone", 1, 1),
     layout.claim_key(UNDONE),
+    NOTE,
 }
 
 
@@ -117,7 +120,7 @@ CASES = {
     "strangers and the stop request": Case(
         lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")]
     ),
-    "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT}),
+    "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT, NOTE}),
 }
 
 

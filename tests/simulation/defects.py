@@ -28,7 +28,7 @@ from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import chunk as open_chunk
-from batchinfer.worker import chunk_life, chunk_opening, joining
+from batchinfer.worker import chunk_life, chunk_opening, joining, ring
 from batchinfer.worker.chunk import OpenChunk, Spool, Suspect
 from batchinfer.worker.chunk_life import Life
 from batchinfer.worker.heartbeat import Heartbeat
@@ -139,6 +139,14 @@ def resumed_rows_off_by_one(real: Any, self: Segments) -> Iterator[FinishedRow]:
     for row in real(self):
         if row.line:
             yield msgspec.structs.replace(row, line=row.line - 1)
+
+
+@instead_of(ring, "look_at_block")
+def block_noted_before_it_is_complete(real: Any, *look: Any, is_rest_done: bool) -> Any:
+    """A worker tells the others that a block is done when it has looked at it."""
+    store, _claims, _generations, key = look
+    put_raw(store, key, b"complete")
+    return real(*look, is_rest_done=is_rest_done)
 
 
 @instead_of(Claims, "take")

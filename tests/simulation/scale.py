@@ -457,6 +457,7 @@ def _one_job() -> Iterator[None]:
         mock.patch.object(jobs, "identity", once(jobs.identity)),
         mock.patch.object(jobs, "_resolve", resolve),
         mock.patch.object(joining, "job_chunks", job_chunks),
+        mock.patch.object(ring, "blocks_of", once(ring.blocks_of)),
         mock.patch.object(worker_start, "rows_by_chunk", once(jobs.rows_by_chunk)),
     ):
         yield
