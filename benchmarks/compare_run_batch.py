@@ -261,8 +261,7 @@ def output_lines(out: Path) -> list[dict[str, Any]]:
     """Return every line that a marker vouches for, in order."""
     store = open_store(str(out))
     found: list[dict[str, Any]] = []
-    for name, seen in sorted(newest_markers(store).items()):
-        generation = seen.generation
+    for name, generation in sorted(newest_markers(store).items()):
         marker = json.loads(store.get(layout.marker_key(name, generation)).data)
         data = store.get(layout.output_key(marker["output"])).data
         found += map(json.loads, data.split(b"\n")[:-1])

@@ -192,7 +192,7 @@ def run_worker_here(
 
 def finished_chunks(store: Store) -> dict[str, int]:
     """Return every chunk that has a marker, with the highest generation of its markers."""
-    return {name: marker.generation for name, marker in newest_markers(store).items()}
+    return newest_markers(store)
 
 
 def read_marker(store: Store, name: str, generation: int = 0) -> Marker:

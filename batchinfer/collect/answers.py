@@ -16,11 +16,10 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Marker
-from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Audit, Finding, RunTarget, find_target
+from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Finding, RunTarget, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
-from batchinfer.ledger.runs import refuse_edited
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
@@ -74,18 +73,11 @@ def select(
     """
     store = open_store(url)
     inventory = take_inventory(store, now=clock.now())
-    target = find_target(store, inventory, open_store, job_url=job_url)
-    refuse_edited(target.run, url=store.url)
-    audit = Audit(target, inventory)
-    sound = audit.check_all()
-    if any(found.fix == "job" for found in audit.findings):
-        raise InputError(
-            f"{store.url}: was made from another job.json than the one at {target.job_url}",
-            hint="name the run's own job with --job",
-        )
+    target = find_target(store, open_store, job_url=job_url)
+    sound, findings = audit(target, inventory)
     gaps = {
         found.subject: found
-        for found in audit.findings
+        for found in findings
         if found.kind != LEFTOVER and found.subject in target.expected
     }
     return Selection(store, open_store, target, sound, list(gaps.values()))

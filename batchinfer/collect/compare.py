@@ -47,7 +47,7 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
     runs = config.run_a, config.run_b
     found = [select(url, open_store, clock, job_url=config.job) for url in runs]
     targets = [selection.target for selection in found]
-    if targets[0].job_sha256 != targets[1].job_sha256:
+    if targets[0].run.config["job_sha256"] != targets[1].run.config["job_sha256"]:
         raise InputError(
             f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
             hint="start the second worker with the first one's job and another --output",

@@ -6,10 +6,10 @@ and remove objects while they are read here.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,112 +17,48 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Claim, Marker, WorkerLease
 from batchinfer.ledger.claims import ENDED_STATES
-from batchinfer.ledger.silence import seems_gone
 from batchinfer.storage import ObjectInfo, Store
 
 T = TypeVar("T")
 S = TypeVar("S")
 K = TypeVar("K")
 
+_LEASES_FOR_ONE_LOOK = 2.0
+"""Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
+gone. It is more than one, because the command compares storage's clock with its own, and the two may differ."""
 NUM_READERS = 24
 """Number of objects that are read at the same time."""
-
-
-class SeenMarker(NamedTuple):
-    """The newest marker of a chunk, as far as a listing shows it. `modified` is Unix seconds, 0 if unknown."""
-
-    generation: int
-    modified: float
 
 
 class Found(NamedTuple, Generic[T]):
     """An object that was read. `record` is None if it cannot be read as one; `problem` says why."""
 
     info: ObjectInfo
-    etag: str
     record: T | None
     problem: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
-class Listing:
-    """The listed objects of a run, one field for each kind of object.
+class Inventory:
+    """The objects of a run, and the content of its markers, claims and workers' records.
 
     The keys of `outputs` are file names. The keys of the other mappings are chunk names or worker ids.
     """
-
-    run: ObjectInfo | None = None
-    stop: ObjectInfo | None = None
-    outputs: dict[str, ObjectInfo] = field(default_factory=dict)
-    marker_infos: dict[str, dict[int, ObjectInfo]] = field(default_factory=dict)
-    """Markers by chunk name and then by generation."""
-    segments: dict[str, list[ObjectInfo]] = field(default_factory=dict)
-    claim_infos: dict[str, ObjectInfo] = field(default_factory=dict)
-    worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
-    statistics_infos: dict[str, ObjectInfo] = field(default_factory=dict)
-    complete: list[ObjectInfo] = field(default_factory=list)
-    probes: list[ObjectInfo] = field(default_factory=list)
-    foreign: list[ObjectInfo] = field(default_factory=list)
-    """Objects whose keys are not of a kind that batchinfer writes."""
-
-    def add(self, infos: Iterable[ObjectInfo]) -> None:
-        """Add listed objects, each to the field for its kind."""
-        for info in infos:
-            self._sort_in(info)
-
-    def _sort_in(self, info: ObjectInfo) -> None:
-        key = info.key
-        marker = layout.parse_marker(key) if key.startswith(layout.OUTPUTS) else None
-        segment = layout.parse_segment(key) if key.startswith(layout.CHECKPOINTS) else None
-        if key == layout.RUN_KEY:
-            self.run = info
-        elif key == layout.STOP_KEY:
-            self.stop = info
-        elif marker is not None:
-            self.marker_infos.setdefault(marker[0], {})[marker[1]] = info
-        elif key.startswith(layout.OUTPUTS) and layout.chunk_of_output(key):
-            self.outputs[key.removeprefix(layout.OUTPUTS)] = info
-        elif segment is not None:
-            self.segments.setdefault(segment[0], []).append(info)
-        elif (name := _record_name(key, layout.CLAIMS)) is not None:
-            self.claim_infos[name] = info
-        elif (name := _record_name(key, layout.WORKERS, layout.STATISTICS_SUFFIX)) is not None:
-            self.statistics_infos[name] = info
-        elif (name := _record_name(key, layout.WORKERS)) is not None:
-            self.worker_infos[name] = info
-        elif key.startswith(layout.LAUNCHES):
-            pass  # records of `launch`, kept for `status`
-        elif key.startswith(layout.COMPLETE):
-            self.complete.append(info)
-        elif key.startswith(layout.PROBES):
-            self.probes.append(info)
-        else:
-            self.foreign.append(info)
-
-
-def _record_name(key: str, folder: str, suffix: str = ".json") -> str | None:
-    name = key.removeprefix(folder)
-    if not key.startswith(folder) or "/" in name or not name.endswith(suffix):
-        return None
-    return name.removesuffix(suffix)
-
-
-@dataclass(slots=True, kw_only=True)
-class Inventory(Listing):
-    """A listing of all objects of a run, and the content of its markers, claims and workers' records."""
 
     now: float
     """Unix seconds at which the inventory was taken; the ages of heartbeats are counted from it."""
     patience_seconds: float
     """Seconds since its last heartbeat for which a worker counts as alive, even if its lease is shorter."""
-    markers: dict[str, dict[int, Found[Marker]]] = field(default_factory=dict)
-    claims: dict[str, Found[Claim]] = field(default_factory=dict)
-    workers: dict[str, Found[WorkerLease]] = field(default_factory=dict)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether storage holds no run: neither run.json nor a worker's record nor a marker."""
-        return self.run is None and not (self.workers or self.markers)
+    is_stopped: bool
+    """Whether there is a stop request."""
+    outputs: dict[str, ObjectInfo]
+    segments: dict[str, list[ObjectInfo]]
+    complete: list[ObjectInfo]
+    """The notes that all chunks of a block are done."""
+    markers: dict[str, dict[int, Found[Marker]]]
+    """Markers by chunk name and then by generation."""
+    claims: dict[str, Found[Claim]]
+    workers: dict[str, Found[WorkerLease]]
 
     def newest(self, name: str) -> Found[Marker] | None:
         """Return the marker of a chunk's highest generation; None if it has no marker."""
@@ -159,6 +95,29 @@ class Inventory(Listing):
             return False
         return not marker.rows_error or 0 < left.modified < newest.info.modified
 
+    def useless(self, *, is_at_rest: bool = False) -> Iterator[tuple[str, str, ObjectInfo]]:
+        """Yield what neither workers nor readers need: the name of its kind, its chunk, and the object.
+
+        What is of a chunk that a living worker has claimed is left out.
+
+        Args:
+            is_at_rest: Whether no worker runs. Segments that are newer than the marker of a chunk with error rows may
+                else belong to a repair that has not ended.
+        """
+        for name, info in self.orphans():
+            # An unreadable marker of the chunk may name this output.
+            is_in_use = self.has_damaged_marker(name) or self.owner(name)
+            if self.is_passed_over(name, info) and not is_in_use:
+                yield "orphan outputs", name, info
+        for name in {**self.segments, **self.claims}:
+            if self.current(name) is None or self.owner(name):
+                continue
+            for info in self.segments.get(name, ()):
+                if is_at_rest or self.is_passed_over(name, info):
+                    yield "segments of done chunks", name, info
+            if name in self.claims:
+                yield "claims of done chunks", name, self.claims[name].info
+
     def living(self) -> list[str]:
         """Return the ids of the workers that have not ended and whose last heartbeat is recent."""
         return [name for name, found in self.workers.items() if self._beats(found)]
@@ -167,10 +126,8 @@ class Inventory(Listing):
         record = found.record
         if record is None or record.state in ENDED_STATES:
             return False
-        silent_seconds = self.now - found.info.modified
-        return not seems_gone(
-            silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
-        )
+        patience_seconds = max(self.patience_seconds, _LEASES_FOR_ONE_LOOK * record.lease_seconds)
+        return self.now - found.info.modified <= patience_seconds
 
     def owner(self, name: str) -> str:
         """Return the id of the living worker that has claimed a chunk in its present start; empty if there is none."""
@@ -190,20 +147,44 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
         patience_seconds: Seconds since its last heartbeat for which a worker counts as alive, even if its lease is
             shorter.
     """
-    found = Inventory(now=now, patience_seconds=patience_seconds)
-    found.add(store.list(""))
-    places = {
-        (name, generation): info
-        for name, generations in found.marker_infos.items()
-        for generation, info in generations.items()
-    }
-    for (name, generation), marker in read_records(store, places, Marker).items():
-        found.markers.setdefault(name, {})[generation] = marker
-    # A worker writes its record before its first claim. Claims are read first, so that no claim is newer than its
-    # owner's record here.
-    found.claims.update(read_records(store, found.claim_infos, Claim))
-    found.workers.update(read_records(store, found.worker_infos, WorkerLease))
-    return found
+    is_stopped, complete = False, list[ObjectInfo]()
+    outputs, segments = dict[str, ObjectInfo](), defaultdict[str, list[ObjectInfo]](list)
+    markers = defaultdict[str, dict[int, Found[Marker]]](dict)
+    marker_infos = dict[tuple[str, int], ObjectInfo]()
+    claim_infos, worker_infos = dict[str, ObjectInfo](), dict[str, ObjectInfo]()
+    for info in store.list(""):
+        top, slash, name = info.key.partition("/")
+        folder, record = top + slash, name.removesuffix(".json")
+        if info.key == layout.STOP_KEY:
+            is_stopped = True
+        elif folder == layout.OUTPUTS and (marker := layout.parse_marker(info.key)):
+            marker_infos[marker] = info
+        elif folder == layout.OUTPUTS and layout.chunk_of_output(info.key):
+            outputs[name] = info
+        elif folder == layout.CHECKPOINTS and (segment := layout.parse_segment(info.key)):
+            segments[segment.chunk].append(info)
+        elif folder == layout.CLAIMS and record != name:
+            claim_infos[record] = info
+        elif folder == layout.WORKERS and record != name:
+            if not name.endswith(layout.STATISTICS_SUFFIX):
+                worker_infos[record] = info
+        elif folder == layout.COMPLETE:
+            complete.append(info)
+    for (name, generation), read in read_records(store, marker_infos, Marker).items():
+        markers[name][generation] = read
+    return Inventory(
+        now=now,
+        patience_seconds=patience_seconds,
+        is_stopped=is_stopped,
+        outputs=outputs,
+        segments=dict(segments),
+        complete=complete,
+        markers=dict(markers),
+        # A worker writes its record before its first claim. Claims are read first, so that no claim is newer than its
+        # owner's record here.
+        claims=read_records(store, claim_infos, Claim),
+        workers=read_records(store, worker_infos, WorkerLease),
+    )
 
 
 def in_parallel(
@@ -237,13 +218,13 @@ def read_records(
 
     def read(info: ObjectInfo) -> Found[T] | None:
         try:
-            data, etag = store.get(info.key)
+            data = store.get(info.key).data
         except ObjectNotFound:
             return None
         try:
-            return Found(info, etag, codec.decode(data, kind, name=info.key))
+            return Found(info, codec.decode(data, kind, name=info.key))
         except InputError as error:
-            return Found(info, etag, None, error.message.removeprefix(f"{info.key}: "))
+            return Found(info, None, error.message.removeprefix(f"{info.key}: "))
 
     found = in_parallel(read, infos.values(), num_readers)
     return {name: each for name, each in zip(infos, found, strict=True) if each is not None}

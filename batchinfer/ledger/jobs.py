@@ -15,7 +15,7 @@ from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound, near
 from batchinfer.core.records import Chunk, Job
 from batchinfer.core.shell import quote
-from batchinfer.storage import Store, split_bucket
+from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ _MAX_SHOWN = 30
 class ChunkRef(NamedTuple):
     """One chunk to do.
 
-    `rows`, `bytes` and `sha256` come from job.json; None while a job is being made. `row_limit` is the number of rows
-    to do, counted from the first (``--limit``); None for all. `generation` is the generation of the marker that will be
+    `rows` and `sha256` come from job.json; None while a job is being made. `rows_to_do` is the number of rows to do,
+    counted from the first: with ``--limit`` perhaps fewer. `generation` is the generation of the marker that will be
     published: 0, or more if error rows are done again. Then `base` is the generation whose answered rows are kept.
     """
 
@@ -41,16 +41,10 @@ class ChunkRef(NamedTuple):
     key: str
     first_row: int = 0
     rows: int | None = None
-    bytes: int | None = None
     sha256: str | None = None
-    row_limit: int | None = None
+    rows_to_do: int = 0
     generation: int = 0
     base: int | None = None
-
-    @property
-    def rows_to_do(self) -> int:
-        """Number of rows to do."""
-        return (self.rows or 0) if self.row_limit is None else self.row_limit
 
 
 class Assignment(NamedTuple):
@@ -132,8 +126,6 @@ def _contradiction(job: Job) -> str:
         row += chunk.rows
     if row != job.rows:
         return f"its chunks have {row} rows together, expected the {job.rows} rows of the job"
-    if job.generation and not job.first_sha256:
-        return f"its generation is {job.generation}, but it has no first_sha256"
     if job.num_workers > max(1, len(job.chunks)):
         return f"it has {job.num_workers} workers for {units.many(len(job.chunks), 'chunk')}"
     return ""
@@ -173,21 +165,12 @@ def check_columns(
         for name in names:
             if not name or name == "*" or name in known:
                 continue
-            meant = near(name, job.columns)
-            if is_certain:
-                raise ConfigError(
-                    f"{option} {name}: no column of the job, expected one of: {columns}{meant}",
-                    hint="if `split --columns` left it out, split again with it",
-                )
-            if option in needed:
-                raise ConfigError(
-                    f"{option} {name}: in none of the rows that split looked at ({columns}){meant}",
-                    hint="if only later rows have it, split again with --columns, which looks at every row",
-                )
-            logger.warning(
-                "%s %s: in none of the rows that split looked at (%s)%s",
-                *(option, name, columns, meant),
-            )
+            said = f"{option} {name}: in no row that split looked at, expected one of: {columns}"
+            said += near(name, job.columns)
+            if is_certain or option in needed:
+                hint = "correct the name, or split again with --columns, which looks for it in every row"
+                raise ConfigError(said, hint=hint)
+            logger.warning("%s", said)
 
 
 def chunk_key(job: Job, chunk: Chunk) -> str:
@@ -218,7 +201,6 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
     for chunk in job.chunks:
         if limit is not None and chunk.first_row >= limit:
             break
-        cut = None if limit is None else min(chunk.rows, limit - chunk.first_row)
         key = chunk_key(job, chunk)
         root, key = split_name(key) if is_absolute(key) else (url, key)
         chunks[chunk.name] = ChunkRef(
@@ -227,20 +209,15 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
             key=key,
             first_row=chunk.first_row,
             rows=chunk.rows,
-            bytes=chunk.bytes,
             sha256=chunk.sha256,
-            row_limit=cut,
+            rows_to_do=chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row),
         )
     return chunks
 
 
 def rows_by_chunk(job: Job, limit: int | None = None) -> dict[str, int]:
     """Return the number of rows to do in each chunk by name; with `limit`, only those of the job's first rows."""
-    return {
-        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
-        for chunk in job.chunks
-        if limit is None or chunk.first_row < limit
-    }
+    return {name: ref.rows_to_do for name, ref in job_chunks(job, "", limit).items()}
 
 
 def rank_manifests(job: Job, rank: int, num_ranks: int) -> list[str]:
@@ -279,8 +256,8 @@ def read_assignment(
     The job's own manifests follow from job.json and are not read: after `split --append` they may be older than it.
 
     Raises:
-        InputError: A manifest is missing, empty or not a list of paths, or names a chunk twice or one that is not in
-            the job. Or the job is not told, or its job.json is missing or damaged.
+        InputError: A manifest is missing, empty or not a list of paths, or names a chunk that is not in the job. Or the
+            job is not told, or its job.json is missing or damaged.
     """
     base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
     if not base:
@@ -288,7 +265,7 @@ def read_assignment(
             f"{manifests[0]}: does not lie in the manifests/ of a job, so its job must be named",
             hint="pass --job JOB, too; JSON Lines that exist become a job by `batchinfer split --by-reference LIST`",
         )
-    read = {each: _read_lines(each, open_store) for each in manifests if _job_of(each) != base}
+    are_own = {manifest: _job_of(manifest) == base for manifest in manifests}
     found = load_job(base, open_store)
     if found is None:
         raise no_job(base)
@@ -299,17 +276,11 @@ def read_assignment(
     lines: dict[str, str] = {}
     for manifest in manifests:
         key = layout.MANIFESTS + split_name(manifest)[1]
-        if manifest not in read and key in own:
+        if are_own[manifest] and key in own:
             named = [chunk_key(job, chunk) for chunk in own[key]]
         else:
-            named = read.get(manifest) or _read_lines(manifest, open_store)
-        for line in named:
-            if line in lines:
-                raise InputError(
-                    f"{manifest}: {line!r} is in {lines[line]}, too, expected each chunk once",
-                    hint="give each manifest once",
-                )
-            lines[line] = manifest
+            named = _read_lines(manifest, open_store)
+        lines |= dict.fromkeys(named, manifest)
     if split_url(base)[0] != "file":
         _refuse_references(job, base)
     return Assignment(_resolve(lines, job, base, limit), job, base, sha256)
@@ -360,17 +331,26 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
 
 def _refuse_references(job: Job, base: str) -> None:
     """Refuse a job in a bucket whose chunks are elsewhere: who wrote it may not have the right to read them."""
-
-    def bucket_of(url: str) -> tuple[str, str]:
-        return url.partition("://")[0].replace("r2", "s3"), split_bucket(url)[0]
-
     for chunk in job.chunks:
         file = chunk.file or ""
-        if is_absolute(file) and bucket_of(file) != bucket_of(base):
+        if is_absolute(file) and not is_beside(file, base):
             raise InputError(
                 f"{base}/{layout.JOB_KEY}: names {file}, which is not in the job's bucket",
                 hint="copy the files into that bucket, or let `batchinfer split` copy the rows",
             )
+
+
+def is_beside(url: str, other: str) -> bool:
+    """Whether two URLs lie in the same bucket, or both name local folders."""
+    return _bucket(url) == _bucket(other)
+
+
+def _bucket(url: str) -> tuple[str, str]:
+    scheme, rest = split_url(url)
+    if scheme == "file":
+        return scheme, ""
+    depth = 3 if scheme == "hf" else 1  # datasets/org/name
+    return {"r2": "s3"}.get(scheme, scheme), "/".join(rest.split("/")[:depth])
 
 
 def _resolve(lines: Mapping[str, str], job: Job, base: str, limit: int | None) -> list[ChunkRef]:

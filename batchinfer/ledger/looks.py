@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import InputError
 from batchinfer.core.records import Job, Run, Worker, WorkerLease
-from batchinfer.ledger.inventory import Found, Listing, SeenMarker, read_records
+from batchinfer.ledger.inventory import Found, read_records
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.runs import find_job, job_sha256_of, no_run, read_run
+from batchinfer.ledger.runs import find_job, no_run, read_run
 from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
 from batchinfer.storage import Store
 
@@ -35,8 +34,8 @@ class Snapshot(NamedTuple):
     job: Job
     job_url: str
     is_stop_asked: bool
-    markers: dict[str, SeenMarker]
-    """The newest marker of each chunk of the job that has one."""
+    markers: dict[str, int]
+    """Generation of the newest marker of each chunk of the job that has one."""
     checkpointed: dict[str, int]
     """Number of finished rows in the segments of each chunk. A row that is in two segments counts twice."""
     workers: list[SeenWorker]
@@ -62,12 +61,7 @@ def look_at(store: Store, open_store: OpenStore, clock: Clock, job_url: str = ""
     markers = newest_markers(store)  # last: a chunk that is done meanwhile is in one of both
     if not (run or markers or workers or any(store.list(layout.LAUNCHES))):
         raise no_run(store)
-    job, url, sha256 = find_job(run, store.url, open_store, asked_url=job_url)
-    if run is not None and sha256 != job_sha256_of(run):
-        raise InputError(
-            f"{url}: is another job than the one that {store.url} was made from",
-            hint="name the run's own job with --job",
-        )
+    job, url = find_job(run, store.url, open_store, asked_url=job_url)
     known = {chunk.name for chunk in job.chunks}
     if strange := markers.keys() - known:
         notes.append(f"{len(strange)} markers are of no chunk of the job ({min(strange)})")
@@ -87,15 +81,16 @@ def look_at(store: Store, open_store: OpenStore, clock: Clock, job_url: str = ""
 
 def read_workers(store: Store) -> tuple[list[SeenWorker], list[str]]:
     """Read the leases and statistics of a run's workers. Return also a sentence for each that cannot be read."""
-    listing = Listing()
-    listing.add(store.list(layout.WORKERS))
-    leases = read_records(store, listing.worker_infos, WorkerLease)
-    counted = read_records(store, listing.statistics_infos, Worker)
+    infos = {info.key: info for info in store.list(layout.WORKERS) if info.key.endswith(".json")}
+    of_counts = {key: infos[key] for key in infos if key.endswith(layout.STATISTICS_SUFFIX)}
+    counted = read_records(store, of_counts, Worker)
+    of_leases = {key: info for key, info in infos.items() if key not in of_counts}
+    leases = read_records(store, of_leases, WorkerLease)
     workers = []
-    for name, found in leases.items():
+    for key, found in leases.items():
         if (lease := found.record) is not None:
-            statistics = counted[name].record if name in counted else None
-            record = statistics or Worker(
+            beside = counted.get(key.removesuffix(".json") + layout.STATISTICS_SUFFIX)
+            record = (beside.record if beside else None) or Worker(
                 id=lease.id,
                 nonce="",
                 state="",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,8 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Run
 from batchinfer.core.shell import quote
-from batchinfer.ledger.jobs import OpenStore, load_job, no_job
+from batchinfer.ledger.jobs import OpenStore, is_beside, load_job, no_job
 from batchinfer.storage import Store
-from batchinfer.storage.opening import split_url
 from batchinfer.storage.retrying import WRITES
 
 logger = logging.getLogger(__name__)
@@ -61,12 +60,12 @@ class Configuration(msgspec.Struct):
     recorded: _Recorded
 
 
-def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
+def read_run(store: Store) -> Run | None:
     """Read run.json. Return None if it does not exist.
 
     Raises:
-        InputError: run.json is damaged, has a newer format version, or was edited (its fingerprint does not fit its
-            configuration). With `may_be_edited` an edited run.json is no error.
+        InputError: run.json is damaged, has a newer format version, or was edited: its fingerprint does not fit its
+            configuration, so it no longer says how the outputs were made.
     """
     name = f"{store.url}/{layout.RUN_KEY}"
     try:
@@ -76,27 +75,12 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
     run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
     codec.check_version(data, name=name)
     codec.decode(data, Configuration, name=name, hint=_PUT_BACK)
-    if not may_be_edited:
-        refuse_edited(run, url=store.url)
+    if (computed := codec.fingerprint(run.config)) != run.fingerprint:
+        raise InputError(
+            f"{name}: was edited: its configuration has the fingerprint {computed}, but {run.fingerprint} stands in it",
+            hint=_PUT_BACK,
+        )
     return run
-
-
-def edit_of(run: Run) -> str:
-    """Return a sentence that says that run.json was edited; "" if its fingerprint fits its configuration. Pure."""
-    computed = codec.fingerprint(run.config)
-    if computed == run.fingerprint:
-        return ""
-    return f"its configuration has the fingerprint {computed}, but {run.fingerprint} stands in it: it was edited"
-
-
-def refuse_edited(run: Run, *, url: str) -> None:
-    """Refuse a run whose run.json was edited, since it no longer says how the outputs were made.
-
-    Raises:
-        InputError: The fingerprint in run.json does not fit its configuration.
-    """
-    if problem := edit_of(run):
-        raise InputError(f"{url}/{layout.RUN_KEY}: {problem}", hint=_PUT_BACK)
 
 
 def refuse_newer(store: Store) -> None:
@@ -125,9 +109,9 @@ def no_run(store: Store) -> InputError:
             hint=f"give {store.url}/{above}{names[0]}",
         )
     return InputError(
-        f"{store.url}: no run there (neither run.json nor workers nor outputs)",
-        hint="start a worker first, or check the URL: it is what --output says, by default JOB/runs/default; "
-        "of `batchinfer run -o DEST` it is DEST.batchinfer/run",
+        f"{store.url}: no run there: no run.json, which the first worker writes once its engine has loaded",
+        hint="check the URL: it is what --output says, by default JOB/runs/default, of `batchinfer run -o DEST` "
+        "DEST.batchinfer/run",
     )
 
 
@@ -156,20 +140,14 @@ def join_run(
         recorded=_plain(recorded),
         nonce=nonce,
     )
-    standing = read_run(store)
-    if standing is None:
+    for _ in range(WRITES):  # somebody may remove it
+        if (standing := read_run(store)) is not None:
+            break
         refuse_foreign(marked or {}, mine.fingerprint, url=store.url)
-        try:
+        with contextlib.suppress(AlreadyExists):
             store.create(layout.RUN_KEY, codec.encode_pretty(mine))
-            return mine
-        except AlreadyExists:
-            pass
-        standing = read_run(store)
-        if standing is None:
-            raise InputError(
-                f"{store.url}/{layout.RUN_KEY}: vanished",
-                hint="somebody deletes the run; start again",
-            )
+    else:
+        raise StorageError(f"{store.url}/{layout.RUN_KEY}: is removed as often as it is written")
     check_same(standing, config, url=store.url)
     for key in ("engine_version", "batchinfer_version"):
         here, there = mine.recorded.get(key), standing.recorded.get(key)
@@ -186,19 +164,16 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
     Raises:
         RunMismatch: The configurations differ. The message has one line for each difference.
     """
-    if lines := _differences(run, config):
+    differing = differing_keys(run.config, _plain(config))
+    lines = "\n".join(
+        f"  {key}: the run has {there}, this worker {here}{_MEANINGS.get(key, '')}"
+        for key, there, here in differing
+    )
+    if lines:
         raise RunMismatch(
             f"{url}: the run was made with another configuration:\n{lines}",
             hint="use the run's values, or start another run with another --output",
         )
-
-
-def _differences(run: Run, config: dict[str, Any]) -> str:
-    """Return one line for each key of a configuration whose value differs from the run's."""
-    return "\n".join(
-        f"  {key}: the run has {there}, this worker {here}{_MEANINGS.get(key, '')}"
-        for key, there, here in differing_keys(run.config, _plain(config))
-    )
 
 
 def refuse_foreign(marked: Mapping[str, str], fingerprint: str, *, url: str) -> None:
@@ -221,32 +196,6 @@ def refuse_foreign(marked: Mapping[str, str], fingerprint: str, *, url: str) -> 
         f"fingerprint {marked[foreign[0]]}, run.json or this worker has {fingerprint}",
         hint=f"{_PUT_BACK}; or do these chunks again: batchinfer clean {quote(url)} {redo} --yes",
     )
-
-
-def confirm_run(store: Store, run: Run) -> None:
-    """Check that a run that this worker has joined still has its configuration. A run.json that is gone is put back.
-
-    Raises:
-        RunMismatch: run.json was replaced by one with another configuration.
-        StorageError: run.json was removed each time that it was put back.
-    """
-    for _ in range(WRITES):
-        if (standing := read_run(store)) is not None:
-            break
-        logger.warning("%s/%s: was removed; it is put back", store.url, layout.RUN_KEY)
-        with contextlib.suppress(AlreadyExists):
-            store.create(layout.RUN_KEY, codec.encode_pretty(run))
-    else:
-        raise StorageError(
-            f"{store.url}/{layout.RUN_KEY}: is removed as often as it is put back",
-            hint="find out what removes it, then start the same command again",
-        )
-    if lines := _differences(standing, run.config):
-        raise RunMismatch(
-            f"{store.url}/{layout.RUN_KEY}: was replaced while this worker ran, by one of another configuration:\n"
-            f"{lines}",
-            hint=f"{_PUT_BACK}; `batchinfer verify` tells which chunks are of which",
-        )
 
 
 def differing_keys(
@@ -285,11 +234,6 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- finding the job that a run was made from
 
 
-def job_sha256_of(run: Run | None) -> str:
-    """Return the sha256 of the run's job.json; empty if there is no run.json."""
-    return "" if run is None else str(run.config.get("job_sha256") or "")
-
-
 def job_places(run: Run | None, run_url: str) -> list[str]:
     """Return the URLs where a run's job may be, the likeliest first.
 
@@ -298,44 +242,17 @@ def job_places(run: Run | None, run_url: str) -> list[str]:
     must not be able to send this program's requests elsewhere. Without a run.json the engine of `batchinfer run` may be
     loading.
     """
-    recorded = layout.job_beside(run_url) if run is None else recorded_job(run)
+    recorded = layout.job_beside(run_url)
+    if run is not None:
+        recorded = str(run.recorded.get("job") or "").rstrip("/")
     beside = recorded if is_beside(recorded, run_url) else ""
     return list(dict.fromkeys(filter(None, (layout.job_above(run_url), beside))))
 
 
-def recorded_job(run: Run | None) -> str:
-    """Return the URL that the job had when the run was made, as run.json records it; empty if none is recorded."""
-    return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
-
-
-def is_beside(url: str, run_url: str) -> bool:
-    """Whether two URLs lie in the same bucket, or both name local folders."""
-    return _bucket(url) == _bucket(run_url)
-
-
-def _bucket(url: str) -> tuple[str, str]:
-    scheme, rest = split_url(url)
-    if scheme == "file":
-        return scheme, ""
-    depth = 3 if scheme == "hf" else 1  # datasets/org/name
-    return {"r2": "s3"}.get(scheme, scheme), "/".join(rest.split("/")[:depth])
-
-
-class FoundJob(NamedTuple):
-    """A job, its URL, and the sha256 of its job.json."""
-
-    job: Job
-    url: str
-    sha256: str
-
-
 def find_job(
     run: Run | None, run_url: str, open_store: OpenStore, *, asked_url: str | None = None
-) -> FoundJob:
-    """Find the job that a run was made from. Read-only.
-
-    The first job.json with the checksum that run.json records is returned. If no job.json has that checksum, the first
-    job.json that was found is returned.
+) -> tuple[Job, str]:
+    """Find the job that a run was made from, and its URL. Read-only.
 
     Args:
         run: The content of run.json; None if it does not exist yet.
@@ -344,22 +261,22 @@ def find_job(
         asked_url: The only URL to look at; by default the URLs of `job_places` are looked at.
 
     Raises:
-        InputError: No place has a job.json, or one is damaged.
+        InputError: No place has a job.json, or one is damaged, or all are of other jobs than the run's.
     """
-    others: list[FoundJob] = []
+    others = []
     for url in [asked_url.rstrip("/")] if asked_url else job_places(run, run_url):
         if (loaded := load_job(url, open_store)) is not None:
-            found = FoundJob(loaded[0], url, loaded[1])
-            if found.sha256 == job_sha256_of(run):
-                return found
-            others.append(found)
+            if run is None or loaded[1] == run.config.get("job_sha256"):
+                return loaded[0], url
+            others.append(url)
     if others:
-        return others[0]
+        raise InputError(
+            f"{others[0]}: is another job than the one that {run_url} was made from",
+            hint="name the run's own job with --job",
+        )
     if asked_url:
         raise no_job(asked_url)
-    recorded, problem = recorded_job(run), "neither run.json nor its place tells where its job lies"
-    if run is None:
-        problem = "no engine has loaded yet, so there is no run.json to tell where its job lies"
-    elif recorded and not is_beside(recorded, run_url):
-        problem = f"run.json names the job {recorded!r}, which is not where the run is, so it is only read if asked for"
-    raise InputError(f"{run_url}: {problem}", hint="name it: --job JOB")
+    raise InputError(
+        f"{run_url}: neither its place nor run.json tells where its job lies; one in another bucket is not looked for",
+        hint="name it: --job JOB",
+    )

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import groupby
+from posixpath import commonprefix
 from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.errors import AlreadyExists
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, read_claim
-from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
 from batchinfer.storage import Store
 
-_FEW = 10
-"""Largest number of neighbours that are looked up one by one. More of them are read from a listing, which shows other
-chunks, too: all of the run if the numbers in their names are not padded."""
 _MOST_NEIGHBOURS = 1000
 """Largest number of neighbours: so many chunks whose names begin alike are listed together."""
 MOST_SAMPLED = 16
@@ -47,23 +42,19 @@ class Survey(NamedTuple):
 
 
 def neighbours(names: Iterable[str]) -> list[list[str]]:
-    """Group the chunks of a job: those of one group begin alike, and are at most a thousand.
+    """Group the chunks of a job: those of one group begin alike, as no other chunk does, and are at most a thousand.
+
+    So the listing of a group shows no other chunk, however the chunks are named.
 
     >>> [len(group) for group in neighbours(f"train-{index:05d}-of-01500" for index in range(1500))]
     [1000, 500]
     """
-    found, groups = list[list[str]](), [list(names)]
-    while groups:
-        group = groups.pop(0)
-        if len(group) <= _MOST_NEIGHBOURS:
-            found.append(group)
-            continue
-        length = len(beginning_of(group)) + 1
-        longer: defaultdict[str, list[str]] = defaultdict(list)
-        for name in group:
-            longer[name[:length]].append(name)
-        groups = [*longer.values(), *groups]
-    return found
+    group = sorted(names)
+    if len(group) <= _MOST_NEIGHBOURS:
+        return [group]
+    length = len(beginning_of(group)) + 1
+    longer = groupby(group, key=lambda name: f"{name}."[:length])
+    return [found for _, alike in longer for found in neighbours(alike)]
 
 
 def blocks_of(refs: Mapping[str, ChunkRef]) -> dict[str, list[str]]:
@@ -73,20 +64,18 @@ def blocks_of(refs: Mapping[str, ChunkRef]) -> dict[str, list[str]]:
     """
     found = {}
     for names in neighbours(refs):
-        lines = "".join(f"{name} {refs[name].generation}\n" for name in sorted(names))
+        lines = "".join(f"{name} {refs[name].generation}\n" for name in names)
         found[f"{layout.COMPLETE}{hashlib.sha256(lines.encode()).hexdigest()[:32]}"] = names
     return found
 
 
 def beginning_of(names: Collection[str]) -> str:
-    """Return what all of the names begin with."""
-    first, last = min(names), max(names)
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
-    return "".join(letter for letter, _ in same)
+    """Return what all keys of these chunks begin with, after the folder. A dot follows the name in each of them."""
+    return commonprefix([f"{name}." for name in names])
 
 
-def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
-    """Return every chunk that has a marker, with the newest of its markers, from one listing of outputs/.
+def newest_markers(store: Store, beginning: str = "") -> dict[str, int]:
+    """Return every chunk that has a marker, with its newest marker's generation, from one listing of outputs/.
 
     A marker does not count if it is too short to be whole, or if its chunk has no output.
 
@@ -94,7 +83,7 @@ def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
         store: The run's store.
         beginning: What the chunks' names begin with; others are not listed.
     """
-    found: dict[str, SeenMarker] = {}
+    found: dict[str, int] = {}
     outputs: set[str] = set()
     for info in store.list(layout.OUTPUTS + beginning):
         marker = layout.parse_marker(info.key)
@@ -102,9 +91,8 @@ def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
             outputs.add(layout.chunk_of_output(info.key))
         elif info.bytes >= SMALLEST_MARKER_BYTES:
             name, generation = marker
-            if name not in found or generation > found[name].generation:
-                found[name] = SeenMarker(generation, info.modified)
-    return {name: marker for name, marker in found.items() if name in outputs}
+            found[name] = max(generation, found.get(name, 0))
+    return {name: generation for name, generation in found.items() if name in outputs}
 
 
 def chunks_with_checkpoints(store: Store) -> dict[str, int]:
@@ -151,23 +139,15 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         generations: Generation of the wanted marker for each chunk, by name; those first whose claims are to be read.
             A chunk with a marker of this generation or a higher one is done.
     """
-    if len(generations) > _FEW:
-        beginning = beginning_of(generations)
-        done = {
-            name
-            for name, marker in newest_markers(store, beginning).items()
-            if marker.generation >= generations.get(name, sys.maxsize)
-        }
-        num_reads = 2  # pages, of a thousand outputs and their markers
-        may_be_claimed = set[str]()
-        if not done >= generations.keys():
-            infos = store.list(layout.CLAIMS + beginning)
-            may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
-            num_reads += 2  # a page of claims, and one of the workers that `watch` lists
-    else:
-        done = {name for name in generations if read_marker(store, name, generations[name])[0]}
-        may_be_claimed = set(generations)
-        num_reads = len(generations) + len(done)
+    beginning = beginning_of(generations)
+    markers = newest_markers(store, beginning)
+    done = {name for name in generations if markers.get(name, -1) >= generations[name]}
+    num_reads = 2  # pages, of a thousand outputs and their markers
+    may_be_claimed = set[str]()
+    if not done >= generations.keys():
+        infos = store.list(layout.CLAIMS + beginning)
+        may_be_claimed = {layout.stem(info.key).removesuffix(".json") for info in infos}
+        num_reads += 2  # a page of claims, and one of the workers that `watch` lists
     claims.watch()
     unclaimed, lapsed, owners = list[str](), list[str](), list[WorkerLease]()
     for name in generations:

@@ -26,11 +26,6 @@ from batchinfer.runs.stop import require_run
 from batchinfer.storage import ObjectInfo, Store
 
 DEFAULT_AGE_SECONDS = 3600.0
-PROBE_SECONDS = 600.0
-"""Smallest age in seconds at which a probe object counts as left behind.
-
-A worker writes a probe object to test the store. It removes the object after about ten requests.
-"""
 ANY_AGE = float("-inf")
 _MARKERS = "markers"
 
@@ -136,28 +131,11 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
             yield Removal(_MARKERS, marker.info, ANY_AGE)
     for info in inventory.complete if config.redo else ():
         yield Removal("notes of complete blocks", info, ANY_AGE)
-    for name, info in inventory.orphans():
-        # An unreadable marker of the chunk may name this output, so the output stays. The output of a chunk in `redo`
-        # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
-        is_in_use = inventory.has_damaged_marker(name) or name in config.redo
-        is_settled = inventory.is_passed_over(name, info) and not inventory.owner(name)
-        if is_settled and not is_in_use:
-            yield Removal("orphan outputs", info, age)
-    for name, infos in inventory.segments.items():
-        if name in config.redo or inventory.owner(name) or inventory.current(name) is None:
-            continue
-        for info in infos:
-            # Segments that are newer than the marker of a chunk with error rows may belong to a repair that has not
-            # ended. They stay, unless the user says by an age of 0 that no worker runs.
-            if not age or inventory.is_passed_over(name, info):
-                yield Removal("segments of done chunks", info, age)
-    for name, claim in inventory.claims.items():
-        if not inventory.owner(name) and inventory.current(name) is not None:
-            yield Removal("claims of done chunks", claim.info, age)
-    for info in inventory.probes:
-        # A worker probes the store before it writes its record. So a young probe may belong to a live worker that
-        # has no record yet.
-        yield Removal("probes", info, max(age, PROBE_SECONDS))
+    for what, name, info in inventory.useless(is_at_rest=not age):
+        # What is of a chunk in `redo` stays: `clean` removes the chunk's marker, and without a marker another worker
+        # could still name an output.
+        if name not in config.redo:
+            yield Removal(what, info, age)
 
 
 @config_command("clean", CleanConfig)

@@ -160,7 +160,6 @@ def overview(
     run = snapshot.run
     # An object that looks newer than now shows that this machine's clock is behind storage's.
     times = [seen.modified for seen in snapshot.workers]
-    times += [marker.modified for marker in snapshot.markers.values()]
     now = max(snapshot.taken, *times, 0.0)
     views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in snapshot.workers]
     views = _with_slow(sorted(views, key=lambda view: view.id))

@@ -211,7 +211,7 @@ def _read_samples(
     """
     refs = job_chunks(snapshot.job, snapshot.job_url)
     names = [name for name in refs if name in snapshot.markers]
-    ends = {name: snapshot.markers[name].generation for name in [*names[:1], *names[-1:]]}
+    ends = {name: snapshot.markers[name] for name in [*names[:1], *names[-1:]]}
     found: list[Sample] = []
     for name, marker in read_markers(store, ends).items() if num_rows else ():
         # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.

@@ -102,7 +102,7 @@ def look_closely(
     """
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
-    generations = {name: seen.generation for name, seen in snapshot.markers.items()}
+    generations = snapshot.markers
     is_done = rows_of(snapshot).keys() <= generations.keys()
     reads_markers |= is_done and any(generations.values()) and len(generations) <= _MOST_MARKERS
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -29,14 +28,13 @@ from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
 from batchinfer.core.shell import quote
 from batchinfer.formats.lines import read_line
-from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, RunTarget, find_target
+from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Finding, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.prompts import json_lines
 from batchinfer.prompts.types import PromptConfig, RowError
 from batchinfer.runs.overview import add_up
-from batchinfer.storage.opening import is_inside, join_url
 from batchinfer.storage.scratch import Scratch, remove_quietly
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -46,7 +44,7 @@ NUM_COMPARISONS = 4
 """Number of chunks that --deep compares with their outputs at the same time."""
 MAX_PROBLEMS = 5
 """Largest number of problems that are reported of one output. That of another chunk would have one in each line."""
-_ORDER_OF_FIXES = ("run", "job", "chunk", "clean", "resume", "redo", "worker", "later", "hand")
+_ORDER_OF_FIXES = ("chunk", "clean", "resume", "redo", "worker")
 """Names of fixes, in the order in which the user should apply them: a fix may need an earlier one."""
 _SHOWN = 10
 """Number of findings of one kind and one fix that are shown in full; the others are only counted."""
@@ -126,22 +124,14 @@ class Verdict(NamedTuple):
 
         `fix` is the name of the fix, and `subjects` are the chunks or keys of the findings.
         """
-        names, place = list(dict.fromkeys(subjects)), shlex.quote(self.run)
-        scheme = self.run.partition("://")[0] if "://" in self.run else ""
-        remove = {"": "rm", "s3": "aws s3 rm", "gs": "gcloud storage rm"}.get(scheme, "remove")
-        redo = " ".join(f"--redo {shlex.quote(name)}" for name in names)
-        # The command line of AWS takes one object.
-        removals = "; ".join(f"{remove} {shlex.quote(f'{self.run}/{name}')}" for name in names)
+        place = quote(self.run)
+        redo = " ".join(f"--redo {quote(name)}" for name in dict.fromkeys(subjects))
         return {
             "worker": self.worker,
             "redo": f"batchinfer clean {place} {redo} --yes",
             "clean": f"batchinfer clean {place} --yes",
-            "later": f"batchinfer clean {place} --yes  # after the chunk is done",
             "resume": f"batchinfer stop --resume {place}",
-            "run": "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made",
-            "job": f"batchinfer verify --job JOB {place}  # with the job that the run is of",
             "chunk": "restore the chunk as job.json describes it, or split again into another job",
-            "hand": f"{removals}  # unless somebody needs it",
         }[fix]
 
 
@@ -158,10 +148,9 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
-    target = find_target(store, inventory, open_store, job_url=config.job)
-    inventory.foreign = [it for it in inventory.foreign if _is_only_in(store.url, it.key, target)]
-    audit = Audit(target, inventory)
-    sound, prompt = audit.check_all(), prompt_of(target.run)
+    target = find_target(store, open_store, job_url=config.job)
+    sound, findings = audit(target, inventory)
+    prompt = prompt_of(target.run)
     passed = [] if config.deep else [marker for _, marker in sound]
     with ExitStack() as stack:
         if config.deep:
@@ -189,9 +178,9 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
         for (fix, problems), (ref, marker) in zip(compared, sound, strict=config.deep):
             passed += [] if problems else [marker]
             for problem in problems:
-                audit.add(CORRUPT, ref.name, problem, fix)
+                findings.append(Finding(CORRUPT, ref.name, problem, fix))
     worker = worker_command(target.run, store.url, target.job_url)
-    kinds = Counter(finding.kind for finding in audit.findings)
+    kinds = Counter(finding.kind for finding in findings)
     result = {
         "status": "SOUND" if set(kinds) <= {LEFTOVER} else "UNSOUND",
         "run": store.url,
@@ -204,17 +193,8 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
         "output_bytes": sum(marker.output_bytes for marker in passed),
         **msgspec.structs.asdict(add_up(passed)),
     }
-    findings = sorted(
-        audit.findings, key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind))
-    )
+    findings.sort(key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind)))
     return Verdict(result, findings, store.url, worker)
-
-
-def _is_only_in(run_url: str, key: str, target: RunTarget) -> bool:
-    """Whether an object is the run's: not behind a link that leads out of it, nor of a job that lies in the run."""
-    place, job = join_url(run_url, key), target.job_url
-    is_of_job = is_inside(place, job) and is_inside(job, run_url)
-    return is_inside(place, run_url) and not is_of_job
 
 
 # --------------------------------------------------------------------------- an output and its chunk, line by line

@@ -63,7 +63,7 @@ def _open_claimed(ref: ChunkRef, claim: Taken, run: RunAccess, *, now: float) ->
     with contextlib.ExitStack() as undo:
         local = fetch(run.source_at(ref.root), ref, run.scratch)
         undo.callback(remove_quietly, local.path)
-        num_rows = local.num_lines if ref.row_limit is None else min(ref.row_limit, local.num_lines)
+        num_rows = ref.rows_to_do
         spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
         chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
         undo.callback(chunk.close)

@@ -34,7 +34,6 @@ from batchinfer.ledger.jobs import (
 from batchinfer.ledger.runs import (
     UNKNOWN,
     check_same,
-    confirm_run,
     join_run,
     read_run,
 )
@@ -121,7 +120,8 @@ class Membership:
             RunMismatch: run.json was replaced.
         """
         assert self.run is not None, "a worker without run.json joins the run before its end"
-        confirm_run(self._store, self.run)
+        run = self.run
+        join_run(self._store, run.config, run.recorded, nonce=run.nonce)
 
     def join(self, info: EngineInfo, *, nonce: str, marked: dict[str, str]) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""

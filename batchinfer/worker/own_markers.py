@@ -82,8 +82,7 @@ class OwnMarkers:
         if not names:
             return
         # The chunks of a manifest are neighbours. All of a large run would be listed by many workers that end together.
-        listed = self._do(partial(newest_markers, self._store, beginning_of(names)))
-        now = {name: seen.generation for name, seen in listed.items()}
+        now = self._do(partial(newest_markers, self._store, beginning_of(names)))
         late = [name for name in names if name in now and before.get(name) != now[name]]
         refuse_foreign(self.fingerprints(now, late), fingerprint, url=self._store.url)
 

@@ -177,7 +177,7 @@ class _Start:
         listed = submit(partial(newest_markers, self.store))
         with_checkpoints = submit(partial(chunks_with_checkpoints, self.store))
         loading = self._begin_loading(engine, stack)
-        done = {name: marker.generation for name, marker in self._await(listed).items()}
+        done = self._await(listed)
         own = {ref.name for ref in membership.assignment.chunks}
         if membership.run is not None:
             marked = self.markers.fingerprints(done, own)

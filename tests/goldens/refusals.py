@@ -31,7 +31,6 @@ FILES = {
     "elsewhere.yaml": "vllm: {output: s3://b/run}",
     "unknown.txt": "chunks/part-00000.jsonl\nchunks/part-00077.jsonl",
     "outside.txt": "../secret.jsonl",
-    "twice.txt": "chunks/part-00000.jsonl\nchunks/part-00000.jsonl",
     "empty.txt": "\n",
     "rows.csv": "text,n\nx,1",
     "review.csv": "review,n\nx,1",

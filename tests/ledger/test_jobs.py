@@ -34,8 +34,9 @@ def test_the_jobs_own_manifests_follow_from_it_and_others_are_read(job, tmp_path
     (Path(job) / "manifests/worker-00000.txt").write_text("chunks/part-00000.jsonl\n")
     assert len(read(f"{job}/manifests/worker-00000.txt").chunks) == 3
     copy = tmp_path / "worker-00000.txt"
-    copy.write_text("chunks/part-00000.jsonl\n")
+    copy.write_text("chunks/part-00000.jsonl\n" * 2)
     assert len(read(str(copy), job=job).chunks) == 1
+    assert len(read(f"{job}/manifests/all.txt", str(copy), job=job).chunks) == 10
 
 
 def test_a_job_in_a_bucket_names_no_file_elsewhere():

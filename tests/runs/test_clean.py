@@ -24,10 +24,9 @@ ORPHAN, YOUNGER = (layout.output_key(layout.output_file(CHUNK, one)) for one in 
 SEGMENT = layout.segment_key(CHUNK, "gone", 1, 1)
 CLAIM = layout.claim_key(CHUNK)
 MARKER = layout.marker_key(CHUNK)
-PROBE = f"{layout.PROBES}0123456789abcdef"
 NOTE = f"{layout.COMPLETE}{32 * '0'}"
 """Says that a block of chunks is done."""
-USELESS = {ORPHAN, SEGMENT, CLAIM, PROBE}
+USELESS = {ORPHAN, SEGMENT, CLAIM}
 NEEDED = {
     layout.output_key(layout.output_file(UNDONE, "aaaa")),
     layout.segment_key(UNDONE, "gone", 1, 1),
@@ -108,7 +107,6 @@ CASES = {
     "what the dead left": Case(leave, {}, USELESS),
     "what is young": Case(leave, HALF),
     "what is old enough": Case(leave, HALF | {"older_than_seconds": 60}, USELESS),
-    "a probe under way": Case(leave, ANY_AGE, USELESS - {PROBE}),
     "what a live worker has in hand": Case(leave_of_the_living, ANY_AGE),
     "what a worker left that fell silent long ago": Case(leave_of_the_living, {}, USELESS),
     "checkpoints of a repair": Case(begin_repair),

@@ -6,7 +6,6 @@ import pytest
 
 from batchinfer.core.prices import Prices
 from batchinfer.core.records import Minute, Money, Run, Worker
-from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
 from fakes import worker_record
@@ -52,7 +51,7 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
         job=JOB,
         job_url="memory://job",
         is_stop_asked=values.pop("is_stop_asked", False),
-        markers={f"part-{index:05d}": SeenMarker(0, NOW - 100) for index in range(done)},
+        markers={f"part-{index:05d}": 0 for index in range(done)},
         checkpointed=values.pop("checkpointed", {}),
         workers=seen,
         notes=[],

@@ -67,7 +67,7 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url):
     assert (seen.state, seen.model) == ("loading", "meta-llama/Llama-3.1-8B-Instruct")
     put_worker(in_memory(f"{memory_url}/else"), make_workers(SMALL)[0])
     assert look(f"{memory_url}/else", job=memory_url).chunks.total == 20
-    with pytest.raises(InputError, match="no engine has loaded yet"):
+    with pytest.raises(InputError, match="where its job lies"):
         look(f"{memory_url}/else")
 
 

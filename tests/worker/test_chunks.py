@@ -25,7 +25,7 @@ NUM_SEGMENTS = 24
 ROWS_EACH = 250
 ROW_BYTES = 8000
 NUM_ROWS = NUM_SEGMENTS * ROWS_EACH
-REF = ChunkRef(name="texts", root="job", key="texts.jsonl")
+REF = ChunkRef(name="texts", root="job", key="texts.jsonl", rows_to_do=NUM_ROWS)
 FAILED = b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}'
 
 
