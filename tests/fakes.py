@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Marker, Worker, WorkerLease
+from batchinfer.ledger.claims import Lease
 from batchinfer.storage import ObjectInfo, Store, clouds
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.retrying import RetryPolicy
@@ -29,6 +31,16 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
+
+
+class HeldLease(Lease):
+    """A lease that is held for ever, without a record."""
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce, self.numbers = nonce, count(1)
+
+    def require(self) -> None:
+        pass
 
 
 def worker_record(**values: Any) -> Worker:

@@ -9,12 +9,12 @@ from typing import Any
 from batchinfer.core.records import Failure, Reply
 from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.jobs import job_chunks, load_job
-from batchinfer.ledger.publishing import Publisher, build_output
+from batchinfer.ledger.publishing import build_output, publish
 from batchinfer.ledger.runs import join_run
 from batchinfer.prompts.types import Prepared
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store as open_any
-from fakes import marker_record
+from fakes import HeldLease, marker_record
 
 Answer = bytes | dict[str, Any] | Failure
 """Body of the server's answer, or why there is none."""
@@ -63,7 +63,7 @@ def finish_run(
     store = open_store(str(run_url))
     config = {"job_sha256": sha256, "limit": None, "model": model, "prompt": dict(prompt or {})}
     run = join_run(store, config, {"job": str(job_url)}, nonce="n")
-    publisher = Publisher(store, nonce=f"n{generation}", require_lease=lambda: None)
+    lease = HeldLease(f"n{generation}")
     with tempfile.TemporaryDirectory() as folder:
         for index, ref in enumerate(job_chunks(job, str(job_url)).values()):
             if index in leave_out:
@@ -87,4 +87,4 @@ def finish_run(
                 prompt_tokens=sum(row.usage.prompt_tokens for row in rows),
                 completion_tokens=sum(row.usage.completion_tokens for row in rows),
             )
-            publisher.publish(built, marker, chunk=ref.name, leftovers=())
+            publish(store, lease, built, marker, chunk=ref.name, leftovers=())

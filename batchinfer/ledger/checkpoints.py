@@ -150,8 +150,6 @@ class Segments:
         """Keys of those segments in which a row has no answer, but an error."""
         self.keys: list[str] = []
         """Keys of all segments that were read, also outdated ones. All are deleted once the chunk has its marker."""
-        self.num_outdated = 0
-        """Number of segments that were left out because their first line has another sha256 or fingerprint."""
         self.has_vanished = False
         """Whether a listed segment was gone when it was to be read, as after another worker published the chunk."""
 
@@ -161,17 +159,8 @@ class Segments:
         Only one segment's bytes are in memory at a time.
         """
         for info in self._store.list(layout.checkpoint_prefix(self._name)):
-            if layout.parse_segment(info.key) is None:
-                logger.warning("%s: not a checkpoint segment, left alone", info.key)
-            else:
+            if layout.parse_segment(info.key) is not None:
                 yield from self.rows_of(info.key)
-        if self.num_outdated:
-            logger.warning(
-                "%s: %d checkpoint segments answer another text than the chunk has now, "
-                "or are of another configuration than the run's; their rows are generated again",
-                self._name,
-                self.num_outdated,
-            )
 
     def rows_of(self, key: str) -> Iterator[FinishedRow]:
         """Yield the finished rows of one segment."""
@@ -186,12 +175,13 @@ class Segments:
             header = _header_decoder.decode(file.readline())
         except _UNREADABLE:
             header = None
-        if header is None or (header.chunk_sha256, header.fingerprint) != self._wanted:
-            self.num_outdated += 1
-            return
-        if not _is_whole(header, memoryview(data)[file.tell() :]):
+        if (
+            header is None
+            or (header.chunk_sha256, header.fingerprint) != self._wanted
+            or not _is_whole(header, memoryview(data)[file.tell() :])
+        ):
             logger.warning(
-                "%s: was changed after it was written (its sha256 is another one); its rows are generated again",
+                "%s: is of another text or configuration, or was changed; its rows are generated again",
                 key,
             )
             return

@@ -77,22 +77,11 @@ def _scan(path: Path) -> tuple[str, int]:
     digest = hashlib.sha256()
     num_lines = 0
     last = b"\n"
-    # One buffer serves all reads; it is small enough for the processor's cache.
-    buffer = bytearray(_READ_BYTES)
-    with (
-        scratch_errors(path.parent),
-        path.open("rb", buffering=0) as file,
-        memoryview(buffer) as view,
-    ):
-        while size := file.readinto(buffer):
-            digest.update(view[:size])
-            # In lines of about a thousand bytes or more, find() is quicker than count(), which takes at least a third
-            # of the time that hashing takes.
-            at = buffer.find(b"\n", 0, size)
-            while at >= 0:
-                num_lines += 1
-                at = buffer.find(b"\n", at + 1, size)
-            last = bytes(view[size - 1 : size])
+    with scratch_errors(path.parent), path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+            num_lines += block.count(b"\n")
+            last = block[-1:]
     return digest.hexdigest(), num_lines + (last != b"\n")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from batchinfer.core import codec, layout
@@ -35,7 +35,6 @@ from batchinfer.core.errors import (
 from batchinfer.core.events import event
 from batchinfer.core.records import Claim, Worker, WorkerLease
 from batchinfer.ledger.own_record import OwnRecord
-from batchinfer.ledger.silence import has_lapsed
 from batchinfer.storage import ObjectInfo, Store
 from batchinfer.storage.retrying import WRITES, keeps_refusing
 
@@ -77,6 +76,8 @@ class Lease:
         self.worker_id = worker_id
         self.lease_seconds = lease_seconds
         self.nonce = nonce
+        self.numbers = itertools.count(1)
+        """Numbers that this start has given nothing yet: with the nonce they make names that nobody else has."""
 
     @property
     def writer(self) -> str:
@@ -135,7 +136,7 @@ class Lease:
         """Whether others must still respect this worker's claims."""
         if self._superseded or self._is_closed:
             return False
-        return not has_lapsed(self._clock.monotonic() - self._renewed, self.lease_seconds)
+        return self._clock.monotonic() - self._renewed < self.lease_seconds
 
     def require(self) -> None:
         """Raise an error unless this worker still holds its lease and has renewed it in time.
@@ -225,10 +226,9 @@ def decode_claim(data: bytes, key: str) -> Claim:
 
 
 class Taken(NamedTuple):
-    """A claim that this worker has taken. `etag` is needed to release it. `is_new`: the chunk had no claim before."""
+    """A claim that this worker has taken. `etag` is needed to release it."""
 
     etag: str
-    is_new: bool = False
 
 
 class Held(NamedTuple):
@@ -248,12 +248,6 @@ def read_claim(store: Store, name: str) -> Held | None:
     return Held(decode_claim(data, key), etag)
 
 
-class _Sighting(NamedTuple):
-    etag: str
-    since: float
-    record: WorkerLease
-
-
 class Claims:
     """Takes, watches and releases claims in one worker's name, from any thread.
 
@@ -265,8 +259,7 @@ class Claims:
         self._store = store
         self._lease = lease
         self._clock = clock
-        self._numbers = itertools.count(1)
-        self._sightings: dict[str, _Sighting] = {}
+        self._sightings: dict[str, tuple[str, float]] = {}
         self._listed: dict[str, tuple[ObjectInfo, float]] = {}
         self._next_watch = float("-inf")
 
@@ -283,7 +276,7 @@ class Claims:
         for _ in range(WRITES):
             with contextlib.suppress(AlreadyExists):
                 etag = self._store.create(key, self._body(self._lease.worker_id))
-                return Taken(etag, is_new=True)
+                return Taken(etag)
             held = read_claim(self._store, name)
             if held is None:
                 continue  # The claim was removed between the two requests.
@@ -314,18 +307,6 @@ class Claims:
             logger.info("%s: its claim is somebody else's by now", name)
             return False
         return True
-
-    def release_ours(self, names: Iterable[str]) -> None:
-        """Release those claims that this start of the worker wrote of chunks that it has given up.
-
-        A claim whose write timed out may still appear on storage much later. If these claims stayed, two workers that
-        have given up different chunks could wait for each other for ever.
-        """
-        for name in names:
-            held = read_claim(self._store, name)
-            ours = self._lease.worker_id, self._lease.nonce
-            if held is not None and (held.claim.worker, held.claim.nonce) == ours:
-                self.release(name, held.etag)
 
     def watch(self) -> None:
         """See which versions all workers' records have, in one listing, unless that was seen a heartbeat ago or less.
@@ -361,24 +342,23 @@ class Claims:
             data, etag = self._store.get(key)
         except ObjectNotFound:
             return None
-        seen = self._sightings.get(key)
-        if seen is None or seen.etag != etag:
-            try:
-                record = codec.decode(data, WorkerLease, name=key)
-            except InputError as error:
-                logger.warning("%s; its claims count as lapsed", error)
-                return None
-            seen = _Sighting(etag, self._clock.monotonic(), record)
-            self._sightings[key] = seen
-        info, since = self._listed.get(key, (None, 0.0))
-        since = min(since, seen.since) if info and info.is_version(etag) else seen.since
-        record = seen.record
+        try:
+            record = codec.decode(data, WorkerLease, name=key)
+        except InputError as error:
+            logger.warning("%s; its claims count as lapsed", error)
+            return None
+        seen, since = self._sightings.get(key, ("", 0.0))
+        if seen != etag:
+            since = self._clock.monotonic()
+            self._sightings[key] = etag, since
+        info, listed = self._listed.get(key, (None, 0.0))
+        since = min(since, listed) if info and info.is_version(etag) else since
         if record.nonce != held.claim.nonce or record.state in ENDED_STATES:
             return None
-        is_gone = has_lapsed(asked - since, record.lease_seconds, self._lease.lease_seconds)
-        return None if is_gone else record
+        lease_seconds = max(record.lease_seconds, self._lease.lease_seconds)
+        return record if asked - since < lease_seconds else None
 
     def _body(self, worker: str) -> bytes:
         """Return a claim with this text as its worker, which no other claim equals."""
-        claim = Claim(worker=worker, nonce=self._lease.nonce, number=next(self._numbers))
+        claim = Claim(worker=worker, nonce=self._lease.nonce, number=next(self._lease.numbers))
         return codec.encode(claim)

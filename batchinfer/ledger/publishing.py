@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.events import event
 from batchinfer.core.records import Marker
+from batchinfer.ledger.claims import Lease
 from batchinfer.storage import Store
 from batchinfer.storage.retrying import WRITES, keeps_refusing
 from batchinfer.storage.scratch import scratch_errors
@@ -98,85 +98,83 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     return None, etag
 
 
-class Publisher:
-    """Publishes outputs to one run.
+def publish(
+    store: Store,
+    lease: Lease,
+    built: Built,
+    marker: Marker,
+    *,
+    chunk: str,
+    leftovers: Sequence[str],
+) -> Published:
+    """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
 
-    `nonce` belongs to this start of the worker. If a marker has this nonce, an earlier try of this process wrote it,
-    although its times may differ.
+    The call may be repeated after a failure: the chunk still gets exactly one marker.
+
+    Args:
+        store: The run's store.
+        lease: This worker's. If a marker has its nonce, an earlier try of this process wrote it, although its times may
+            differ.
+        built: The output.
+        marker: What the marker says. The output's name, size and checksum, and the nonce, are filled in here.
+        chunk: Name of the chunk.
+        leftovers: Keys of what is not needed once the chunk has its marker.
+
+    Raises:
+        Superseded: Before a write, a newer start of this worker was found.
+        LeaseLapsed: Before a write, this worker's lease was found not renewed in time.
+        StorageError: Storage failed. `leftovers` were not deleted.
     """
+    logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
+    file = _put_output(store, lease, built, chunk)
+    marker = msgspec.structs.replace(
+        marker,
+        output=file,
+        output_bytes=built.bytes,
+        output_sha256=built.sha256,
+        nonce=lease.nonce,
+    )
+    logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
+    current = _put_marker(store, lease, marker, chunk)
+    logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
+    discarded: list[str] = []
+    if current.output != file:
+        logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
+        discarded = [layout.output_key(file)]
+    try:
+        store.delete([*discarded, *leftovers])
+    except (StorageError, AccessDenied) as error:
+        # The chunk has its marker, so it is done, even if leftovers could not be deleted.
+        logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
+    return Published(current, current.nonce == lease.nonce)
 
-    def __init__(self, store: Store, *, nonce: str, require_lease: Callable[[], None]) -> None:
-        self._store = store
-        self._nonce = nonce
-        self._numbers = itertools.count(1)
-        self._require_lease = require_lease
 
-    def publish(
-        self,
-        built: Built,
-        marker: Marker,
-        *,
-        chunk: str,
-        leftovers: Sequence[str],
-    ) -> Published:
-        """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
+def _put_output(store: Store, lease: Lease, built: Built, chunk: str) -> str:
+    """Store an output under a name that no other try has, of this start or of another one. Return the name."""
+    file = layout.output_file(chunk, f"{lease.nonce}{next(lease.numbers)}")
+    lease.require()  # before every write, since the one before it may have taken long
+    store.put_file(layout.output_key(file), built.path)
+    return file
 
-        The caller's `marker` lacks the output's name, size and checksum, and the nonce. They are filled in here. The
-        call may be repeated after a failure: the chunk still gets exactly one marker.
 
-        Raises:
-            Superseded: Before a write, a newer start of this worker was found.
-            LeaseLapsed: Before a write, this worker's lease was found not renewed in time.
-            StorageError: Storage failed. `leftovers` were not deleted.
-        """
-        logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
-        file = self._put_output(built, chunk)
-        marker = msgspec.structs.replace(
-            marker,
-            output=file,
-            output_bytes=built.bytes,
-            output_sha256=built.sha256,
-            nonce=self._nonce,
-        )
-        logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
-        current = self._put_marker(marker, chunk)
-        logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
-        discarded: list[str] = []
-        if current.output != file:
-            logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
-            discarded = [layout.output_key(file)]
-        try:
-            self._store.delete([*discarded, *leftovers])
-        except (StorageError, AccessDenied) as error:
-            # The chunk has its marker, so it is done, even if leftovers could not be deleted.
-            logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
-        return Published(current, current.nonce == self._nonce)
+def _put_marker(store: Store, lease: Lease, marker: Marker, chunk: str) -> Marker:
+    """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
 
-    def _put_output(self, built: Built, chunk: str) -> str:
-        """Store an output under a name that no other try has, of this start or of another one. Return the name."""
-        file = layout.output_file(chunk, f"{self._nonce}{next(self._numbers)}")
-        self._require_lease()  # before every write, since the one before it may have taken long
-        self._store.put_file(layout.output_key(file), built.path)
-        return file
-
-    def _put_marker(self, marker: Marker, chunk: str) -> Marker:
-        """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
-
-        A damaged marker is replaced.
-        """
-        key = layout.marker_key(chunk, marker.generation)
-        data = codec.encode(marker)
-        for _ in range(WRITES):
-            self._require_lease()
-            with contextlib.suppress(AlreadyExists):
-                self._store.create(key, data)
+    A damaged marker is replaced.
+    """
+    key = layout.marker_key(chunk, marker.generation)
+    data = codec.encode(marker)
+    for _ in range(WRITES):
+        lease.require()
+        with contextlib.suppress(AlreadyExists):
+            store.create(key, data)
+            return marker
+        current, etag = read_marker(store, chunk, marker.generation)
+        if current is not None:
+            return current
+        if etag:
+            lease.require()
+            with contextlib.suppress(PreconditionFailed):  # it has changed since it was read
+                store.replace(key, data, etag)
                 return marker
-            current, etag = read_marker(self._store, chunk, marker.generation)
-            if current is not None:
-                return current
-            if etag:
-                self._require_lease()
-                with contextlib.suppress(PreconditionFailed):  # it has changed since it was read
-                    self._store.replace(key, data, etag)
-                    return marker
-        raise keeps_refusing(key)
+    raise keeps_refusing(key)

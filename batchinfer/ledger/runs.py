@@ -130,7 +130,8 @@ def join_run(
     Raises:
         RunMismatch: The run, or a chunk that is done, has another configuration. The message names each difference, or
             the first chunks.
-        InputError: run.json is damaged, was edited, has a newer format version, or vanished meanwhile.
+        InputError: run.json is damaged, was edited, or has a newer format version.
+        StorageError: run.json was removed each time that it was written.
     """
     config = _plain(config)
     mine = Run(
@@ -140,14 +141,17 @@ def join_run(
         recorded=_plain(recorded),
         nonce=nonce,
     )
-    for _ in range(WRITES):  # somebody may remove it
+    for _ in range(WRITES):  # another worker may create it, or somebody remove it
         if (standing := read_run(store)) is not None:
             break
         refuse_foreign(marked or {}, mine.fingerprint, url=store.url)
         with contextlib.suppress(AlreadyExists):
             store.create(layout.RUN_KEY, codec.encode_pretty(mine))
     else:
-        raise StorageError(f"{store.url}/{layout.RUN_KEY}: is removed as often as it is written")
+        raise StorageError(
+            f"{store.url}/{layout.RUN_KEY}: is removed as often as it is written",
+            hint="find out what removes it, then start the same command again",
+        )
     check_same(standing, config, url=store.url)
     for key in ("engine_version", "batchinfer_version"):
         here, there = mine.recorded.get(key), standing.recorded.get(key)

@@ -19,7 +19,6 @@ from batchinfer.core.records import Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.jobs import rows_by_chunk
 from batchinfer.ledger.looks import SeenWorker, Snapshot
-from batchinfer.ledger.silence import has_lapsed, seems_stalled
 from batchinfer.ledger.spending import machine_of, money_of, offset_of
 
 RECENT_MINUTES = 5
@@ -249,10 +248,8 @@ def _state(record: Worker, age: float) -> str:
     """A worker's state, from its record and the seconds since its last heartbeat."""
     if record.state in ENDED_STATES:
         return record.state
-    if has_lapsed(age, record.lease_seconds):
+    if age >= record.lease_seconds:
         return "gone"
-    if seems_stalled(age, record.lease_seconds):
-        return "stalled"
     if record.state != "running":
         return record.state
     if not record.open_chunks:

@@ -32,7 +32,7 @@ from batchinfer.core.records import Marker
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import Published, build_output, read_marker
+from batchinfer.ledger.publishing import Published, build_output, publish, read_marker
 from batchinfer.storage.scratch import remove_quietly
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_opening import Opened, open_chunk
@@ -321,9 +321,8 @@ def _publish_once(chunk: OpenChunk, hall: Hall) -> Published:
     path = run.scratch.new_path(chunk.name)
     try:
         built = build_output(path, chunk.spool.payloads())
-        return run.publisher.publish(
-            built, marker.plus(chunk.counts), chunk=chunk.name, leftovers=leftovers
-        )
+        marker = marker.plus(chunk.counts)
+        return publish(run.store, run.lease, built, marker, chunk=chunk.name, leftovers=leftovers)
     finally:
         remove_quietly(path)
 

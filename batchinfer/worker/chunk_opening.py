@@ -67,9 +67,7 @@ def _open_claimed(ref: ChunkRef, claim: Taken, run: RunAccess, *, now: float) ->
         spool = Spool(run.scratch.new_path(f"{ref.name}.spool"), num_rows)
         chunk = OpenChunk(ref, local, spool, num_rows=num_rows, started=now, claim_etag=claim.etag)
         undo.callback(chunk.close)
-        # A chunk that had no checkpoint when the worker started, and that nobody had claimed before, cannot have one.
-        if not claim.is_new or ref.name in run.checkpointed or ref.generation:
-            _resume(chunk, run)
+        _resume(chunk, run)
         undo.pop_all()
     return chunk
 

@@ -18,7 +18,6 @@ from batchinfer.core.events import tell
 from batchinfer.core.records import Marker, RowKey
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import Held
-from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_life import MAX_WRITING, Ending, Hall, Life
@@ -122,7 +121,7 @@ class OpenChunks:
             # bucket becomes slower.
             missing = rows_wanted + int(2 * rate * self._opening_seconds)
             missing -= rows_built + self.num_unread
-            missing -= sum(self._expected_rows(life.ref) for life in self._opening())
+            missing -= sum(life.ref.rows_to_do for life in self._opening())
             found_done = self._ring.tick(is_hungry=missing > 0)
             self._begin_lives(missing)
         self.telemetry.workload.done(*found_done - self.open.keys())
@@ -212,12 +211,7 @@ class OpenChunks:
             self._ring.started(ref.name)
             life = Life(ref, self._hall, environment.background.event())
             self._lives[ref.name] = life, self._threads.submit(life.live)
-            missing -= self._expected_rows(ref)
-
-    def _expected_rows(self, ref: ChunkRef) -> int:
-        # Of a chunk that was begun before, most rows may be done already, so only one is counted on.
-        is_begun = ref.generation or ref.name in self._run.checkpointed
-        return 1 if is_begun else ref.rows or 1
+            missing -= ref.rows_to_do
 
     def _has_disk_left(self) -> bool:
         chunks = self.open.values()

@@ -18,7 +18,7 @@ import zlib
 from collections import ChainMap, deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
-from itertools import islice
+from functools import partial
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
@@ -35,8 +35,6 @@ _NEXT_BLOCK_SECONDS = 0.5
 """Least seconds between two looks at different blocks of the job."""
 _READS_PER_SECOND = 5000
 """Most reads of the workers of a job together in a second, if all are idle; S3 takes 5500 for a prefix."""
-_MOST_RELEASED = 16
-"""Most chunks that the worker has given up whose claims a look reads again, to release those that came late."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -128,7 +126,7 @@ class Ring:
         self._settled = set(done)
         """Chunks that need no more work of this worker: they are done, or it has failed with them for good."""
         self._busy: set[str] = set()
-        self._given_up: deque[str] = deque()
+        self._has_given_up = False
         self._own_left = self._refs.keys() - self._settled
         self._found: deque[ChunkRef] = deque()
         """Chunks that the last look has found free."""
@@ -148,13 +146,12 @@ class Ring:
         """Note that this worker does not work on a chunk any more: it is done, by any worker, or another one has it.
 
         A chunk with which this worker has failed for good is given up: the worker neither tries it again nor waits for
-        it.
+        others, since it ends with an error anyhow.
         """
         self._busy.discard(name)
         if is_done or is_given_up:
             self._settle({name})
-        if is_given_up:
-            self._given_up.append(name)
+        self._has_given_up |= is_given_up
 
     # -- what is next
 
@@ -169,7 +166,7 @@ class Ring:
     @property
     def waiting_for(self) -> set[str]:
         """Names of own chunks that are neither done nor being worked on by this worker, for example held by others."""
-        return self._own_left - self._busy
+        return set() if self._has_given_up else self._own_left - self._busy
 
     @property
     def is_finished(self) -> bool:
@@ -221,16 +218,10 @@ class Ring:
         own = self._own_left
         block.sort(key=lambda name: (name not in own, zlib.crc32(f"{worker_id} {name}".encode())))
         wanted = {name: self._refs[name].generation for name in block}
-        self._given_up.rotate(_MOST_RELEASED)
-        given_up = list(islice(self._given_up, _MOST_RELEASED))
-        not_done = self._busy.union(self._given_up)
-        is_rest_done = not_done.isdisjoint(self._circle.names[key])
-
-        def work() -> Survey:
-            claims.release_ours(given_up)
-            return look_at_block(store, claims, wanted, key, is_rest_done=is_rest_done)
-
-        self._looking = self._environment.background.submit(work)
+        is_rest_done = not self._has_given_up and self._busy.isdisjoint(self._circle.names[key])
+        self._looking = self._environment.background.submit(
+            partial(look_at_block, store, claims, wanted, key, is_rest_done=is_rest_done)
+        )
 
     def _take_in(self, survey: Survey) -> set[str]:
         assert self._circle is not None

@@ -23,10 +23,9 @@ from batchinfer.core.events import tell
 from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
 from batchinfer.ledger.claims import Claims, Lease
-from batchinfer.ledger.jobs import ChunkRef, rows_by_chunk
-from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.jobs import rows_by_chunk
 from batchinfer.ledger.runs import refuse_foreign
-from batchinfer.ledger.survey import chunks_with_checkpoints, newest_markers
+from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
@@ -175,19 +174,17 @@ class _Start:
             self.environment.background.submit,
         )
         listed = submit(partial(newest_markers, self.store))
-        with_checkpoints = submit(partial(chunks_with_checkpoints, self.store))
         loading = self._begin_loading(engine, stack)
         done = self._await(listed)
         own = {ref.name for ref in membership.assignment.chunks}
         if membership.run is not None:
             marked = self.markers.fingerprints(done, own)
             refuse_foreign(marked, membership.run.fingerprint, url=self.store.url)
-        checkpointed = self._await(with_checkpoints)
-        access = self._access_run(membership, heartbeat.lease, scratch, checkpointed)
+        access = self._access_run(membership, heartbeat.lease, scratch)
         ring = self._make_ring(membership, access, done)
         # Where a worker is gone, the time in which its chunks are still its own passes while the engine loads.
         submit(access.claims.watch)
-        self._log_work(membership.assignment.chunks, checkpointed)
+        self._log_work()
         self.info = info = self._await_engine(loading, ring, has_run=membership.run is not None)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
@@ -283,7 +280,6 @@ class _Start:
         membership: Membership,
         lease: Lease,
         scratch: Scratch,
-        checkpointed: dict[str, int],
     ) -> RunAccess:
         source_at = cache(self.environment.open_store)
         # Now, so that a source which cannot be opened is refused before anything is claimed. Also the job's own store:
@@ -295,10 +291,8 @@ class _Start:
             store=self.store,
             lease=lease,
             claims=Claims(self.store, lease, self.clock),
-            publisher=Publisher(self.store, nonce=self.nonce, require_lease=lease.require),
             scratch=scratch,
             source_at=source_at,
-            checkpointed=checkpointed,
             retry_errors=self.config.retry_errors,
         )
 
@@ -330,23 +324,16 @@ class _Start:
             done=done.keys() - unreadable if not self.config.retry_errors else (),
         )
 
-    def _log_work(self, own: list[ChunkRef], checkpointed: dict[str, int]) -> None:
-        """Log how much of this worker's manifests is done already, by what storage holds."""
+    def _log_work(self) -> None:
+        """Log how much of this worker's manifests is done already."""
         work = self.telemetry.workload
-        rows = sum(
-            min(checkpointed.get(ref.name, 0), ref.rows_to_do)
-            for ref in own
-            if not work.is_done(ref.name)
-        )
         tell(
             logger,
             "manifests_read",
-            "{} in the manifests, {done_before} done before; checkpoints of the others hold {}",
+            "{} in the manifests, {done_before} done before",
             units.many(work.chunks, "chunk"),
-            units.many(rows, "row"),
             chunks=work.chunks,
             done_before=work.chunks_done,
-            rows_checkpointed=rows,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -18,7 +18,6 @@ from batchinfer.prompts.types import EngineRules, PromptConfig, Sampling
 if TYPE_CHECKING:  # the declarations of options are read by `--help`, which answers at once
     from batchinfer.engines import Engine
     from batchinfer.ledger.claims import Claims, Lease
-    from batchinfer.ledger.publishing import Publisher
     from batchinfer.storage import Store
     from batchinfer.storage.scratch import Scratch
     from batchinfer.worker.background import Background, Stopper
@@ -176,12 +175,9 @@ class RunAccess:
     """Fingerprint of the run; "" before the worker has joined the run. It goes into markers and segments."""
     lease: Lease
     claims: Claims
-    publisher: Publisher
     scratch: Scratch
     source_at: Callable[[str], Store]
     """Returns the store at a URL, from which chunks are read."""
-    checkpointed: Container[str]
-    """Names of the chunks that had checkpoints when the worker started."""
     retry_errors: bool = False
     """Whether error rows in checkpoints are asked again."""
 

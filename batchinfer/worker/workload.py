@@ -68,10 +68,6 @@ class Workload:
                 self._done.add(name)
                 self._num_done += self._rows[name]
 
-    def is_done(self, name: str) -> bool:
-        """Whether a chunk is known to have its marker."""
-        return name in self._done
-
     @property
     def chunks(self) -> int:
         """Number of chunks of the manifests, and of others that this start has published."""

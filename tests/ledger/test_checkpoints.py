@@ -76,6 +76,6 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(store,
     write_segment(store, segment_of_another, encoded(row(1)), chunk_sha256=SHA256, fingerprint="f")
     found = Segments(store, CHUNK, chunk_sha256=SHA256, fingerprint="f")
     assert [each.line for each in found.rows()] == [0]
-    assert (found.deaths, found.num_outdated) == ({}, 10)
+    assert not found.deaths
     assert sorted(found.keys) == keys
-    assert "part-00000: 10 checkpoint segments answer another text" in caplog.text
+    assert caplog.text.count("is of another text or configuration") == 10

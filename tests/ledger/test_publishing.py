@@ -8,8 +8,9 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, PreconditionFailed, StorageError
-from batchinfer.ledger.publishing import Published, Publisher, build_output
-from fakes import MemoryStore, marker_record, meanwhile
+from batchinfer.ledger import publishing
+from batchinfer.ledger.publishing import Published, build_output
+from fakes import HeldLease, MemoryStore, marker_record, meanwhile
 from making import read_marker
 
 CHUNK = "part-00000"
@@ -19,8 +20,8 @@ def publish(
     store: MemoryStore, folder: Path, nonce: str = "n1", leftovers: Sequence[str] = ()
 ) -> Published:
     built = build_output(folder / "output", [b'{"a":1}', b'{"a":2}'])
-    publisher = Publisher(store, nonce=nonce, require_lease=lambda: None)
-    return publisher.publish(built, marker_record(), chunk=CHUNK, leftovers=leftovers)
+    marker, lease = marker_record(), HeldLease(nonce)
+    return publishing.publish(store, lease, built, marker, chunk=CHUNK, leftovers=leftovers)
 
 
 def test_of_two_that_replace_a_damaged_marker_the_first_wins(store, tmp_path, monkeypatch):

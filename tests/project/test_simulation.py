@@ -16,12 +16,11 @@ from simulation.scenes import SCENES
 
 TESTS = Path(__file__).resolve().parents[1]
 FIRST_SEED = {
-    "clean_goes_by_its_own_clock": 119,
     "clean_takes_every_orphan": 32,
     "end_is_said_too_early": 30,
     "heart_beats_by_itself": 81,
     "lease_is_not_asked": 32,
-    "leases_lapse_early": 101,
+    "leases_lapse_early": 18,
     "limit_is_forgotten": 42,
     "loser_deletes_the_winner": 33,
     "no_fence": 32,

@@ -95,7 +95,7 @@ STATES: dict[str, tuple[list[Worker], dict[str, Any], str, list[str]]] = {
     "running": ([running()], {}, "running", ["running"]),
     "new": ([NEW], {}, "running", ["running"]),
     "waiting": ([running(open_chunks={})], {}, "waiting", ["waiting"]),
-    "silent": ([running(heartbeat=NOW - 80)], {}, "stalled", ["stalled"]),
+    "silent": ([running(heartbeat=NOW - 80)], {}, "running", ["running"]),
     "no row for ten minutes": ([STUCK], {}, "stalled", ["stalled"]),
     "gone": ([GONE], {}, "idle", ["gone"]),
     "ended": ([FAILED, running(state="done")], {}, "idle", ["failed", "done"]),

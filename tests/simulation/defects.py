@@ -18,12 +18,12 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists
 from batchinfer.core.records import Marker, Worker
 from batchinfer.formats import lines
-from batchinfer.ledger import checkpoints, claims, runs
+from batchinfer.ledger import checkpoints, publishing, runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import Built, Published, Publisher
+from batchinfer.ledger.publishing import Built, Published
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.runs import clean
 from batchinfer.storage import Store
@@ -55,25 +55,31 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable
     return make
 
 
-@instead_of(Publisher, "publish")
+@instead_of(chunk_life, "publish")
 def marker_before_output(
-    _real: Any, self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Any
+    _real: Any,
+    store: Store,
+    lease: Lease,
+    built: Built,
+    marker: Marker,
+    *,
+    chunk: str,
+    leftovers: Any,
 ) -> Published:
     """The marker is written first, and the output after it."""
-    file = layout.output_file(chunk, self._nonce + "0")
-    marker = msgspec.structs.replace(
-        marker, output=file, output_bytes=built.bytes, output_sha256=built.sha256, nonce=self._nonce
-    )
-    standing = self._put_marker(marker, chunk)
-    self._store.put_file(layout.output_key(file), built.path)
-    self._store.delete(leftovers)
+    file = layout.output_file(chunk, lease.nonce + "0")
+    made = {"output": file, "output_bytes": built.bytes, "output_sha256": built.sha256}
+    marker = msgspec.structs.replace(marker, nonce=lease.nonce, **made)
+    standing = publishing._put_marker(store, lease, marker, chunk)
+    store.put_file(layout.output_key(file), built.path)
+    store.delete(leftovers)
     return Published(standing, True)
 
 
-@instead_of(Publisher, "_put_marker")
-def no_fence(_real: Any, self: Publisher, marker: Marker, chunk: str) -> Marker:
+@instead_of(publishing, "_put_marker")
+def no_fence(_real: Any, store: Store, _lease: Lease, marker: Marker, chunk: str) -> Marker:
     """The last marker wins instead of the first."""
-    put_raw(self._store, layout.marker_key(chunk, marker.generation), codec.encode(marker))
+    put_raw(store, layout.marker_key(chunk, marker.generation), codec.encode(marker))
     return marker
 
 
@@ -96,40 +102,40 @@ def changed_segment_is_adopted(_real: Any, *_given: object) -> bool:
     return True
 
 
-@instead_of(Publisher, "publish")
+@instead_of(chunk_life, "publish")
 def segments_deleted_first(
-    real: Any, self: Publisher, *made: Any, leftovers: Sequence[str], **of: Any
+    real: Any, store: Store, *made: Any, leftovers: Sequence[str], **of: Any
 ) -> Any:
     """Segments go when the chunk is complete, before its marker is there."""
-    self._store.delete(leftovers)
-    return real(self, *made, leftovers=(), **of)
+    store.delete(leftovers)
+    return real(store, *made, leftovers=(), **of)
 
 
-@instead_of(Publisher, "_put_output")
-def adopted_orphan(_real: Any, self: Publisher, built: Built, chunk: str) -> str:
+@instead_of(publishing, "_put_output")
+def adopted_orphan(_real: Any, store: Store, _lease: Lease, built: Built, chunk: str) -> str:
     """All outputs of a chunk have the same name, and one that exists already is taken for one's own."""
     file = layout.output_file(chunk, "0")
     with suppress(AlreadyExists):
-        self._store.create(layout.output_key(file), built.path.read_bytes())
+        store.create(layout.output_key(file), built.path.read_bytes())
     return file
 
 
-@instead_of(Publisher, "_put_output")
-def reused_output_name(_real: Any, self: Publisher, built: Built, chunk: str) -> str:
+@instead_of(publishing, "_put_output")
+def reused_output_name(_real: Any, store: Store, _lease: Lease, built: Built, chunk: str) -> str:
     """Every output of a chunk goes to the same name, over any that exists."""
     file = layout.output_file(chunk, "0")
-    self._store.put_file(layout.output_key(file), built.path)
+    store.put_file(layout.output_key(file), built.path)
     return file
 
 
-@instead_of(Publisher, "_put_output")
-def output_name_given_again(real: Any, self: Publisher, built: Built, chunk: str) -> str:
+@instead_of(publishing, "_put_output")
+def output_name_given_again(real: Any, store: Store, lease: Lease, built: Built, chunk: str) -> str:
     """An output takes the chunk's usual name where no other has it just then. An earlier one may be gone since."""
     file = layout.output_file(chunk, "0")
     try:
-        self._store.create(layout.output_key(file), built.path.read_bytes())
+        store.create(layout.output_key(file), built.path.read_bytes())
     except AlreadyExists:
-        return cast("str", real(self, built, chunk))
+        return cast("str", real(store, lease, built, chunk))
     return file
 
 
@@ -205,12 +211,12 @@ def done_before_all_is_done(_real: Any, _self: Ring) -> set[str]:
     return set()
 
 
-@instead_of(Publisher, "publish")
-def loser_deletes_the_winner(real: Any, self: Publisher, *made: Any, **of: Any) -> Any:
+@instead_of(chunk_life, "publish")
+def loser_deletes_the_winner(real: Any, store: Store, *made: Any, **of: Any) -> Any:
     """The second publisher removes the output that the marker names."""
-    published = real(self, *made, **of)
+    published = real(store, *made, **of)
     if not published.is_ours:
-        self._store.delete([layout.output_key(published.marker.output)])
+        store.delete([layout.output_key(published.marker.output)])
     return published
 
 
@@ -328,13 +334,9 @@ def replaced_run_is_not_noticed(_real: Any, *_given: object) -> None:
     """A worker does not look at its end whether run.json is still the one that it joined."""
 
 
-@instead_of(Publisher, "__init__")
-def lease_is_not_asked(
-    real: Any, self: Publisher, *given: Any, require_lease: Any, **of: Any
-) -> None:
-    """Outputs and markers are written whether or not the lease is held."""
-    del require_lease
-    real(self, *given, require_lease=lambda: None, **of)
+@instead_of(Lease, "require")
+def lease_is_not_asked(_real: Any, _self: Lease) -> None:
+    """Segments, outputs and markers are written whether or not the lease is held."""
 
 
 @instead_of(Life, "note_death")
@@ -347,10 +349,10 @@ def heart_stands_still(_real: Any, _self: Heartbeat) -> None:
     """A worker writes its record at its start and at its end, and never in between."""
 
 
-@instead_of(claims, "has_lapsed")
-def leases_lapse_early(_real: Any, silent: float, *leases: float) -> bool:
+@instead_of(Claims, "__init__")
+def leases_lapse_early(real: Any, self: Claims, store: Store, lease: Lease, clock: Any) -> None:
     """An owner counts as gone after half of its lease."""
-    return silent >= 0.5 * max(leases)
+    real(self, store, lease, SimpleNamespace(monotonic=lambda: 2 * clock.monotonic()))
 
 
 @instead_of(Claims, "look")
@@ -379,12 +381,12 @@ def errors_are_not_counted(real: Any, rows: Any) -> Any:
     return msgspec.structs.replace(real(rows), errors={})
 
 
-@instead_of(Publisher, "publish")
+@instead_of(chunk_life, "publish")
 def repair_has_no_generation(
-    real: Any, self: Publisher, built: Built, marker: Marker, **of: Any
+    real: Any, store: Store, lease: Lease, built: Built, marker: Marker, **of: Any
 ) -> Any:
     """The marker of a repair is the one that it repairs."""
-    return real(self, built, msgspec.structs.replace(marker, generation=0), **of)
+    return real(store, lease, built, msgspec.structs.replace(marker, generation=0), **of)
 
 
 @instead_of(PromptBuilder, "build")
@@ -437,18 +439,3 @@ def end_is_said_too_early(real: Any, self: RowStream) -> None:
     in_flight, self._in_flight = self._in_flight, {}
     real(self)
     self._in_flight = in_flight
-
-
-@instead_of(Claims, "release_ours")
-def late_claims_are_kept(_real: Any, *_given: object) -> None:
-    """A worker that has failed with a chunk for good keeps what its late writes hold of it."""
-
-
-@instead_of(Ring, "ended")
-def given_up_is_for_all_chunks(
-    real: Any, self: Ring, name: str, *, is_given_up: bool = False, **how: bool
-) -> None:
-    """A worker that has failed with a chunk for good waits for no chunk that others have."""
-    real(self, name, is_given_up=is_given_up, **how)
-    if is_given_up:
-        self._own_left.clear()

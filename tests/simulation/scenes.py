@@ -6,17 +6,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted, StorageError, Superseded
+from batchinfer.core.errors import Interrupted, Superseded
 from batchinfer.core.records import Claim, WorkerLease
+from batchinfer.ledger import publishing
 from batchinfer.ledger.claims import Claims, Held, Lease
-from batchinfer.ledger.publishing import Publisher, build_output
 from batchinfer.storage import Object
-from batchinfer.worker.worker_config import Limits
-from fakes import FakeClock, MemoryStore, worker_record
+from fakes import FakeClock, HeldLease, MemoryStore, worker_record
 
 from .oracle import RUN
 from .scheduler import Process
-from .stage import Stage, when
+from .stage import Stage
 
 CHUNK = "part-00000"
 LEASE_SECONDS = 6.0
@@ -74,10 +73,9 @@ def an_output_gets_a_name_that_none_has_had() -> None:
     store = MemoryStore("memory://scene-names")
     names = []
     for nonce in (16 * "a", 16 * "b"):
-        publisher = Publisher(store, nonce=nonce, require_lease=lambda: None)
         with tempfile.TemporaryDirectory() as folder:
-            built = build_output(Path(folder) / "output", [nonce.encode()])
-            names.append(publisher._put_output(built, CHUNK))
+            built = publishing.build_output(Path(folder) / "output", [nonce.encode()])
+            names.append(publishing._put_output(store, HeldLease(nonce), built, CHUNK))
         store.delete([layout.output_key(names[-1])])
     assert names[0] != names[1]
 
@@ -150,6 +148,7 @@ def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
         record = worker_record(id="w9", nonce="n", lease_seconds=LEASE_SECONDS)
         stage.put(layout.worker_key("w9"), codec.encode(record))
         stage.put(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", nonce="n")))
+        stage.scheduler.run(stage.scheduler.now + 1.0)
         stage.clean()
         assert orphan in stage.objects()
 
@@ -168,23 +167,6 @@ def others_get_the_chunks_of_a_worker_that_stops_at_once() -> None:
         assert set(_owners(stage).values()) == {""}
 
 
-def who_has_given_a_chunk_up_keeps_nobody_waiting_for_it() -> None:
-    """Its late write holds the chunk while it waits for one of another worker, which waits for this one likewise."""
-    with Stage([["mine"], ["theirs"]]) as stage:
-        stage.let_another_hold("part-00001", beats=40)
-        stage.network.attempts = 1
-        stage.network.weather.late_seconds = 4.0
-        late = when(
-            lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
-        )
-        owners: list[dict[str, str]] = []
-        stage.scheduler.after(30.0, lambda: owners.append(_owners(stage)))
-        ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
-        assert isinstance(ending.error, StorageError)
-        assert [each[layout.claim_key(CHUNK)] for each in owners] == [""]
-        assert layout.marker_key("part-00001") in stage.objects()
-
-
 SCENES: dict[str, Callable[[], None]] = {
     "first_sighting_from_asking": an_owner_seen_by_a_slow_answer_keeps_its_claim,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
@@ -193,8 +175,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "output_name_given_again": an_output_gets_a_name_that_none_has_had,
     "chunks_are_not_given_back": others_get_the_chunks_of_a_worker_that_stops_at_once,
     "changed_segment_is_adopted": a_segment_that_was_changed_on_storage_is_left_out,
-    "late_claims_are_kept": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
-    "given_up_is_for_all_chunks": who_has_given_a_chunk_up_keeps_nobody_waiting_for_it,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
+    "clean_goes_by_its_own_clock": what_a_living_worker_repairs_is_not_cleaned_away,
 }
 """By the name of the defect."""

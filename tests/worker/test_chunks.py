@@ -11,14 +11,14 @@ from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import Publisher, build_output
+from batchinfer.ledger.publishing import build_output, publish
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker import chunk_opening
 from batchinfer.worker.chunk_opening import Opened, open_chunk
 from counting_store import CountingStore
-from fakes import marker_record
+from fakes import HeldLease, marker_record
 from making import overwrite
 
 NUM_SEGMENTS = 24
@@ -71,10 +71,8 @@ def opened(ref: ChunkRef, run: Store, source: Store, scratch: Scratch) -> Opened
         fingerprint="f",
         retry_errors=False,
         claims=SimpleNamespace(take=lambda _name: Taken(""), release=lambda *_: True),
-        publisher=Publisher(run, nonce="n", require_lease=lambda: None),
         scratch=scratch,
         source_at=lambda _url: source,
-        checkpointed=(),
     )
     return open_chunk(ref, access, now=0.0)
 
@@ -120,8 +118,7 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(store, source,
     built = build_output(scratch.new_path("output"), [FAILED, output_line(1), output_line(2)])
     sha256 = codec.sha256(source.get(REF.key).data)
     marker = marker_record(chunk=REF.key, chunk_sha256=sha256, rows_ok=2, rows_error=1)
-    publisher = Publisher(store, nonce="n", require_lease=lambda: None)
-    published = publisher.publish(built, marker, chunk="texts", leftovers=[])
+    published = publish(store, HeldLease("n"), built, marker, chunk="texts", leftovers=[])
     cut = FAILED + b"\n" + output_line(2) + b"\n"
     overwrite(store, layout.output_key(published.marker.output), cut)
     with pytest.raises(InputError, match="is not what its marker vouches for") as caught:

@@ -44,3 +44,14 @@ def test_a_chunk_that_arrived_damaged_is_fetched_once_more():
         assert "part-00000" in ending.error.message
         assert "sha256" in ending.error.message
         assert len(stage.objects("outputs/")) == 2  # of the other chunk
+
+
+def test_who_has_given_a_chunk_up_waits_for_none_that_others_hold():
+    """It ends with an error anyhow, and its start again looks for them."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        stage.let_another_hold("part-00001")
+        away = when(lambda _, key: "outputs/part-00000" in key, "refused")
+        ending = stage.run(hook=away, limits=IMPATIENT)
+        assert isinstance(ending.error, StorageError)
+        assert "part-00000" in ending.error.message
+        assert not stage.objects("outputs/")
