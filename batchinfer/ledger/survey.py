@@ -49,7 +49,7 @@ def neighbours(names: Iterable[str]) -> list[list[str]]:
     >>> [len(group) for group in neighbours(f"train-{index:05d}-of-01500" for index in range(1500))]
     [1000, 500]
     """
-    group = sorted(names)
+    group = sorted(names, key=lambda name: f"{name}.")
     if len(group) <= _MOST_NEIGHBOURS:
         return [group]
     length = len(beginning_of(group)) + 1
