@@ -18,7 +18,7 @@ from batchinfer.collect.destinations import Collected, HubDestination, StoreDest
 from batchinfer.collect.table import Collection
 from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
@@ -243,4 +243,4 @@ def command(config: CollectConfig) -> dict[str, Any]:
 
     places = {name: layout.without_slash(getattr(config, name)) for name in ("run", "dest")}
     config = msgspec.structs.replace(config, **places)
-    return run_collect(config, open_store=open_store, clock=SystemClock())
+    return run_collect(config, open_store=open_store, clock=Clock())

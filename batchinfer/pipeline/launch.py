@@ -29,7 +29,7 @@ from batchinfer.clusters import (
 )
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.redaction import redact
 from batchinfer.core.shell import quote
@@ -129,7 +129,7 @@ class Launch:
     def __init__(self, asked: Plan, options: dict[str, Any]) -> None:
         self._asked, self._options = asked, options
         self._cluster = find_cluster(asked.on)
-        self._clock = SystemClock()
+        self._clock = Clock()
         self._began = self._clock.now()
         self._run = RunConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
 

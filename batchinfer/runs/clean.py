@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import layout, units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import NO_OPTION, NotNegative, Opt
 from batchinfer.core.records import Record
@@ -169,7 +169,7 @@ def command(config: CleanConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    result = run_clean(config, store=open_store(config.run), clock=SystemClock())
+    result = run_clean(config, store=open_store(config.run), clock=Clock())
     removed = result["removed"] | {"temporary files": result["temps_removed"]}
     verb = "removed" if config.yes else "would remove"
     if found := ", ".join(f"{what}: {number}" for what, number in removed.items() if number):

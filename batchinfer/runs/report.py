@@ -21,7 +21,7 @@ from msgspec import Meta
 from batchinfer import __version__
 from batchinfer.cli.config_commands import config_command
 from batchinfer.core import codec, layout, units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
@@ -263,4 +263,4 @@ def command(config: ReportConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    return run_report(config, open_store=open_store, clock=SystemClock())
+    return run_report(config, open_store=open_store, clock=Clock())

@@ -20,7 +20,7 @@ from rich.text import Text
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import write
 from batchinfer.core import units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.prices import Prices
@@ -311,7 +311,7 @@ def command(show: StatusConfig) -> Any:
     """
     from batchinfer.storage.opening import open_store
 
-    clock = SystemClock()
+    clock = Clock()
 
     def look() -> Overview:
         return run_status(show.look, open_store=open_store, clock=clock)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import Clock, SystemClock, iso_utc
+from batchinfer.core.clock import Clock, iso_utc
 from batchinfer.core.errors import AlreadyExists, ConfigError
 from batchinfer.core.option_help import NO_OPTION
 from batchinfer.core.records import Record
@@ -85,7 +85,7 @@ def command(config: StopConfig) -> dict[str, Any]:
 
     if config.resume and config.cancel:
         raise ConfigError("--resume and --cancel: expected one of them", hint="leave one out")
-    store, clock = open_store(config.run), SystemClock()
+    store, clock = open_store(config.run), Clock()
     result = run_stop(config, store=store, clock=clock)
     if config.cancel:
         result["left"] = cancel_launches(store, clock, config.namespace)

@@ -133,11 +133,11 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 def _follow(engine: EngineConfig, grace_seconds: float) -> dict[str, Any]:
     """Run a share of another machine's model; see `batchinfer.engines.headless.follow`."""
-    from batchinfer.core.clock import SystemClock
+    from batchinfer.core.clock import Clock
     from batchinfer.engines.headless import follow
     from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
 
-    stopper = Stopper(SystemClock(), grace_seconds=grace_seconds)
+    stopper = Stopper(Clock(), grace_seconds=grace_seconds)
     install_signal_handlers(stopper)
     return follow(engine, loading=WhileLoading(stopper), stop=stopper)
 
