@@ -214,15 +214,14 @@ def price_of_machine(
     """
     if given["price_per_hour"] is None and given["max_cost"] is None:
         return None
-    from batchinfer.core.prices import Prices
+    from batchinfer.core.prices import price_of
     from batchinfer.engines.gpus import visible_gpus
     from batchinfer.ledger.spending import describe_machine
 
-    prices = Prices(given["price_per_hour"])
-    gpus = [] if prices.is_users else visible_gpus(engine.gpus)
+    gpus = [] if given["price_per_hour"] is not None else visible_gpus(engine.gpus)
     device = gpus[0].name if gpus else ""
     machine = describe_machine(host, device=device, num_gpus=len(gpus), is_spot=None)
-    price = prices.price(machine)
+    price = price_of(machine, given["price_per_hour"])
     if price is None:
         what = f"a machine with {machine.accelerator}" if machine.accelerator else "this machine"
         raise ConfigError(
