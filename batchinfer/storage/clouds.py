@@ -51,7 +51,6 @@ GCS = Cloud(
     rights="grant the role Storage Object User (roles/storage.objectUser) on the bucket",
     place="check the network and, on a machine of Google, its metadata server",
     create="create it (gcloud storage buckets create gs://{bucket}), or check the name",
-    has_versions=True,
 )
 AZURE = Cloud(
     "Azure",
