@@ -231,7 +231,6 @@ def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, en
 @pytest.mark.parametrize(
     ("url", "variable", "value", "said"),
     [
-        ("r2://bucket/job", "AWS_ENDPOINT_URL", "", "no endpoint"),
         ("s3://bucket/job", "AWS_ENDPOINT_URL", "localhost:9000", "is no URL"),
         ("s3://bucket/job", "AWS_CA_BUNDLE", "/nowhere.pem", "No such file"),
         ("gs://bucket/job", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "GCS"),
