@@ -17,7 +17,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.split.files import is_local
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_writable, local_path, open_store
+from batchinfer.storage.opening import local_path, open_store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -65,11 +65,9 @@ def result_at(dest: str) -> Iterator[Path]:
     After a kill the same command begins anew; what the killed one has left in a bucket has to be removed first.
 
     Raises:
-        ConfigError: `dest` is a place that can only be read.
         InputError: `dest` holds something else, or cannot be made.
-        AccessDenied: The bucket may not be written to. This is found out before the conversion.
+        AccessDenied: The place may not be written to. This is found out before the conversion.
     """
-    check_writable(dest, option="DEST")
     with ExitStack() as stack:
         scratch = _scratch_beside(dest) if is_local(dest) else Scratch()
         stack.enter_context(closing(scratch))

@@ -39,7 +39,7 @@ from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.runs.stop import has_begun
-from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
+from batchinfer.storage.opening import local_path, open_store, split_url
 from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -146,7 +146,6 @@ class Launch:
             ConfigError: It would not work, or the run needs no worker. What `batchinfer check` finds is printed before.
         """
         asked = self._asked
-        check_writable(asked.run, option="--run")
         self._cluster.page(asked)  # refuses a template that is wrong
         self._store = open_store(asked.run)
         is_there = has_begun(self._store)

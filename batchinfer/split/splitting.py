@@ -24,7 +24,7 @@ from batchinfer.ledger.jobs import load_job
 from batchinfer.split import writer
 from batchinfer.split.sources import Sources, count_sources, reference_job, references
 from batchinfer.storage import Store
-from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store
+from batchinfer.storage.opening import is_inside, join_url, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -276,5 +276,7 @@ def command(config: SplitConfig) -> dict[str, Any]:
     if not config.output:
         hint = "say where: --output job"
         raise ConfigError("--output: missing, expected the job's folder or URL", hint=hint)
-    check_writable(config.output, option="--output")
+    if config.output.startswith("hf://"):
+        hint = "use a plain path, s3://, gs:// or az://"
+        raise ConfigError(f"--output {config.output}: hf:// can only be read", hint=hint)
     return run_split(config, store=open_store(config.output))

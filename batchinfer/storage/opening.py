@@ -22,13 +22,12 @@ from batchinfer.storage.retrying import NotSupported, RetryPolicy
 logger = logging.getLogger(__name__)
 
 BUCKET_SCHEMES = ("s3", "r2", "gs", "az", "memory")
-READ_ONLY_SCHEMES = ("hf", "http", "https")
-SCHEMES = ("file", *BUCKET_SCHEMES, *READ_ONLY_SCHEMES)
+SCHEMES = ("file", *BUCKET_SCHEMES, "hf")
 
-_LACKS_A_SLASH = re.compile(rf"(?i)({'|'.join(SCHEMES)}):/?(?!/)")
+_LACKS_A_SLASH = re.compile(rf"(?i)({'|'.join(SCHEMES)}|https?):/?(?!/)")
 _UNDERSTOOD = (
     "a plain path, file://, s3:// (also r2:// and other S3 stores by AWS_ENDPOINT_URL), gs://, az://, memory://, "
-    "and for reading hf:// and https://"
+    "and for reading hf://"
 )
 
 
@@ -136,7 +135,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
     if scheme not in SCHEMES:
         raise ConfigError(
             f"{url!r}: unknown scheme {scheme!r}, expected {_UNDERSTOOD}",
-            hint="see docs/object-storage.md",
+            hint="download files of other servers first, or name a bucket or hf://; see docs/object-storage.md",
         )
     if not rest.strip("/") and not (scheme == "file" and rest):
         raise ConfigError(f"{url!r}: names nothing, expected {scheme}://name or a path")
@@ -144,27 +143,13 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
         from batchinfer.storage.local import LocalStore
 
         return LocalStore(local_path(url))
-    if scheme not in READ_ONLY_SCHEMES:
+    if scheme != "hf":
         from batchinfer.storage.clouds import open_bucket
 
         return open_bucket(scheme, url, retries)
     from batchinfer.storage.hub import ReadOnlyStore
 
     return ReadOnlyStore(url, retries=retries)
-
-
-def check_writable(url: str, *, option: str) -> None:
-    """Refuse a place that can only be read, before a request is sent to it.
-
-    Raises:
-        ConfigError: The scheme is one of `READ_ONLY_SCHEMES`.
-    """
-    scheme, _ = split_url(url)
-    if scheme in READ_ONLY_SCHEMES:
-        raise ConfigError(
-            f"{option} {url}: {scheme}:// can only be read, expected a place to write to",
-            hint="use a plain path, s3://, gs:// or az://",
-        )
 
 
 def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:

@@ -174,12 +174,9 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     Raises:
         ConfigError: an option has a value that cannot work, or two options contradict each other.
     """
-    from batchinfer.storage.opening import check_writable
-
     fields = values_of(WorkerConfig, options)
     manifests = fields["manifests"] or _manifests_by_rank(fields["job"], environment)
     output = fields["output"] or _default_output(fields["job"], manifests)
-    check_writable(output, option="--output")
     host, engine = describe_host(environment), engine_config(options)
     price = price_of_machine(fields, host, engine)
     return WorkerConfig(

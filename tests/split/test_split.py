@@ -19,7 +19,6 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
 from making import python, run_worker_here, split
-from web_server import reply
 
 
 def make_source(path: Path, *numbers: int) -> Path:
@@ -252,17 +251,6 @@ def test_a_changed_file_is_known_by_any_spelling_of_its_path(tmp_path, monkeypat
         monkeypatch.chdir("/")
     what = f"a part of the job as {first}, expected only new files"
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
-
-
-def test_a_changed_file_of_the_web_is_known_without_its_secrets(tmp_path, server):
-    for n, query in enumerate(("token=1", "token=2", "day=2", "day=3")):
-        server.answers[f"/a.jsonl?{query}"] = reply(200, b'{"n":%d}\n' % n)
-    split(f"{server.url}/a.jsonl?token=1", tmp_path / "job")
-    what = "has changed since its rows became a part of the job,"
-    refused(what, f"{server.url}/a.jsonl?token=2", tmp_path / "job", append=True)
-    split(f"{server.url}/a.jsonl?day=2", tmp_path / "days")
-    split(f"{server.url}/a.jsonl?day=3", tmp_path / "days", append=True)
-    assert [row["n"] for row in rows_at(tmp_path / "days")] == [2, 3]
 
 
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(grown, tmp_path, monkeypatch):
