@@ -74,7 +74,6 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
     except ObjectNotFound:
         return None
     run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
-    codec.check_version(data, name=name)
     codec.decode(data, Configuration, name=name, hint=_PUT_BACK)
     if not may_be_edited:
         refuse_edited(run, url=store.url)
@@ -97,19 +96,6 @@ def refuse_edited(run: Run, *, url: str) -> None:
     """
     if problem := edit_of(run):
         raise InputError(f"{url}/{layout.RUN_KEY}: {problem}", hint=_PUT_BACK)
-
-
-def refuse_newer(store: Store) -> None:
-    """Refuse a run of a newer format version. A run whose run.json is gone or damaged passes.
-
-    Raises:
-        InputError: run.json has a newer format version than this program knows.
-    """
-    try:
-        data = store.get(layout.RUN_KEY).data
-    except ObjectNotFound:
-        return
-    codec.check_version(data, name=f"{store.url}/{layout.RUN_KEY}")
 
 
 def no_run(store: Store) -> InputError:

@@ -22,6 +22,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import NO_OPTION, NotNegative, Opt
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import Inventory, take_inventory
+from batchinfer.ledger.runs import read_run
 from batchinfer.runs.stop import require_run
 from batchinfer.storage import ObjectInfo, Store
 
@@ -68,10 +69,11 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
         clock: The clock by which a dry run computes ages. With `yes`, the store's own time is used.
 
     Raises:
-        InputError: there is no run, or the run is of a newer format version, or a chunk to do again has neither a
-            marker nor segments.
+        InputError: there is no run, or its run.json is damaged or of a newer format version, or a chunk to do again
+            has neither a marker nor segments.
     """
     require_run(store)
+    read_run(store, may_be_edited=True)  # only a newer batchinfer knows the objects of a newer run
     now = _time_of(store) if config.yes else clock.now()
     age_seconds = config.older_than_seconds
     inventory = take_inventory(store, now=now, patience_seconds=age_seconds)

@@ -14,7 +14,6 @@ import msgspec
 
 from batchinfer.core.counts import Counts, most_common
 from batchinfer.core.prices import Machine
-from batchinfer.core.printable import error_code
 from batchinfer.core.records import Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.jobs import rows_by_chunk
@@ -219,7 +218,7 @@ def add_up(parts: Iterable[Counts]) -> Counts:
     """Add up what markers, or workers' records, count. The most frequent error codes and finish reasons come first."""
     total = Counts()
     for part in parts:
-        total = total.plus(part.with_codes(error_code))
+        total = total.plus(part)
     return msgspec.structs.replace(
         total,
         errors=dict(most_common(total.errors)),

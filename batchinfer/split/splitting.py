@@ -6,7 +6,6 @@ that was killed can simply be run again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ import click
 import msgspec
 
 from batchinfer.cli.config_commands import config_command
-from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
+from batchinfer.core import layout, units
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import load_job
@@ -129,8 +128,6 @@ def run_split(
 def _existing(config: SplitConfig, store: Store) -> Job | None:
     """Return the job that is there; None if there is none, or --overwrite replaces it."""
     if config.overwrite:
-        with contextlib.suppress(ObjectNotFound):
-            codec.check_version(store.get(layout.JOB_KEY).data, name=f"{store.url}/job.json")
         return None
     found = load_job(store.url, lambda _url: store, hint="" if config.append else _ANEW)
     return found[0] if found else None

@@ -75,6 +75,6 @@ def test_no_command_prints_a_control_character(command, call):
     assert UNSAFE.findall(done.out + done.err) == []
     result = done.result
     if command == f"status {RUN} --json":
-        assert result["totals"]["errors"] == {"invalid": 5}
+        assert sorted(result["totals"]["errors"].values()) == [2, 3]
     if command == f"verify {RUN}":
         assert "outputs/two\\nlines" in done.err, "a name with a newline makes no line of its own"
