@@ -5,14 +5,14 @@ from typing import Any
 
 from batchinfer.collect.collect_config import CollectConfig
 from batchinfer.collect.collecting import run_collect
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.storage.opening import open_store
 
 
 def collect(run: str | Path, dest: str | Path, **options: Any) -> dict[str, Any]:
     """Run `batchinfer collect` in this process, and return its result."""
     config = CollectConfig(run=str(run), dest=str(dest), **options)
-    return run_collect(config, open_store=open_store, clock=SystemClock())
+    return run_collect(config, open_store=open_store, clock=Clock())
 
 
 def table_of(run: str | Path, folder: Path, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Marker, Worker, WorkerLease
 from batchinfer.ledger.claims import Lease
@@ -17,7 +18,7 @@ from batchinfer.storage.retrying import RetryPolicy
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 
 
-class FakeClock:
+class FakeClock(Clock):
     """A clock that stands still until the test moves it."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:

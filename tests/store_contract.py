@@ -17,7 +17,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage.opening import check_preconditions
 
-BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
+BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b", "a\rb"]
 
 
 def race(actions: list[Callable[[], str]]) -> tuple[list[str], list[Exception]]:

@@ -157,7 +157,7 @@ def _named(table: Any, names: Mapping[str, str]) -> Any:
 
 def _outside() -> dict[str, Any]:
     """Return what the functions of commands take beside their options."""
-    from batchinfer.core.clock import SystemClock
+    from batchinfer.core.clock import Clock
     from batchinfer.storage.opening import open_store
 
-    return {"open_store": open_store, "clock": SystemClock()}
+    return {"open_store": open_store, "clock": Clock()}

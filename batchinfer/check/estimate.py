@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.check.model import parse_gpu
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.prices import Machine, Prices
+from batchinfer.core.prices import Machine, price_of
 from batchinfer.ledger.looks import read_workers
 from batchinfer.ledger.runs import no_run, read_run
 from batchinfer.ledger.spending import machine_of
@@ -79,7 +79,7 @@ def estimate(rows: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if gpu := options.get("gpu"):
         name, count = parse_gpu(gpu.partition(",")[0])
     machine = Machine("", "", name, count, bool(options.get("is_spot")))
-    price = Prices(options.get("price_per_hour")).price(machine)
+    price = price_of(machine, options.get("price_per_hour"))
     if gpu and price is None and options.get("max_cost") is not None:
         raise ConfigError(f"--max-cost: no price of {gpu} is known", hint="say --price-per-hour")
     rate = options.get("rate") or measured.get("rate")

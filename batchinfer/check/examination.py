@@ -33,7 +33,6 @@ from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import PromptConfig, RawRow, RowError
 from batchinfer.storage.opening import (
     check_preconditions,
-    leaving_no_folders,
     open_store,
     split_url,
 )
@@ -225,8 +224,7 @@ class Examination:
         if not self.options["output"]:
             return
         store = open_store(self.options["output"])
-        with leaving_no_folders(store.url):
-            check_preconditions(store)
+        check_preconditions(store)
         self.result["storage"] = {"url": store.url}
         if self.data is not None and self.data.job is not None:
             refuse_other_run(self.options)

@@ -18,13 +18,13 @@ from batchinfer.collect.destinations import Collected, HubDestination, StoreDest
 from batchinfer.collect.table import Collection
 from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import MISSING, Finding, RunTarget
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
-from batchinfer.storage.opening import check_writable, is_inside
+from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,6 @@ def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination
     if config.dest.startswith("hf://"):
         is_private = not config.is_public
         return HubDestination(config.dest, suffix, overwrite=overwrite, is_private=is_private)
-    check_writable(config.dest, option="DEST")
     folder, name = split_name(config.dest) if suffix_of(config.dest) else (config.dest, "")
     return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
 
@@ -205,8 +204,7 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
         tags=["synthetic", "batchinfer"],
         base_model=model if model.count("/") == 1 and model[0] not in "./~" else None,
     )
-    public = ("hf://", "https://")
-    named = [each if each.startswith(public) else each.rpartition("/")[2] for each in sources]
+    named = [each if each.startswith("hf://") else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
     rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
     options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
@@ -243,4 +241,4 @@ def command(config: CollectConfig) -> dict[str, Any]:
 
     places = {name: layout.without_slash(getattr(config, name)) for name in ("run", "dest")}
     config = msgspec.structs.replace(config, **places)
-    return run_collect(config, open_store=open_store, clock=SystemClock())
+    return run_collect(config, open_store=open_store, clock=Clock())

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from batchinfer.cli.config_commands import config_command
 from batchinfer.collect.answers import Answers, connect, select, sql_errors, text_of
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
 from batchinfer.core.records import Record
@@ -113,6 +113,6 @@ def command(config: CompareConfig) -> dict[str, Any]:
 
     from batchinfer.storage.opening import open_store
 
-    found = run_compare(config, open_store=open_store, clock=SystemClock())
+    found = run_compare(config, open_store=open_store, clock=Clock())
     Console(stderr=True, highlight=False).print(render(found))
     return found

@@ -17,7 +17,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.split.files import is_local
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_writable, leaving_no_folders, local_path, open_store
+from batchinfer.storage.opening import local_path, open_store
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,11 @@ def result_at(dest: str) -> Iterator[Path]:
     After a kill the same command begins anew; what the killed one has left in a bucket has to be removed first.
 
     Raises:
-        ConfigError: `dest` is a place that can only be read.
         InputError: `dest` holds something else, or cannot be made.
-        AccessDenied: The bucket may not be written to. This is found out before the conversion.
+        AccessDenied: The place may not be written to. This is found out before the conversion.
     """
-    check_writable(dest, option="DEST")
     with ExitStack() as stack:
-        scratch = _scratch_beside(dest, stack) if is_local(dest) else Scratch()
+        scratch = _scratch_beside(dest) if is_local(dest) else Scratch()
         stack.enter_context(closing(scratch))
         stack.enter_context(scratch_errors(scratch.folder))
         if not is_local(dest):
@@ -85,14 +83,13 @@ def result_at(dest: str) -> Iterator[Path]:
             _upload(open_store(dest), folder)
 
 
-def _scratch_beside(dest: str, stack: ExitStack) -> Scratch:
+def _scratch_beside(dest: str) -> Scratch:
     target = local_path(dest).resolve()  # a link stays, and its folder is made
     try:
         if target.exists() and any(target.iterdir()):
             raise _taken(dest)
         if os.path.ismount(target):  # which no rename replaces
             raise InputError(f"{dest}: is a mounted folder", hint="name a folder in it")
-        stack.enter_context(leaving_no_folders(dest))
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{dest}: cannot be made ({error})", hint="name another DEST") from error

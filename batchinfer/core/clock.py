@@ -1,33 +1,16 @@
-"""The `Clock` interface, and the real clock. A simulation passes a clock of its own instead of the real one."""
+"""The clock of this machine. A simulation passes a clock of its own instead."""
 
 from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Protocol
 
 
-class Clock(Protocol):
+class Clock:
     """Monotonic time to measure intervals, Unix time to record moments, and a way to wait."""
 
     def monotonic(self) -> float:
         """Seconds on a clock that never goes back. Only differences of two readings have a meaning."""
-        ...
-
-    def now(self) -> float:
-        """Seconds since 1970 (Unix time)."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for `seconds` seconds."""
-        ...
-
-
-class SystemClock:
-    """The real clock of this machine."""
-
-    def monotonic(self) -> float:
-        """Seconds on a clock that never goes back."""
         return time.monotonic()
 
     def now(self) -> float:

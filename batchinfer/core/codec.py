@@ -9,9 +9,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from batchinfer.core.errors import InputError, NewerVersion
+from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import MAX_DEPTH, is_deep
-from batchinfer.core.records import FORMAT_VERSION
 
 T = TypeVar("T")
 
@@ -69,9 +68,8 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
         hint: What the error tells people to do if the record is damaged.
 
     Raises:
-        NewerVersion: `data` cannot be decoded and has a newer format version than this program knows.
-        InputError: `data` cannot be decoded for another reason, or is nested too deep. The message names `name` and
-            says what is wrong.
+        InputError: `data` cannot be decoded, is nested too deep, or has a newer format version than this program knows.
+            The message names `name` and says what is wrong.
     """
     cause: Exception | None = None
     try:
@@ -80,36 +78,13 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
             return record
         what = f"nested deeper than {MAX_DEPTH} levels"
     except _DECODE_ERRORS as error:
-        check_version(data, name=name)
         what, cause = "empty" if not data else str(error), error
+        if "`$.format_version`" in what:
+            hint = "upgrade batchinfer: a later one wrote it"
     raise InputError(
         f"{name}: not a readable {kind.__name__.lower().removesuffix('record')} record ({what})",
         hint=hint,
     ) from cause
-
-
-class _Versioned(msgspec.Struct):
-    format_version: int = 0
-
-
-_version_decoder = json_decoder(_Versioned)
-
-
-def check_version(data: bytes, *, name: str) -> None:
-    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data without a readable version is accepted.
-
-    Raises:
-        NewerVersion: The record's version is newer.
-    """
-    try:
-        version = _version_decoder.decode(data).format_version
-    except _DECODE_ERRORS:
-        return
-    if version > FORMAT_VERSION:
-        raise NewerVersion(
-            f"{name}: format version {version}, this batchinfer reads up to {FORMAT_VERSION}",
-            hint="upgrade batchinfer",
-        )
 
 
 def sha256(data: bytes | memoryview) -> str:

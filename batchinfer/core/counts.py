@@ -6,7 +6,7 @@ A further count is a field here, and what a finished row has of it (`ledger.chec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 import msgspec
@@ -54,13 +54,6 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
             mine, more = getattr(self, name), getattr(other, name)
             sums[name] = _merged(mine, more) if isinstance(mine, dict) else mine + more
         return msgspec.structs.replace(self, **sums)
-
-    def with_codes(self, code_of: Callable[[str], str]) -> Self:
-        """Return this record with its errors counted by what `code_of` makes of their codes."""
-        errors: Counter[str] = Counter()
-        for written, count in self.errors.items():
-            errors[code_of(written)] += count
-        return msgspec.structs.replace(self, errors=dict(errors))
 
 
 def most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -4,7 +4,6 @@
   x UsageError                2   the command, its configuration or its input is wrong; a retry alone cannot help
     - ConfigError                 an option or a settings file
     - InputError                  a source, chunk, manifest or record that cannot be used
-      - NewerVersion              a record that a later batchinfer wrote
     - AccessDenied                credentials are missing or refused
     - RunMismatch                 the run was made with another configuration
   x PolicyStop                3   a rule or a request ended the worker on purpose
@@ -80,10 +79,6 @@ class ConfigError(UsageError):
 
 class InputError(UsageError):
     """A source, chunk, manifest or stored record cannot be used."""
-
-
-class NewerVersion(InputError):
-    """A stored record has a later format version than this program can read."""
 
 
 class AccessDenied(UsageError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from batchinfer.core.records import Record
 
 CATALOGS = Path("~/.sky/catalogs/v8")
-"""Folder of SkyPilot's price lists. SkyPilot 0.14 creates it when it is first used."""
+"""Folder of SkyPilot's price lists, named <cloud>/vms.csv. SkyPilot 0.14 creates it when it is first used."""
 
 
 class Price(NamedTuple):
@@ -65,33 +65,25 @@ def accelerator_count(text: str) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-class Prices:
-    """Looks up what machines cost: the user's price, else SkyPilot's catalog, else the package's table of list prices.
+def price_of(machine: Machine, per_hour: float | None = None) -> Price | None:
+    """Return what a machine costs: the user's price, else SkyPilot's catalog's, else the list price. None: not known.
 
     Only local files are read, and only once for each kind of machine.
 
     Args:
-        per_hour: The user's price in dollars an hour. It applies to every machine.
-        catalogs: Folder of SkyPilot's price lists, named <cloud>/vms.csv. The folder may be absent.
+        machine: The machine.
+        per_hour: The user's price in dollars an hour, which applies to every machine.
     """
+    return (
+        _looked_up(machine, CATALOGS.expanduser())
+        if per_hour is None
+        else Price(per_hour, "--price-per-hour")
+    )
 
-    def __init__(self, per_hour: float | None = None, catalogs: Path = CATALOGS) -> None:
-        self._per_hour = per_hour
-        self._catalogs = catalogs.expanduser()
-        self._found: dict[Machine, Price | None] = {}
 
-    @property
-    def is_users(self) -> bool:
-        """Whether the user has named the price, so that it applies to every machine."""
-        return self._per_hour is not None
-
-    def price(self, machine: Machine) -> Price | None:
-        """Return the price of one machine; None if no source has its price."""
-        if self._per_hour is not None:
-            return Price(self._per_hour, "--price-per-hour")
-        if machine not in self._found:
-            self._found[machine] = _catalog_price(self._catalogs, machine) or _list_price(machine)
-        return self._found[machine]
+@cache
+def _looked_up(machine: Machine, catalogs: Path) -> Price | None:
+    return _catalog_price(catalogs, machine) or _list_price(machine)
 
 
 def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:

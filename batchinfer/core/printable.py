@@ -19,8 +19,6 @@ _UNSAFE = re.compile(
     "\\u2028\\u2029\\ud800-\\udfff]"  # line separators; surrogates, which UTF-8 cannot encode
 )
 _NEXT_LINE = re.compile(r"\n(?=[^ \n])")
-_CODE = re.compile(r"[a-z0-9_]{1,64}\Z")
-INVALID_CODE = "invalid"
 
 
 def printable(text: str) -> str:
@@ -73,15 +71,6 @@ def printable_record(record: T) -> T:
     from batchinfer.core import codec
 
     return codec.convert(_clean(msgspec.to_builtins(record), one_line), type(record))
-
-
-def error_code(code: str) -> str:
-    """Return an error code as it may be shown: a code that batchinfer could not have written becomes "invalid".
-
-    >>> error_code("prompt_too_long"), error_code("all is well")
-    ('prompt_too_long', 'invalid')
-    """
-    return code if _CODE.match(code) else INVALID_CODE
 
 
 def _clean(value: Any, show: Any = printable) -> Any:

@@ -28,6 +28,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Version = Annotated[int, msgspec.Meta(ge=1, le=FORMAT_VERSION)]
+"""A later version is refused."""
 
 
 # --------------------------------------------------------------------------- the job (written once by `split`)
@@ -77,7 +79,7 @@ class Chunk(Record, frozen=True, kw_only=True):
 class Job(Record, frozen=True, kw_only=True):
     """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes."""
 
-    format_version: Positive
+    format_version: Version
     sources: list[Source]
     columns: list[str]
     rows: Count
@@ -207,7 +209,7 @@ class EngineStats(Record, frozen=True, kw_only=True):
 class Run(Record, frozen=True, kw_only=True):
     """Content of run.json, which is created once. The fingerprint is computed from `config`; it ignores `recorded`."""
 
-    format_version: int
+    format_version: Version
     fingerprint: str
     config: dict[str, Any]
     recorded: dict[str, Any]

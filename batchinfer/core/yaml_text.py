@@ -20,11 +20,8 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         loaded = yaml.safe_load(text)
         json.dumps(loaded)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{name}: not readable as YAML ({error})") from error
-    except (TypeError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name}: has a value that is no text, number, list or mapping ({error})",
-            hint="write dates in quotes, and no tags such as !!set",
+            f"{name}: not YAML of texts, numbers, lists and mappings ({error})"
         ) from error
     return loaded

@@ -65,8 +65,7 @@ def load_job(url: str, open_store: OpenStore, *, hint: str = "") -> tuple[Job, s
         hint: Advice in the error for a damaged job.json. Default: how to make the job anew.
 
     Raises:
-        NewerVersion: job.json has a newer format version.
-        InputError: job.json is damaged, or its numbers contradict each other.
+        InputError: job.json is damaged, has a newer format version, or its numbers contradict each other.
     """
     try:
         data = open_store(url).get(layout.JOB_KEY).data
@@ -94,7 +93,6 @@ def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:
     """Decode and check the content of the job.json below `url`. Raises as `load_job` does."""
     name, hint = f"{url}/{layout.JOB_KEY}", hint or split_again(url)
     job = codec.decode(data, Job, name=name, hint=hint)
-    codec.check_version(data, name=name)
     problem = _contradiction(job)
     if problem:
         raise InputError(f"{name}: {problem}", hint=hint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from batchinfer.core.printable import error_code, one_line
+from batchinfer.core.printable import one_line
 from batchinfer.core.records import Money, Worker
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _values(worker: Worker) -> dict[str, float | dict[str, int] | None]:
     age = max(0.0, worker.heartbeat - worker.checkpointed)
     return {
         "batchinfer_rows_total": worker.rows_done,
-        "batchinfer_rows_failed_total": worker.with_codes(error_code).errors,
+        "batchinfer_rows_failed_total": worker.errors,
         "batchinfer_rows_resumed_total": worker.rows_resumed,
         "batchinfer_prompt_tokens_total": worker.prompt_tokens,
         "batchinfer_cached_prompt_tokens_total": worker.cached_tokens,
@@ -93,7 +93,7 @@ def families_of(
             found = values[name]
             by_label = found if isinstance(found, dict) else {} if found is None else {"": found}
             for value, number in by_label.items():
-                more = [value] if own else []
+                more = [one_line(value)] if own else []
                 family.add_metric([one_line(run), one_line(worker.id), *more], number)
         yield family
 

@@ -73,7 +73,6 @@ def read_run(store: Store) -> Run | None:
     except ObjectNotFound:
         return None
     run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
-    codec.check_version(data, name=name)
     codec.decode(data, Configuration, name=name, hint=_PUT_BACK)
     if (computed := codec.fingerprint(run.config)) != run.fingerprint:
         raise InputError(
@@ -81,19 +80,6 @@ def read_run(store: Store) -> Run | None:
             hint=_PUT_BACK,
         )
     return run
-
-
-def refuse_newer(store: Store) -> None:
-    """Refuse a run of a newer format version. A run whose run.json is gone or damaged passes.
-
-    Raises:
-        InputError: run.json has a newer format version than this program knows.
-    """
-    try:
-        data = store.get(layout.RUN_KEY).data
-    except ObjectNotFound:
-        return
-    codec.check_version(data, name=f"{store.url}/{layout.RUN_KEY}")
 
 
 def no_run(store: Store) -> InputError:

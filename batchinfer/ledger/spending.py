@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.prices import Machine, Prices, accelerator_count, accelerator_name
+from batchinfer.core.prices import Machine, accelerator_count, accelerator_name, price_of
 from batchinfer.core.records import Money, Run, Worker
 
 CLOCK_TOLERANCE_SECONDS = 5.0
@@ -68,21 +68,21 @@ def whole(value: object) -> int:
         return 0
 
 
-def money_of(record: Worker, prices: Prices, machine: Machine) -> Money:
+def money_of(record: Worker, per_hour: float | None, machine: Machine) -> Money:
     """Return what a worker has cost, at the user's price, else the worker's own, else that of the lists.
 
     Price and cost are None if none of these has a price.
     """
     money = record.money or Money()
-    if prices.is_users or money.price_per_hour is None:
-        price = prices.price(machine)
+    if per_hour is not None or money.price_per_hour is None:
+        price = price_of(machine, per_hour)
         if price is None:
             return money
         money = msgspec.structs.replace(
             money,
             price_per_hour=price.per_hour,
             price_source=price.source,
-            cost=None if prices.is_users else money.cost,
+            cost=money.cost if per_hour is None else None,
         )
     if money.cost is None and money.price_per_hour is not None:
         cost = money.price_per_hour * record.up_seconds / 3600

@@ -29,7 +29,7 @@ from batchinfer.clusters import (
 )
 from batchinfer.clusters.skypilot import accelerators
 from batchinfer.core import layout, units
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, ConfigError, NoProgress, PolicyStop
 from batchinfer.core.redaction import redact
 from batchinfer.core.shell import quote
@@ -39,7 +39,7 @@ from batchinfer.runs.launched import cancel_launches, launch_text
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, run_status
 from batchinfer.runs.stop import has_begun
-from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
+from batchinfer.storage.opening import local_path, open_store, split_url
 from batchinfer.worker.command import look_options
 from batchinfer.worker.worker_config import WorkerConfig
 
@@ -129,7 +129,7 @@ class Launch:
     def __init__(self, asked: Plan, options: dict[str, Any]) -> None:
         self._asked, self._options = asked, options
         self._cluster = find_cluster(asked.on)
-        self._clock = SystemClock()
+        self._clock = Clock()
         self._began = self._clock.now()
         self._run = RunConfig(run=asked.run, job=asked.job, namespace=asked.namespace)
 
@@ -146,7 +146,6 @@ class Launch:
             ConfigError: It would not work, or the run needs no worker. What `batchinfer check` finds is printed before.
         """
         asked = self._asked
-        check_writable(asked.run, option="--run")
         self._cluster.page(asked)  # refuses a template that is wrong
         self._store = open_store(asked.run)
         is_there = has_begun(self._store)

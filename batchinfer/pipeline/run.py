@@ -136,16 +136,13 @@ def tell(result: dict[str, Any], dest: str) -> None:
 
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.check.examination import refuse_other_run
-    from batchinfer.core.clock import SystemClock
+    from batchinfer.core.clock import Clock
     from batchinfer.pipeline.work_folder import WorkFolder
-    from batchinfer.storage.opening import check_writable, open_store
+    from batchinfer.storage.opening import open_store
     from batchinfer.worker.command import describe_host, engine_config, price_of_machine
 
-    if not config.dest.startswith("hf://"):
-        check_writable(config.dest, option="--output")
-    check_writable(config.work, option="--work")
     price_of_machine(options, describe_host(dict(os.environ)), engine_config(options))
-    work = WorkFolder(config, open_store, SystemClock())
+    work = WorkFolder(config, open_store, Clock())
     work.claim_dest()
     counted, options = work.look(options)
     with running_alone(work.folder):

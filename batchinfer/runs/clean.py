@@ -17,11 +17,12 @@ from typing import Annotated, Any, NamedTuple
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import layout, units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import NO_OPTION, NotNegative, Opt
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import Inventory, take_inventory
+from batchinfer.ledger.runs import read_run
 from batchinfer.runs.stop import require_run
 from batchinfer.storage import ObjectInfo, Store
 
@@ -63,10 +64,11 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
         clock: The clock by which a dry run computes ages. With `yes`, the store's own time is used.
 
     Raises:
-        InputError: there is no run, or the run is of a newer format version, or a chunk to do again has neither a
-            marker nor segments.
+        InputError: there is no run, or its run.json is damaged, edited or of a newer format version, or a chunk to do
+            again has neither a marker nor segments.
     """
     require_run(store)
+    read_run(store)  # only a newer batchinfer knows the objects of a newer run
     now = _time_of(store) if config.yes else clock.now()
     age_seconds = config.older_than_seconds
     inventory = take_inventory(store, now=now, patience_seconds=age_seconds)
@@ -147,7 +149,7 @@ def command(config: CleanConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    result = run_clean(config, store=open_store(config.run), clock=SystemClock())
+    result = run_clean(config, store=open_store(config.run), clock=Clock())
     removed = result["removed"] | {"temporary files": result["temps_removed"]}
     verb = "removed" if config.yes else "would remove"
     if found := ", ".join(f"{what}: {number}" for what, number in removed.items() if number):

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from batchinfer.core.counts import Counts, most_common
-from batchinfer.core.prices import Machine, Prices
-from batchinfer.core.printable import error_code
+from batchinfer.core.prices import Machine
 from batchinfer.core.records import Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.jobs import rows_by_chunk
@@ -143,7 +142,7 @@ class Overview(Record, frozen=True, kw_only=True):
 
 def overview(
     snapshot: Snapshot,
-    prices: Prices,
+    per_hour: float | None,
     *,
     is_spot: bool | None = None,
     of_markers: Counts | None = None,
@@ -152,7 +151,7 @@ def overview(
 
     Args:
         snapshot: What was read of the run.
-        prices: Prices of machines.
+        per_hour: The user's price of a machine in dollars an hour.
         is_spot: Whether machines are spot machines, for workers whose records do not say.
         of_markers: The sums over the run's markers, if they were read.
     """
@@ -160,7 +159,7 @@ def overview(
     # An object that looks newer than now shows that this machine's clock is behind storage's.
     times = [seen.modified for seen in snapshot.workers]
     now = max(snapshot.taken, *times, 0.0)
-    views = [_view_of(seen, now, run, prices, is_spot=is_spot) for seen in snapshot.workers]
+    views = [_view_of(seen, now, run, per_hour, is_spot=is_spot) for seen in snapshot.workers]
     views = _with_slow(sorted(views, key=lambda view: view.id))
     totals = add_up(views)
     chunks, rows = _progress(snapshot, views)
@@ -217,7 +216,7 @@ def add_up(parts: Iterable[Counts]) -> Counts:
     """Add up what markers, or workers' records, count. The most frequent error codes and finish reasons come first."""
     total = Counts()
     for part in parts:
-        total = total.plus(part.with_codes(error_code))
+        total = total.plus(part)
     return msgspec.structs.replace(
         total,
         errors=dict(most_common(total.errors)),
@@ -229,12 +228,12 @@ def add_up(parts: Iterable[Counts]) -> Counts:
 
 
 def _view_of(
-    seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
+    seen: SeenWorker, now: float, run: Run | None, per_hour: float | None, *, is_spot: bool | None
 ) -> WorkerView:
     record, modified = seen
     age = max(0.0, now - (modified or record.heartbeat))
     state, machine = _state(record, age), machine_of(record, run, is_spot=is_spot)
-    changed = {"state": state, "money": money_of(record, prices, machine), "minutes": []}
+    changed = {"state": state, "money": money_of(record, per_hour, machine), "minutes": []}
     return WorkerView(
         **msgspec.structs.asdict(record) | changed,
         machine=machine,

@@ -21,11 +21,10 @@ from msgspec import Meta
 from batchinfer import __version__
 from batchinfer.cli.config_commands import config_command
 from batchinfer.core import codec, layout, units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
-from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Marker, Record
 from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
@@ -91,7 +90,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     examples: dict[str, ErrorExample] = {}
     for view in seen.workers:
-        examples |= {error_code(code): one for code, one in view.examples.items()}
+        examples |= view.examples
     template = environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8"))
     return template.render(
         f=units,
@@ -263,4 +262,4 @@ def command(config: ReportConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    return run_report(config, open_store=open_store, clock=SystemClock())
+    return run_report(config, open_store=open_store, clock=Clock())

@@ -20,10 +20,9 @@ from rich.text import Text
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import write
 from batchinfer.core import units
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.option_help import NO_OPTION, Opt
-from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import read_markers
@@ -106,8 +105,7 @@ def look_closely(
     is_done = rows_of(snapshot).keys() <= generations.keys()
     reads_markers |= is_done and any(generations.values()) and len(generations) <= _MOST_MARKERS
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
-    prices = Prices(config.price_per_hour)
-    seen = overview(snapshot, prices, is_spot=config.is_spot, of_markers=counted)
+    seen = overview(snapshot, config.price_per_hour, is_spot=config.is_spot, of_markers=counted)
     return snapshot, with_launches(seen, store, config.namespace)
 
 
@@ -311,7 +309,7 @@ def command(show: StatusConfig) -> Any:
     """
     from batchinfer.storage.opening import open_store
 
-    clock = SystemClock()
+    clock = Clock()
 
     def look() -> Overview:
         return run_status(show.look, open_store=open_store, clock=clock)

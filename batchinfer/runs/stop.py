@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import Clock, SystemClock, iso_utc
+from batchinfer.core.clock import Clock, iso_utc
 from batchinfer.core.errors import AlreadyExists, ConfigError
 from batchinfer.core.option_help import NO_OPTION
 from batchinfer.core.records import Record
-from batchinfer.ledger.runs import no_run, refuse_newer
+from batchinfer.ledger.runs import no_run
 from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage import Store
 
@@ -37,7 +37,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     and exits with status 3.
 
     Raises:
-        InputError: there is no run, or the run is of a newer format version.
+        InputError: there is no run.
     """
     require_run(store)
     was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
@@ -57,14 +57,13 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
 
 
 def require_run(store: Store) -> None:
-    """Refuse what is no run, and one of a newer format version: only a newer batchinfer knows its objects.
+    """Refuse what is no run.
 
     Raises:
-        InputError: there is no run, or the run is of a newer format version.
+        InputError: there is no run.
     """
     if not has_begun(store) and not any(store.list(layout.OUTPUTS)):
         raise no_run(store)
-    refuse_newer(store)
 
 
 def has_begun(store: Store) -> bool:
@@ -85,7 +84,7 @@ def command(config: StopConfig) -> dict[str, Any]:
 
     if config.resume and config.cancel:
         raise ConfigError("--resume and --cancel: expected one of them", hint="leave one out")
-    store, clock = open_store(config.run), SystemClock()
+    store, clock = open_store(config.run), Clock()
     result = run_stop(config, store=store, clock=clock)
     if config.cancel:
         result["left"] = cancel_launches(store, clock, config.namespace)

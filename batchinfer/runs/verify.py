@@ -21,7 +21,7 @@ from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
@@ -336,7 +336,7 @@ def command(config: VerifyConfig) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    verdict = run_verify(config, open_store=open_store, clock=SystemClock())
+    verdict = run_verify(config, open_store=open_store, clock=Clock())
     result = verdict.as_json() if config.as_json else verdict.result
     for line in () if config.as_json else verdict.lines():
         for part in line.split("\n"):  # a command to copy may have several lines

@@ -1,4 +1,4 @@
-"""Finds and opens the files that a SOURCE argument names, on any filesystem that fsspec knows. Errors name the file."""
+"""Finds and opens the files that a SOURCE argument names, with filesystems of fsspec. Errors name the file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import SourceFile
-from batchinfer.core.redaction import redact
-from batchinfer.storage.hub import client_options, hub_errors
+from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import (
-    BUCKET_SCHEMES,
     check_url,
     join_url,
     local_path,
@@ -46,8 +44,8 @@ _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 _NOTES = (".json", ".txt")
 """Ends of files that describe the data if other files lie beside them."""
 _EXPECTED = f"names that end in {', '.join(FORMATS)} (but for parquet also .gz, .zst)"
-_STAMPS = ("ETag", "etag", "blob_id", "generation", "mtime", "Last-Modified", "updated")
-"""Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
+_STAMPS = ("etag", "blob_id", "mtime")
+"""Keys in fsspec's descriptions of files whose values change with the file's bytes."""
 _BUFFER_BYTES = 1 << 20
 
 
@@ -66,8 +64,7 @@ class DataFile(SourceFile, frozen=True, kw_only=True):
     @property
     def described(self) -> SourceFile:
         """The file as job.json describes it."""
-        url = redact(self.url)
-        return SourceFile(url=url, bytes=self.bytes, rows=self.rows, digest=self.digest)
+        return SourceFile(url=self.url, bytes=self.bytes, rows=self.rows, digest=self.digest)
 
 
 # --------------------------------------------------------------------------- finding
@@ -76,24 +73,19 @@ class DataFile(SourceFile, frozen=True, kw_only=True):
 def ending(url: str) -> str:
     """Return the end of a file's name that tells its format.
 
-    >>> ending("s3://b/Rows.JSONL.gz"), ending("https://host/a.csv?token=b"), ending("rows")
+    >>> ending("s3://b/Rows.JSONL.gz"), ending("a.csv"), ending("rows")
     ('.jsonl', '.csv', '')
     """
-    return posixpath.splitext(_name(url).removesuffix(".gz").removesuffix(".zst"))[1]
+    return posixpath.splitext(url.lower().removesuffix(".gz").removesuffix(".zst"))[1]
 
 
 def packing_of(url: str) -> str:
     """Return how a file is compressed, by its name and in Arrow's words; "" if it is not.
 
-    >>> [packing_of(url) for url in ("s3://b/A.JSONL.GZ", "https://host/a.zst?b=c.gz", "a.csv")]
+    >>> [packing_of(url) for url in ("s3://b/A.JSONL.GZ", "a.zst", "a.csv")]
     ['gzip', 'zstd', '']
     """
-    return next((how for end, how in _PACKINGS.items() if _name(url).endswith(end)), "")
-
-
-def _name(url: str) -> str:
-    is_web = url.startswith(("http://", "https://"))
-    return (url.partition("?")[0] if is_web else url).lower()
+    return next((how for end, how in _PACKINGS.items() if url.lower().endswith(end)), "")
 
 
 def locate(argument: str) -> tuple[list[DataFile], str]:
@@ -144,9 +136,9 @@ def locate(argument: str) -> tuple[list[DataFile], str]:
             elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
                 hint = "fetch the file, or remove the link"
                 raise InputError(f"{name}: is a link to nothing", hint=hint)
-    if left_out := [redact(file.url) for file in hidden if file.format]:
+    if left_out := [file.url for file in hidden if file.format]:
         text = "%s: left out %s whose name or folder begins with . or _, %s first"
-        logger.info(text, redact(argument), units.many(len(left_out), "file"), left_out[0])
+        logger.info(text, argument, units.many(len(left_out), "file"), left_out[0])
     return _of_one_format(argument, found), revision
 
 
@@ -172,7 +164,7 @@ def _info(system: Any, path: str) -> dict[str, Any] | None:
     try:
         return cast("dict[str, Any]", system.info(path))
     except FileNotFoundError as error:
-        # fsspec raises it for a web server that cannot be reached or refuses, too. Its cause is the real error.
+        # fsspec raises it if the Hub cannot be reached or refuses, too. Its cause is the real error.
         if isinstance(error.__cause__, FileNotFoundError | None):
             return None
         raise
@@ -227,9 +219,9 @@ def _of_one_format(argument: str, found: list[DataFile]) -> list[DataFile]:
         if file.url.encode(errors="ignore").decode() != file.url:
             raise InputError(f"{file.url!r}: has a name that is not UTF-8", hint="rename the file")
     places = {file.url for file in chosen}
-    if left_out := [redact(file.url) for file in found if file.url not in places]:
+    if left_out := [file.url for file in found if file.url not in places]:
         what = units.many(len(left_out), "other file")
-        logger.info("%s: left out %s, %s first", redact(argument), what, left_out[0])
+        logger.info("%s: left out %s, %s first", argument, what, left_out[0])
     return chosen
 
 
@@ -283,29 +275,24 @@ def _filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme, path = split_url(url)
-    if scheme in BUCKET_SCHEMES:
+    if scheme == "file":
+        path = str(local_path(url).absolute())
+    elif scheme != "hf":
         from batchinfer.storage.bucket_files import BucketFiles
 
         return BucketFiles(open_store(f"{scheme}://{path.partition('/')[0]}")), path
-    url = str(local_path(url).absolute()) if scheme == "file" else url
-    try:
-        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **client_options(scheme)))
-    except (ImportError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{url}: no filesystem for {scheme}:// can be used here ({error})",
-            hint="use a path, s3://, gs://, az:// or hf://",
-        ) from error
+    return fsspec.filesystem(scheme), path
 
 
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
     """Turn errors of filesystems, of the network and of damaged files into ours, with messages that name `url`."""
-    is_web = url.startswith(("hf://", "http://", "https://"))
+    is_hub = url.startswith("hf://")
     way_round = (
         "where there is a network, `hf download --repo-type dataset ORG/NAME --local-dir data`"
     )
     try:
-        with hub_errors(url, otherwise=way_round) if is_web else contextlib.nullcontext():
+        with hub_errors(url, otherwise=way_round) if is_hub else contextlib.nullcontext():
             yield
     except ObjectNotFound as error:
         raise InputError(f"{url}: no such file", hint="check the spelling") from error

@@ -19,7 +19,6 @@ from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, near
 from batchinfer.core.json_text import raw_members
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, Source, SourceFile
-from batchinfer.core.redaction import has_user, redact
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
 from batchinfer.split import files, text_lines
@@ -159,7 +158,7 @@ class Sources(Record, frozen=True, kw_only=True):
         for file in tables:
             if missing := set(tables[0].columns).symmetric_difference(file.columns):
                 text = "column %r: in some files only, as %s and %s differ; --columns leaves it out"
-                logger.warning(text, min(missing), redact(tables[0].url), redact(file.url))
+                logger.warning(text, min(missing), tables[0].url, file.url)
                 break
 
     def as_job(self) -> Job:
@@ -226,7 +225,7 @@ def count_sources(
                 rows += new[-1].rows
         described = [file.described for file in new]
         sources.append(
-            Source(url=redact(argument), format=found[0].format, files=described, revision=revision)
+            Source(url=argument, format=found[0].format, files=described, revision=revision)
         )
         counted += [file for file in new if file.rows]
     if not rows:
@@ -294,11 +293,6 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             if files.is_local(full):  # no key may have a ".."
                 scheme, separator, path = full.rpartition("://")
                 full = scheme + separator + posixpath.normpath(path)
-            if has_user(full):
-                raise InputError(
-                    f"{url}: {full} has a user or a password, which job.json would show",
-                    hint="name the files as SOURCE: then the rows are copied, and job.json has no secret",
-                )
             root, key = split_name(full)
             stem = layout.stem(key)
             if not layout.is_chunk_name(stem) or stem in chunks:
@@ -320,13 +314,13 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             local.path.unlink()
             sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}
             chunks[stem] = Chunk(name=stem, first_row=row, sha256=local.sha256, file=full, **sizes)
-            described.append(SourceFile(url=redact(full), digest=local.sha256, **sizes))
+            described.append(SourceFile(url=full, digest=local.sha256, **sizes))
             row += local.num_lines
     if not chunks:
         raise InputError(f"{url}: names no file", hint="write a path or URL a line into it")
     return Job(
         format_version=FORMAT_VERSION,
-        sources=[Source(url=redact(url), format="jsonl", files=described)],
+        sources=[Source(url=url, format="jsonl", files=described)],
         columns=list(columns),
         rows=row,
         chunks=list(chunks.values()),

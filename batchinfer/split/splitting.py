@@ -6,7 +6,6 @@ that was killed can simply be run again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ import click
 import msgspec
 
 from batchinfer.cli.config_commands import config_command
-from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
+from batchinfer.core import layout, units
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import load_job
 from batchinfer.split import writer
 from batchinfer.split.sources import Sources, count_sources, reference_job, references
 from batchinfer.storage import Store
-from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store
+from batchinfer.storage.opening import is_inside, join_url, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +128,6 @@ def run_split(
 def _existing(config: SplitConfig, store: Store) -> Job | None:
     """Return the job that is there; None if there is none, or --overwrite replaces it."""
     if config.overwrite:
-        with contextlib.suppress(ObjectNotFound):
-            codec.check_version(store.get(layout.JOB_KEY).data, name=f"{store.url}/job.json")
         return None
     found = load_job(store.url, lambda _url: store, hint="" if config.append else _ANEW)
     return found[0] if found else None
@@ -276,5 +273,7 @@ def command(config: SplitConfig) -> dict[str, Any]:
     if not config.output:
         hint = "say where: --output job"
         raise ConfigError("--output: missing, expected the job's folder or URL", hint=hint)
-    check_writable(config.output, option="--output")
+    if config.output.startswith("hf://"):
+        hint = "use a plain path, s3://, gs:// or az://"
+        raise ConfigError(f"--output {config.output}: hf:// can only be read", hint=hint)
     return run_split(config, store=open_store(config.output))

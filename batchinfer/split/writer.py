@@ -28,7 +28,6 @@ from batchinfer.core.errors import (
     PreconditionFailed,
 )
 from batchinfer.core.records import Chunk, Job
-from batchinfer.core.redaction import redact
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import chunk_key, decode_job, identity, is_absolute, manifest_chunks
 from batchinfer.split.files import is_local
@@ -335,7 +334,7 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
             hint = "put the new rows into a file of their own; if all its rows are new, rename it"
             if file.format == "csv":
                 hint += "; if it has not changed, give the --delimiter that the job was made with"
-            name = "" if there == redact(file.url) else f" as {there}"
+            name = "" if there == file.url else f" as {there}"
             raise InputError(
                 f"{file.url}: has changed since its rows became a part of the job{name}, expected only new files",
                 hint=hint,
@@ -351,14 +350,12 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
 
 
 def _addresses(url: str) -> list[str]:
-    """Return what names a file, the surest first: a URL without secrets and the Hub's revision, or a local path.
+    """Return what names a file, the surest first: a URL without the Hub's revision, or a local path.
 
     An absolute path may be named by its ends, too: job.json does not say of which folder its relative paths are.
     """
-    if redact(url) != redact(url, whole_queries=False):
-        return []  # job.json does not say which of several queries it was
     if not is_local(url):
-        return [re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", redact(url))]
+        return [re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)]
     parts = Path(os.path.normpath(url)).parts
     ends = ["/".join(parts[index:]) for index in range(1, len(parts))]
     return [os.path.realpath(local_path(url)), *(ends if is_absolute(url) else [])]

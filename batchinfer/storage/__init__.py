@@ -44,19 +44,15 @@ class Store(Protocol):
 
     def get(self, key: str) -> Object:
         """Read a whole object. Raises ObjectNotFound."""
-        ...
 
     def download(self, key: str, path: Path) -> None:
         """Copy a whole object to a local file (overwritten), in bounded memory. Raises ObjectNotFound, ScratchFull."""
-        ...
 
     def stat(self, key: str) -> ObjectInfo:
         """Return one object's size and etag. Raises ObjectNotFound."""
-        ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List the objects whose keys start with `prefix`, in key order, never from a cache."""
-        ...
 
     def create(self, key: str, data: bytes) -> str:
         """Create an object that must not exist and return its etag. Raises AlreadyExists. `data` is not empty.
@@ -65,7 +61,6 @@ class Store(Protocol):
         and only its reply was lost. A caller that must tell its own create from another's puts a nonce into `data`.
         If the object was in the way and has been deleted since, AlreadyExists is raised, too, even if it held `data`.
         """
-        ...
 
     def put_file(self, key: str, path: Path) -> None:
         """Put an object from a local file, in bounded memory, over any that is there.
@@ -73,18 +68,15 @@ class Store(Protocol):
         Callers that must not overwrite each other's objects give them different names. The caller may remove the file
         afterwards.
         """
-        ...
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Overwrite an object if it still has `etag`; return the new etag. Raises PreconditionFailed (also if absent).
 
-        As with `create`, the call succeeds if the object holds exactly `data` already.
+        A listing's etag may not do. As with `create`, the call succeeds if the object holds exactly `data` already.
         """
-        ...
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Absent objects are no error. After a failure some of the objects may be removed already."""
-        ...
 
 
 def split_bucket(url: str) -> tuple[str, str]:
@@ -97,49 +89,24 @@ def split_bucket(url: str) -> tuple[str, str]:
     return bucket, f"{root}/" if root else ""
 
 
-NO_NAMES = frozenset({"", ".", ".."})
-"""Components that a key cannot have."""
-
-
 def check_key(key: str) -> str:
     """Return `key` if it names one object below a store's root.
 
     Raises:
-        InputError: The key is empty or absolute, a component is empty, "." or "..", or it has a NUL character.
+        InputError: The key is empty or absolute, a component is empty, "." or "..", or it has a control character.
 
     >>> check_key("outputs/part-00000.jsonl")
     'outputs/part-00000.jsonl'
     """
-    _refuse_unless(bool(key), key)
-    _check_components(key, key.split("/"))
+    if not {"", ".", ".."}.isdisjoint(key.split("/")) or min(key) < " ":
+        raise InputError(
+            f"key {key!r}: leaves the storage root or is no plain path, "
+            "expected names joined by single slashes",
+            hint="leave out '..', empty names, control characters, and a slash at its start",
+        )
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it can be the start of a key. The empty prefix means every key.
-
-    Raises:
-        InputError: The prefix is absolute or has a NUL character, a component before the last is empty, "." or "..", or
-            the last is "..".
-
-    >>> check_prefix("outputs/")
-    'outputs/'
-    """
-    folder, _, rest = prefix.rpartition("/")
-    if "/" in prefix:
-        _check_components(prefix, folder.split("/"))
-    _refuse_unless(rest != ".." and "\0" not in rest, prefix)
-    return prefix
-
-
-def _check_components(key: str, components: list[str]) -> None:
-    _refuse_unless("\0" not in key and NO_NAMES.isdisjoint(components), key)
-
-
-def _refuse_unless(condition: bool, key: str) -> None:
-    if not condition:
-        raise InputError(
-            f"key {key!r}: leaves the storage root or is no plain path, "
-            "expected names joined by single slashes",
-            hint="use a path relative to the root, without '..', and without a slash at its start",
-        )
+    """Return `prefix` if it can be the start of a key. Raises as `check_key`."""
+    return check_key(f"{prefix}x").removesuffix("x")

@@ -15,17 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchinfer.core import layout
 from batchinfer.core.errors import (
-    AccessDenied,
     AlreadyExists,
     BatchinferError,
     ObjectNotFound,
     PreconditionFailed,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
-from batchinfer.storage.cloud_errors import Cloud, bad_answer, translate
-from batchinfer.storage.retrying import RetryPolicy, TransientError, Unreachable, retried
+from batchinfer.storage.cloud_errors import Cloud, translate
+from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
@@ -62,14 +60,11 @@ class BucketStore:
         retries: RetryPolicy | None = None,
     ) -> None:
         self.bucket, self._root = split_bucket(url)
+        check_key(f"{self.bucket}/{self._root}".rstrip("/"))
         self.url = f"{url.partition('://')[0]}://{self.bucket}/{self._root}".rstrip("/")
         self._store, self._patient = store, patient or store
         self._cloud = cloud._replace(create=cloud.create.format(bucket=self.bucket))
         self._retries = retries or RetryPolicy()
-        self._has_answered = False
-        """Whether anything has ever answered at the store's address."""
-        self._is_known = False
-        """Whether the bucket was seen to be one."""
 
     def get(self, key: str) -> Object:
         """See `Store.get`. One request."""
@@ -99,11 +94,7 @@ class BucketStore:
 
     def stat(self, key: str) -> ObjectInfo:
         """See `Store.stat`. One request."""
-        try:
-            return self._ask(key, lambda: self._info(key, self._store.head(self._path(key))))
-        except ObjectNotFound:
-            self._require_bucket()  # the answer to a HEAD has no body, so it does not say what is missing
-            raise
+        return self._ask(key, lambda: self._info(key, self._store.head(self._path(key))))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
@@ -127,7 +118,7 @@ class BucketStore:
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. One request, two if the object has changed."""
         try:
-            return self._put(key, data, self._version_of(key, etag))
+            return self._put(key, data, self._version_of(etag))
         except (PreconditionFailed, ObjectNotFound) as error:
             return self._settle(key, data, PreconditionFailed(error.message))
 
@@ -157,16 +148,11 @@ class BucketStore:
 
         return self._ask(key, put)
 
-    def _version_of(self, key: str, etag: str) -> dict[str, str]:
-        """Return obstore's UpdateVersion for an etag. On GCS one more request is sent for an etag of a listing."""
+    @staticmethod
+    def _version_of(etag: str) -> dict[str, str]:
+        """Return obstore's UpdateVersion for an etag."""
         content, _, version = etag.partition(";")
-        if not self._cloud.has_versions:
-            return {"e_tag": content}
-        if not version:
-            now, _, version = self.stat(key).etag.partition(";")
-            if now != content:
-                raise PreconditionFailed(f"{self.url}/{key}: is not the version that was listed")
-        return {"e_tag": content, "version": version}
+        return {"e_tag": content, "version": version} if version else {"e_tag": content}
 
     def _settle(self, key: str, data: bytes, error: BatchinferError) -> str:
         """Return the etag if the object holds `data`: an earlier try succeeded, and its reply was lost. Else raise."""
@@ -206,7 +192,6 @@ class BucketStore:
                         return
                 elif item["size"] or not self._is_folder(after):
                     yield self._info(key, item)
-        self._require_bucket()
 
     def _is_folder(self, path: str) -> bool:
         """Whether an empty object's key ends with a slash, which listings of obstore do not show.
@@ -219,18 +204,6 @@ class BucketStore:
             return True
         return False
 
-    def _require_bucket(self) -> None:
-        """Refuse a missing bucket, and a server that is no store. Sends requests only if nothing was ever found there.
-
-        obstore takes any XML or HTML for an empty listing.
-        """
-        if self._is_known:
-            return
-        with contextlib.suppress(ObjectNotFound, AccessDenied):
-            path = f"{self._root}{layout.PROBES}absent"
-            self._ask("", lambda: self._etag("", self._store.get(path).meta))
-        self._is_known = True
-
     def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
         return ObjectInfo(
             key, item["size"], self._etag(key, item), item["last_modified"].timestamp()
@@ -239,13 +212,15 @@ class BucketStore:
     def _etag(self, key: str, item: Mapping[str, Any]) -> str:
         etag = item["e_tag"]
         if not etag:
-            raise bad_answer(f"{self.url}/{key}", "it has no ETag")
-        self._is_known = True
+            raise TransientError(
+                f"{self.url}/{key}: the answer is not one of a store (it has no ETag)",
+                hint="check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place",
+            )
         etag = (
             etag if etag.startswith('"') else f'"{etag}"'
         )  # listings of Azure leave the quotes out
         # GCS compares generations, which a listing does not show.
-        return f"{etag};{item['version']}" if self._cloud.has_versions and item["version"] else etag
+        return f"{etag};{item['version']}" if item["version"] else etag
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
@@ -258,20 +233,13 @@ class BucketStore:
 
         def attempt() -> T:
             try:
-                found = request()
+                return request()
             except BatchinferError:
                 raise
             except BaseException as error:  # obstore's panics are no Exceptions
-                ours = translate(error, where, self._cloud)
-                if ours is None:
-                    raise
-                if not isinstance(ours, Unreachable):
-                    self._has_answered = True
-                elif self._has_answered:
-                    ours = TransientError(ours.message, hint=ours.hint)
-                raise ours from error
-            self._has_answered = True
-            return found
+                if ours := translate(error, where, self._cloud):
+                    raise ours from error
+                raise
 
         return self._retry(attempt)
 

@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage.error_rules import Rule, by_rules
-from batchinfer.storage.retrying import NotSupported, TransientError, Unreachable
+from batchinfer.storage.retrying import NotSupported, TransientError
 
 
 class Cloud(NamedTuple):
@@ -29,14 +29,9 @@ class Cloud(NamedTuple):
     """What to check if the bucket is in another region, or if nothing answers there."""
     create: str = ""
     """How to create the bucket {bucket}."""
-    has_versions: bool = False
-    """Whether a conditional write compares a version beside the etag."""
     is_remote: bool = True
 
 
-_IS_A_STORE = (
-    "check the endpoint and HTTP_PROXY: a proxy or a login page may answer in the store's place"
-)
 _PASSING = (
     "CredentialRetrievalError MetadataRetrievalError EndpointConnectionError ConnectTimeoutError "
     "ReadTimeoutError ConnectionClosedError"
@@ -102,13 +97,6 @@ _RULES = [
     Rule("PanicException", ConfigError, "no request can be made ({said})", "{credentials}"),
     Rule("4xx", StorageError, "the store answered {said}"),
     Rule("answered", TransientError, "the store answered {said}"),
-    Rule("Connect", Unreachable, "nothing answers at the store's address ({said})", "{place}"),
-    Rule(
-        "invalid ETag",
-        TransientError,
-        "the answer is not one of a store ({said})",
-        _IS_A_STORE,
-    ),
     Rule("silent", TransientError, "no answer from the store ({said})", "{place}"),
 ]
 
@@ -121,7 +109,6 @@ _REQUEST = re.compile(
 )
 _WORDS = re.compile(
     rf"BareRedirect|{_PASSING.replace(' ', '|')}|(?<=\()Throttling|refreshed(?= credentials are still)"
-    r"|(?<=kind: )Connect|(?<=Got )invalid|ETag(?= Header missing)"
     r"|DELETE(?= \S+\?uploadId=)"
 )
 _REASONS = ("dns error", "tcp connect error", "kind: Timeout", "invalid peer certificate")
@@ -138,14 +125,6 @@ def translate(error: BaseException, where: str, cloud: Cloud) -> BatchinferError
     facts = {code, status, kind, *_WORDS.findall(text)}
     facts |= {f"{status[0]}xx", "answered"} if status else {"silent"}
     return by_rules(_RULES, facts, where, said=_said(text, status, code), **cloud._asdict())
-
-
-def bad_answer(where: str, what: str) -> TransientError:
-    """Return the error for an answer that no store gives."""
-    return TransientError(
-        f"{where}: the answer is not one of a store ({what})",
-        hint=_IS_A_STORE,
-    )
 
 
 def _said(text: str, status: str, code: str) -> str:

@@ -51,7 +51,6 @@ GCS = Cloud(
     rights="grant the role Storage Object User (roles/storage.objectUser) on the bucket",
     place="check the network and, on a machine of Google, its metadata server",
     create="create it (gcloud storage buckets create gs://{bucket}), or check the name",
-    has_versions=True,
 )
 AZURE = Cloud(
     "Azure",
@@ -86,19 +85,13 @@ def open_bucket(scheme: str, url: str, retries: RetryPolicy | None = None) -> Bu
     """Open the bucket of a URL, or memory:// of this process: two stores of one URL, or of nested ones, share objects.
 
     Raises:
-        ConfigError: The cloud's configuration or credentials cannot be used, or r2:// has no endpoint.
+        ConfigError: The cloud's configuration or credentials cannot be used.
     """
     bucket, (_, _, place) = split_bucket(url)[0], url.partition("://")
     if scheme == "memory":
         return BucketStore(url, _memory.setdefault(bucket, MemoryStore()), MEMORY)
     kind, cloud = _KINDS[scheme]
     options, client = _aws_settings(url) if cloud is S3 else ({}, {})
-    if scheme == "r2" and not options.get("endpoint"):
-        raise ConfigError(
-            f"{url!r}: no endpoint is configured, so requests would go to AWS",
-            hint="export AWS_ENDPOINT_URL=https://ACCOUNT_ID.r2.cloudflarestorage.com, "
-            "or put endpoint_url into the profile that AWS_PROFILE names",
-        )
     try:
         quick, patient = (
             kind(

@@ -1,12 +1,10 @@
-"""The Hugging Face Hub and the web: a read-only store, and the translation of errors.
+"""The Hugging Face Hub: a read-only store, and the translation of errors.
 
 huggingface_hub and fsspec take their time to load, so only the functions that use them import them.
 """
 
 from __future__ import annotations
 
-import errno
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +16,6 @@ from batchinfer.core.errors import (
     BatchinferError,
     InputError,
     ObjectNotFound,
-    ScratchFull,
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
@@ -29,12 +26,10 @@ from batchinfer.storage.scratch import scratch_errors
 T = TypeVar("T")
 
 _CLIENTS = {
-    *("aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
-    *("requests", "urllib3"),
+    *("fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "requests"),
+    "urllib3",
 }
-"""Packages whose errors may come from a request to the Hub or to a web server."""
-_IS_XET = re.compile("CAS |Task error|Data processing error|File reconstruction")
-"""What the Hub's own protocol for large files says of a request that has failed, in a RuntimeError."""
+"""Packages whose errors may come from a request to the Hub."""
 _ACCESS = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
@@ -42,8 +37,6 @@ _ACCESS = (
 _NETWORK = (
     "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again{otherwise}"
 )
-_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
-_DISK = "see to the disk, or name other folders with HF_HOME (what is kept of the Hub) and TMPDIR or --scratch-dir"
 _RULES = [
     Rule(
         "GatedRepoError LocalTokenNotFoundError",
@@ -119,19 +112,14 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     if type(error) is RuntimeError and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise)
     status = _status(error)
-    if isinstance(error, OSError) and status is None and error.errno in (*_FULL, *_REFUSED):
-        what = f"{subject}: cannot be kept on this machine ({error})"
-        # A server's refusal may be a PermissionError, too; it names no file.
-        if error.errno in _FULL:
-            return ScratchFull(what, hint=_DISK)
-        if error.filename is not None:
-            return AccessDenied(what, hint=_DISK)
     facts = {each.__name__ for each in type(error).__mro__}
-    if type(error) is RuntimeError and _IS_XET.search(str(error)):
-        facts.add("client")
     if status is not None:
         facts |= {str(status), f"{status // 100}xx", "status"}
-    elif isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS:
+    elif (
+        isinstance(error, OSError)
+        or type(error) is RuntimeError  # of the Hub's own protocol for large files
+        or type(error).__module__.partition(".")[0] in _CLIENTS
+    ):
         facts.add("client")
     return by_rules(
         _RULES,
@@ -144,32 +132,21 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status that an error of aiohttp, requests or httpx carries; None if it carries no status."""
+    """Return the HTTP status that an error of requests or httpx carries; None if it carries no status."""
     for holder in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code"):
-            value = getattr(holder, name, None)
-            if isinstance(value, int):
-                return value
+        value = getattr(holder, "status_code", None)
+        if isinstance(value, int):
+            return value
     return None
 
 
 # --------------------------------------------------------------------------- reading
 
 
-def client_options(scheme: str) -> dict[str, Any]:
-    """Return options of fsspec's filesystem for a scheme: a web server may take its time if it goes on sending."""
-    if scheme not in ("http", "https"):
-        return {}
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
-
-
 class ReadOnlyStore:
-    """Objects below an ``hf://`` or ``http(s)://`` URL. Writing verbs raise AccessDenied.
+    """Objects below an ``hf://`` URL. Writing verbs raise AccessDenied.
 
-    Safe for threads. ``HF_TOKEN`` and ``HF_ENDPOINT`` are honoured. A web server can be read but not listed.
+    Safe for threads. ``HF_TOKEN`` and ``HF_ENDPOINT`` are honoured.
 
     Args:
         url: For example ``hf://datasets/org/name@revision``.
@@ -178,17 +155,11 @@ class ReadOnlyStore:
 
     def __init__(self, url: str, *, retries: RetryPolicy | None = None) -> None:
         self.url = url.rstrip("/")
-        self._scheme, _, root = self.url.partition("://")
+        self._root = self.url.partition("://")[2]
         self._retries = retries or RetryPolicy()
         import fsspec
 
-        self._fs = fsspec.filesystem(
-            self._scheme,
-            use_listings_cache=False,
-            skip_instance_cache=True,
-            **client_options(self._scheme),
-        )
-        self._root = root if self._scheme == "hf" else self.url
+        self._fs = fsspec.filesystem("hf", use_listings_cache=False, skip_instance_cache=True)
 
     def get(self, key: str) -> Object:
         """See `Store.get`. The etag and the bytes are asked for one after the other."""
@@ -210,13 +181,8 @@ class ReadOnlyStore:
         return _info(key, found)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Raises InputError for a web server."""
+        """See `Store.list`."""
         check_prefix(prefix)
-        if self._scheme != "hf":
-            raise InputError(
-                f"{self.url}: is on a web server, which cannot be listed; expected a folder or a bucket",
-                hint="fetch the files, and give the folder that holds them",
-            )
         self._fs.invalidate_cache()
         found = self._retry("", partial(self._fs.find, self._root, detail=True))
         # The names found start with the root. fsspec may spell the root's revision in another way than `_root` does, so
@@ -249,7 +215,7 @@ class ReadOnlyStore:
 
 
 def _info(key: str, found: dict[str, Any]) -> ObjectInfo:
-    etag = found.get("ETag") or found.get("blob_id") or found.get("Last-Modified") or ""
+    etag = found.get("blob_id") or ""
     commit = found.get("last_commit")
     modified = commit.date.timestamp() if commit is not None and hasattr(commit, "date") else 0.0
     return ObjectInfo(key, int(found.get("size") or 0), str(etag), modified)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,9 +12,6 @@ from batchinfer.core.records import Record
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-UNREACHABLE_SECONDS = 5.0
-"""Seconds after which an attempt that finds nobody at a store's address is the last one, if none ever answered."""
 
 WRITES = 50
 """Attempts to write over the version of an object that was read. While replies are lost and others write, it may need
@@ -36,10 +32,6 @@ class TransientError(StorageError):
     """A failure that may pass: a lost connection, a time-out, an overloaded or conflicting store."""
 
 
-class Unreachable(TransientError):
-    """Nothing could be reached at the store's address, where nothing has ever answered: the address may be wrong."""
-
-
 class NotSupported(StorageError):
     """The store lacks this operation; it answers 501 or similar."""
 
@@ -53,16 +45,14 @@ def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = lo
     """
     import stamina  # takes its time to load
 
-    begin = time.monotonic()
     tries = 0
 
     def may_pass(error: Exception) -> bool:
         """Whether stamina may try again, if its own limits allow it."""
-        seconds = time.monotonic() - begin
         if not isinstance(error, TransientError):
             return False
         logger.log(log_level, "%s (attempt %d of %d)", error.message, tries, policy.attempts)
-        return not isinstance(error, Unreachable) or seconds < UNREACHABLE_SECONDS
+        return True
 
     try:
         for attempt in stamina.retry_context(

@@ -13,14 +13,16 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from batchinfer.core.errors import ConfigError, ScratchFull, StorageError
 
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
+_MAKING_SECONDS = 10.0
+"""Age of a folder from which its process has locked it, or is gone."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK)
 """What flock(2) says on a filesystem without locks, such as Lustre that was mounted without them."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -74,20 +76,13 @@ class Scratch:
         with scratch_errors(base), _making(base):
             base.mkdir(parents=True, exist_ok=True)
             _sweep(base)
-            while True:
-                self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-                with contextlib.suppress(FileNotFoundError):
-                    self._lock = (self.folder / _LOCK).open("wb")
-                    try:
-                        fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    except OSError:
-                        self.close()
-                        raise
-                    if _is_at(self.folder / _LOCK, self._lock):
-                        break
-                    self._lock.close()
-                # Another `_sweep` removed this folder before it was locked, and perhaps a second one is just removing
-                # it again, with a lock of its own. So make another.
+            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock = (self.folder / _LOCK).open("wb")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError:
+                self.close()
+                raise
         self._numbers = itertools.count(1)  # Threads share this counter; next() is atomic.
 
     def new_path(self, name: str) -> Path:
@@ -114,24 +109,16 @@ def _making(base: Path) -> Iterator[None]:
         raise
 
 
-def _is_at(path: Path, lock: IO[bytes]) -> bool:
-    """Whether a lock is the one at its path: who removes a folder removes its lock, and others may make one anew."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
-    return False
-
-
 def _sweep(base: Path) -> None:
-    """Remove the folders of processes that are gone."""
+    """Remove the folders of processes that are gone. One that was made just now may have no lock yet."""
     for folder in base.glob(_PREFIX + "*"):
         try:
             # Anybody may put a link or a folder into a shared place. Nothing is made in those of other users.
-            if folder.lstat().st_uid != os.getuid():
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _MAKING_SECONDS:
                 continue
-            # A lock is made where none is: the process was killed before it made one, or while it removed its folder.
             with (folder / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(folder / _LOCK, lock):
-                    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue  # The folder is in use, or gone.

@@ -133,11 +133,11 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 def _follow(engine: EngineConfig, grace_seconds: float) -> dict[str, Any]:
     """Run a share of another machine's model; see `batchinfer.engines.headless.follow`."""
-    from batchinfer.core.clock import SystemClock
+    from batchinfer.core.clock import Clock
     from batchinfer.engines.headless import follow
     from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
 
-    stopper = Stopper(SystemClock(), grace_seconds=grace_seconds)
+    stopper = Stopper(Clock(), grace_seconds=grace_seconds)
     install_signal_handlers(stopper)
     return follow(engine, loading=WhileLoading(stopper), stop=stopper)
 
@@ -174,12 +174,9 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     Raises:
         ConfigError: an option has a value that cannot work, or two options contradict each other.
     """
-    from batchinfer.storage.opening import check_writable
-
     fields = values_of(WorkerConfig, options)
     manifests = fields["manifests"] or _manifests_by_rank(fields["job"], environment)
     output = fields["output"] or _default_output(fields["job"], manifests)
-    check_writable(output, option="--output")
     host, engine = describe_host(environment), engine_config(options)
     price = price_of_machine(fields, host, engine)
     return WorkerConfig(
@@ -214,15 +211,14 @@ def price_of_machine(
     """
     if given["price_per_hour"] is None and given["max_cost"] is None:
         return None
-    from batchinfer.core.prices import Prices
+    from batchinfer.core.prices import price_of
     from batchinfer.engines.gpus import visible_gpus
     from batchinfer.ledger.spending import describe_machine
 
-    prices = Prices(given["price_per_hour"])
-    gpus = [] if prices.is_users else visible_gpus(engine.gpus)
+    gpus = [] if given["price_per_hour"] is not None else visible_gpus(engine.gpus)
     device = gpus[0].name if gpus else ""
     machine = describe_machine(host, device=device, num_gpus=len(gpus), is_spot=None)
-    price = prices.price(machine)
+    price = price_of(machine, given["price_per_hour"])
     if price is None:
         what = f"a machine with {machine.accelerator}" if machine.accelerator else "this machine"
         raise ConfigError(

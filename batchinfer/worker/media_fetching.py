@@ -25,7 +25,6 @@ from batchinfer.prompts.types import MediaRef, RowError
 from batchinfer.storage import check_key, split_bucket, web
 from batchinfer.storage.opening import (
     BUCKET_SCHEMES,
-    READ_ONLY_SCHEMES,
     join_url,
     local_path,
     split_url,
@@ -183,7 +182,7 @@ def check_media(limits: Limits) -> None:
             f"--media-root {root}: is no folder of this machine",
             hint="name the folder or the bucket that the rows' paths count from",
         )
-    if scheme not in ("file", *_BUCKETS, *READ_ONLY_SCHEMES):
+    if scheme not in ("file", *_BUCKETS, "http", "https"):
         raise ConfigError(f"--media-root {root}: unknown scheme {scheme!r}")
 
 

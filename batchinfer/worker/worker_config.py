@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.option_help import NO_OPTION, RECORDED, Count, NotNegative, Opt, Positive
 from batchinfer.core.records import EngineInfo, Money, Record
 from batchinfer.engines.engine_config import EngineConfig
@@ -190,7 +190,7 @@ def real_environment(
     from batchinfer.storage.opening import check_preconditions, open_store
     from batchinfer.worker.background import Background, Stopper
 
-    clock = SystemClock()
+    clock = Clock()
     return Environment(
         clock=clock,
         background=Background(),

@@ -15,7 +15,7 @@ import yaml
 
 from batchinfer import clusters
 from batchinfer.clusters import Fate, Plan, find_cluster, find_launches, name_of, record_launch
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
     FINAL_STATUSES,
     RESTART_STATUSES,
@@ -111,7 +111,7 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(name, changes, tmp_path
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     path.rename(path.with_name(f"{name}.json"))
     assert "cannot be read, left out" in find_launches(store)[1][0]
-    assert "cannot be read, left out" in cancel_launches(store, SystemClock())[0]
+    assert "cannot be read, left out" in cancel_launches(store, Clock())[0]
     assert not list(clients.glob("*.calls"))
 
 
@@ -137,7 +137,7 @@ def test_a_record_that_changes_meanwhile_leaves_no_other_launch_uncancelled(
         raise PreconditionFailed(f"{key}: is not the version that was read")
 
     monkeypatch.setattr(store, "replace", replace)
-    left = cancel_launches(store, SystemClock())
+    left = cancel_launches(store, Clock())
     assert [line.partition(": launches/")[0] for line in left] == [
         f"launch {identity}: not recorded as cancelled" for identity in (ID, other)
     ]
@@ -161,7 +161,7 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_p
     record_launch(store, own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.runs.launched.ENDING_SECONDS", 0.0)
-        left = cancel_launches(store, SystemClock(), namespace="batch")
+        left = cancel_launches(store, Clock(), namespace="batch")
     words = {path.name: path.read_text() for path in clients.glob("*.calls")}
     job = "delete job --ignore-not-found --wait=false --namespace=batch --"
     client, wanted = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from batchinfer.collect.compare import CompareConfig, run_compare
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Failure
 from batchinfer.core.row_codes import Code
@@ -40,7 +40,7 @@ def runs(tmp_path):
 
 def compare(*runs: str, **options: Any) -> dict[str, Any]:
     config = CompareConfig(run_a=runs[0], run_b=runs[1], **options)
-    return run_compare(config, open_store=open_store, clock=SystemClock())
+    return run_compare(config, open_store=open_store, clock=Clock())
 
 
 def test_damaged_chunks_that_count_as_missing_are_told(runs, caplog):

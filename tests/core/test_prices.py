@@ -1,14 +1,12 @@
 """Prices of machines, and the lists that they come from."""
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
-from batchinfer.core.prices import Machine, Prices, _table
+from batchinfer.core import prices
+from batchinfer.core.prices import Machine, _table, price_of
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
-NO_CATALOG = Path("/nonexistent")
 
 CATALOG = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,Zone
 g6.xlarge,L4,1.0,4.0,16.0,x,0.8,0.3,us-east-1,a
@@ -19,36 +17,37 @@ g6.12xlarge,L4,4.0,48.0,192.0,x,4.6,2.1,us-east-1,a
 """
 
 
-def catalog(folder: Path, text: str = CATALOG) -> Path:
-    (folder / "aws").mkdir()
-    (folder / "aws" / "vms.csv").write_text(text)
-    return folder
+@pytest.fixture(autouse=True)
+def catalogs(tmp_path, monkeypatch):
+    """The folder of the catalogs, which is empty."""
+    monkeypatch.setattr(prices, "CATALOGS", tmp_path)
+    (tmp_path / "aws").mkdir()
+    return tmp_path
 
 
 def test_every_price_of_the_table_is_a_price_and_others_are_not_known():
-    prices = Prices(catalogs=NO_CATALOG)
     for name in _table()["gpus"]:
         machine = replace(L4, accelerator=name)
         others = replace(machine, is_spot=True), replace(machine, gpus=4)
-        one, spot, four = (prices.price(each) for each in (machine, *others))
+        one, spot, four = (price_of(each) for each in (machine, *others))
         assert None not in (one, spot, four), name
         assert 0 < spot.per_hour <= one.per_hour < 50, name
         assert four.per_hour == pytest.approx(4 * one.per_hour)
         assert one.source == "list prices of 2025-06, check yours"
     for name in ("", "X9000"):
-        assert prices.price(replace(L4, accelerator=name)) is None
+        assert price_of(replace(L4, accelerator=name)) is None
 
 
-def test_skypilots_catalog_is_read_where_it_lies(tmp_path):
-    prices = Prices(catalogs=catalog(tmp_path))
-    assert prices.price(L4) == (0.8, "SkyPilot's catalog")
-    assert prices.price(replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
-    assert prices.price(replace(L4, gpus=4)) == (4.6, "SkyPilot's catalog")
-    assert prices.price(replace(L4, region="")) == (0.7, "SkyPilot's catalog")
+def test_skypilots_catalog_is_read_where_it_lies(catalogs):
+    (catalogs / "aws" / "vms.csv").write_text(CATALOG)
+    assert price_of(L4) == (0.8, "SkyPilot's catalog")
+    assert price_of(replace(L4, is_spot=True)) == (0.3, "SkyPilot's catalog")
+    assert price_of(replace(L4, gpus=4)) == (4.6, "SkyPilot's catalog")
+    assert price_of(replace(L4, region="")) == (0.7, "SkyPilot's catalog")
 
 
 @pytest.mark.parametrize("fields", [{"cloud": "gcp"}, {"gpus": 3}, {"cloud": "../x"}, {}])
-def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path, fields):
+def test_where_the_catalog_knows_nothing_the_table_answers(catalogs, fields):
     text = CATALOG if fields else "a,b\n1,2\n"  # of another form
-    price = Prices(catalogs=catalog(tmp_path, text)).price(replace(L4, **fields))
-    assert price.source.startswith("list prices")
+    (catalogs / "aws" / "vms.csv").write_text(text)
+    assert price_of(replace(L4, **fields)).source.startswith("list prices")

@@ -108,6 +108,6 @@ def record_refusals(folder: Path) -> str:
 
 
 def _files() -> dict[Path, bytes]:
-    """Return every file and folder, but those in which a worker says how it ended."""
+    """Return every file, but those in which a worker says how it ended."""
     there = (path for path in Path().rglob("*") if "workers" not in path.parts)
-    return {path: path.read_bytes() if path.is_file() else b"" for path in there}
+    return {path: path.read_bytes() for path in there if path.is_file()}

@@ -19,7 +19,7 @@ import fake_slurm
 from batchinfer.check.examination import CheckConfig
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_launches, name_of, new_id, record_launch, slurm
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.prices import Machine
 from batchinfer.core.records import Money
@@ -55,7 +55,7 @@ def recorded(run: Path, *, is_old: bool = True, **changes: Any) -> Plan:
 def overview(run: Path, launch: str, state: str, reason: str = "", cost: float = 0.0) -> Overview:
     """What `status` sees of a run of which one worker is known, the first one of a launch."""
     store = open_store(str(run))
-    seen = run_status(RunConfig(run=store.url), open_store=open_store, clock=SystemClock())
+    seen = run_status(RunConfig(run=store.url), open_store=open_store, clock=Clock())
     money = Money(cost=cost)
     facts = {"id": f"{launch}-00000", "state": state, "reason": reason, "money": money}
     facts |= {"nonce": "", "machine": Machine("", "", "", 1, is_spot=False), "recent": Rate()}

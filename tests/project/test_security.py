@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 import batchinfer
 from making import make_job, run_process, worker_arguments
-from web_server import reply
 
 PACKAGE = Path(batchinfer.__file__).parent
 SECRETS = {
@@ -55,21 +53,3 @@ def test_commands_in_messages_are_quoted():
                     if not text.startswith("quote(") and text not in QUOTED:
                         bare.append(f"{path}:{node.lineno}: {text}")
     assert not bare
-
-
-# --------------------------------------------------------------------------- URLs with secrets in them
-
-
-def test_a_source_is_read_with_its_secrets_and_recorded_without(tmp_path, call, server):
-    rows = b"".join(b'{"prompt": "%d"}\n' % row for row in range(10))
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        known = "Authorization" in request.headers
-        return await (reply(200, rows) if known else reply(403))(request)
-
-    server.answers["/x.jsonl?token=SECRET"] = answer
-    url = server.url.replace("//", "//user:SECRET@")
-    words = ("split", f"{url}/x.jsonl?token=SECRET", "--output", tmp_path / "job")
-    assert call(*words).result["rows"] == 10
-    assert b"SECRET" not in everything_below(tmp_path)
-    assert call(*words).result["status"] == "unchanged"

@@ -75,4 +75,4 @@ def test_no_command_prints_a_control_character(command, call):
     assert UNSAFE.findall(done.out + done.err) == []
     result = done.result
     if command == f"status {RUN} --json":
-        assert result["totals"]["errors"] == {"invalid": 5}
+        assert sorted(result["totals"]["errors"].values()) == [2, 3]

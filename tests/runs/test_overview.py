@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.prices import Prices
 from batchinfer.core.records import Minute, Money, Run, Worker
 from batchinfer.ledger.looks import SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
@@ -56,7 +55,7 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
         workers=seen,
         notes=[],
     )
-    return overview(snapshot, values.pop("prices", Prices()), **values)
+    return overview(snapshot, values.pop("per_hour", None), **values)
 
 
 GONE = running(id="gone", heartbeat=NOW - 500)
@@ -140,7 +139,7 @@ def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure():
 def test_cost_is_that_of_all_workers_and_their_tokens():
     unpriced = running(id="x", host={}, up_seconds=3600.0)
     assert look(unpriced).cost.so_far is None
-    seen = look(running(up_seconds=1800.0), GONE, prices=Prices(2.0))
+    seen = look(running(up_seconds=1800.0), GONE, per_hour=2.0)
     assert seen.cost.so_far == pytest.approx(1.0 + 2.0 * 720 / 3600)
     assert seen.cost.per_hour_now == 2.0, "one that is gone costs nothing now"
     assert seen.cost.at_end == pytest.approx(seen.cost.so_far + 2.0 * seen.eta_seconds / 3600)
@@ -149,7 +148,7 @@ def test_cost_is_that_of_all_workers_and_their_tokens():
     seen = look(own, unpriced)
     assert (seen.cost.so_far, seen.cost.unpriced_workers) == (0.5, 1)
     assert seen.cost.per_million_output_tokens == pytest.approx(0.5e6 / 6000)
-    assert look(own, prices=Prices(2.0)).cost.so_far == pytest.approx(2.0 * 720 / 3600)
+    assert look(own, per_hour=2.0).cost.so_far == pytest.approx(2.0 * 720 / 3600)
 
 
 def test_a_lost_replica_is_noted():

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Worker
 from batchinfer.runs.overview import Overview
@@ -50,11 +50,11 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path, limit):
     run_worker_here(job, run, *limit)
     run_worker_here(job, run, *limit, "--retry-errors")
     config = RunConfig(run=run, job=str(job))
-    seen = run_status(config, open_store=open_store, clock=SystemClock())
+    seen = run_status(config, open_store=open_store, clock=Clock())
     assert (seen.totals.rows_ok, seen.totals.rows_error) == (8, 2)
     open_store(run).delete([layout.marker_key("part-00000", n) for n in (0, 1)])
     with mock.patch("batchinfer.runs.status.read_markers") as read:
-        run_status(config, open_store=open_store, clock=SystemClock())
+        run_status(config, open_store=open_store, clock=Clock())
     read.assert_not_called()  # an unfinished run is looked at often
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.clock import SystemClock
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS
@@ -52,7 +52,7 @@ def verify(
     run: str | Store, opened: Callable[[str], Store] = open_store, **options: Any
 ) -> Verdict:
     config = VerifyConfig(run=run if isinstance(run, str) else run.url, **options)
-    return run_verify(config, open_store=opened, clock=SystemClock())
+    return run_verify(config, open_store=opened, clock=Clock())
 
 
 def kinds(verdict: Verdict) -> set[tuple[str, str]]:

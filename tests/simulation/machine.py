@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from batchinfer.core.clock import Clock
 from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Call, EngineInfo, EngineStats, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
@@ -40,7 +41,7 @@ BROKEN = "#broken"
 _LONGEST_WAIT_SECONDS = 0.25
 
 
-class SimClock:
+class SimClock(Clock):
     """A machine's clock. `skew_seconds`: how wrong its wall time is."""
 
     def __init__(self, process: Process, skew_seconds: float) -> None:

@@ -19,7 +19,6 @@ from batchinfer.split.rows import Wanted
 from batchinfer.split.sources import Sources, count_sources
 from batchinfer.split.text_lines import count_rows
 from batchinfer.storage.opening import open_store
-from web_server import reply
 
 
 def write_parquet(path: Path, **columns: list[Any]) -> Path:
@@ -148,18 +147,6 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
     assert what in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
-
-
-@pytest.mark.parametrize("header", ["etag", "last_modified"])
-def test_a_change_on_a_web_server_is_seen_by_what_the_server_tells(server, header):
-    for n in (1, 2):
-        stamp = {header: f"Thu, 26 Nov 2026 10:00:0{n} GMT"}
-        server.answers["/a.jsonl"] = reply(200, b'{"n":%d}' % n, **stamp)
-        if n == 1:
-            counted = count_sources([f"{server.url}/a.jsonl"])
-            counted.check_unchanged()
-    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being split"):
-        counted.check_unchanged()
 
 
 def test_damage_within_a_parquet_is_named(tmp_path):

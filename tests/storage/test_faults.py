@@ -188,7 +188,7 @@ def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path):
     """Of one above 80 GiB, 10,000 parts went up, and the next was refused."""
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 1 << 40)  # takes no room
-    client = Mock(put=Mock(return_value={"e_tag": '"e"'}))
+    client = Mock(put=Mock(return_value={"e_tag": '"e"', "version": None}))
     BucketStore("s3://bucket", client, Cloud("S3")).put_file("k", tmp_path / "file")
     part_bytes = client.put.call_args.kwargs["chunk_size"]
     assert bucket.PART_BYTES < part_bytes < 1 << 27

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
+from batchinfer.core.errors import AccessDenied, ConfigError, PreconditionFailed
 from batchinfer.storage import opening
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.retrying import NotSupported
@@ -15,14 +15,6 @@ from making import make_job, run_worker_here
 def overwrite(store: MemoryStore, key: str, data: bytes) -> str:
     store.delete([key])
     return MemoryStore.create(store, key, data)
-
-
-def refuse_and_overwrite(store: MemoryStore, key: str, data: bytes) -> str:
-    try:
-        return MemoryStore.create(store, key, data)
-    except AlreadyExists:
-        store.replace(key, data, store.stat(key).etag)
-        raise
 
 
 def replace_any(store: MemoryStore, key: str, data: bytes, _etag: str) -> str:
@@ -37,7 +29,6 @@ UNABLE = Mock(side_effect=NotSupported("501"))
     ("verb", "act", "said"),
     [
         ("create", overwrite, "a second create of one object was tried, and overwrote it"),
-        ("create", refuse_and_overwrite, "was refused, and overwrote it all the same"),
         ("replace", replace_any, "a replace with an outdated etag was tried, and overwrote it"),
         ("replace", NEVER, "a replace with the object's current etag was tried, and refused"),
         ("replace", UNABLE, "a conditional write was tried, and the store does not support it"),

@@ -18,12 +18,12 @@ def job(tmp_path):
 
 def test_a_source_that_cannot_be_opened_is_refused_before_anything_is_claimed(job, monkeypatch):
     """It was found only when its chunk was opened, in the middle of a paid run."""
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
     path = Path(job, "job.json")
     content = json.loads(path.read_text())
-    content["chunks"][1]["file"] = "r2://bucket/rows.jsonl"
+    content["chunks"][1]["file"] = "s3://bucket/rows.jsonl"
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"r2://bucket.*: no endpoint"):
+    with pytest.raises(ConfigError, match=r"s3://bucket.* is no URL"):
         run_worker_here(job, f"{job}/runs/a")
     assert not Path(job, "runs/a/run.json").exists()
     assert not Path(job, "runs/a/claims").exists()
