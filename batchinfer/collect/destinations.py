@@ -196,20 +196,6 @@ class StoreDestination:
 # --------------------------------------------------------------------------- the Hub
 
 
-Files = dict[str, Any]
-"""The Hub's descriptions of a branch's files, by their paths."""
-
-
-def _data_of(files: Files) -> dict[str, str]:
-    """Return the hashes of the files that hold the data set's rows, by their paths."""
-    found = {name for name in files if suffix_of(name) and not name.startswith(".")}
-    return {name: files[name].blob_id for name in found}
-
-
-def _is_whole(record: Collected, files: Files) -> bool:
-    return record.sha256.keys() - {CARD} <= files.keys()
-
-
 class HubDestination:
     """A data set on the Hub, which readers see before or after the collection, and never in between.
 
@@ -240,8 +226,8 @@ class HubDestination:
         self._repo, self._branch = match["repo"], match["branch"] or "main"
         self._where = {"repo_id": self._repo, "repo_type": "dataset"}
         self._suffix, self._overwrite, self._is_private = suffix, overwrite, is_private
-        self._retries = RetryPolicy()
-        self._before: dict[str, str] = {}
+        self._old: set[str] = set()
+        self._keeps_card = False
         self._uploaded: list[Any] = []
 
     def make(self) -> None:
@@ -276,11 +262,13 @@ class HubDestination:
         """
         self.make()
         self.commit, files = self._ask(self._look)
-        record = self._collected(self.commit, files, key)
-        if record and _is_whole(record, files):
+        record = _read_record(self._read(HUB_RECORD)) if HUB_RECORD in files else None
+        if record and record.key == key and record.sha256.keys() - {CARD} <= files:
             return record
-        self._before = _data_of(files)
-        _check_free(self.url, self._before, is_taken=bool(self._before) and not self._overwrite)
+        self._old = {name for name in files if suffix_of(name) and not name.startswith(".")}
+        _check_free(self.url, self._old, is_taken=bool(self._old) and not self._overwrite)
+        own = record.sha256.get(CARD) if record else None
+        self._keeps_card = CARD in files and codec.sha256(self._read(CARD)) != own
         return None
 
     def put(self, file: TableFile, index: int) -> str:
@@ -296,55 +284,43 @@ class HubDestination:
         return str(addition.path_in_repo)
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """Publish the files that were uploaded in one commit, with a card unless somebody has written one."""
+        """Publish the files that were uploaded in one commit, with a card unless somebody has written one.
+
+        Raises:
+            StorageError: Somebody has committed since `prepare`. Or only the reply was lost: then the same command
+                finds the collection there.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         text = card().encode()
         whole = msgspec.structs.replace(record, sha256=record.sha256 | {CARD: codec.sha256(text)})
         added = {HUB_RECORD: codec.encode_pretty(whole), CARD: text}
-
-        def publish(api: Any) -> str:
-            commit, files = self._look(api)
-            there = self._collected(commit, files)
-            if there and there.key == record.key and _is_whole(there, files):
-                return commit  # an attempt before has made the commit, and only its reply was lost
-            if _data_of(files) != self._before:
-                raise _raced(self.url)
-            if CARD in files and CARD in added:
-                old = codec.sha256(self._read(commit, CARD))
-                if there is None or there.sha256.get(CARD) != old:
-                    del added[CARD]
-                    logger.info("%s: its card stays as it is", self.url)
-            gone = sorted(self._before.keys() - record.sha256.keys())
-            info = api.create_commit(
+        if self._keeps_card:
+            del added[CARD]
+            logger.info("%s: its card stays as it is", self.url)
+        operations = [
+            *map(CommitOperationDelete, sorted(self._old - record.sha256.keys())),
+            *self._uploaded,
+            *(CommitOperationAdd(name, data) for name, data in added.items()),
+        ]
+        info = self._ask(
+            lambda api: api.create_commit(
                 **self._where,
-                operations=[
-                    *map(CommitOperationDelete, gone),
-                    *self._uploaded,
-                    *(CommitOperationAdd(name, data) for name, data in added.items()),
-                ],
+                operations=operations,
                 commit_message=f"{record.result['rows']:,} rows of the run {record.result['fingerprint']}",
-                parent_commit=commit,
+                parent_commit=self.commit,
                 revision=self._branch,
             )
-            return str(info.oid)
+        )
+        self.commit = str(info.oid)
 
-        self.commit = self._ask(publish)
-
-    def _look(self, api: Any) -> tuple[str, Files]:
+    def _look(self, api: Any) -> tuple[str, set[str]]:
         commit = str(api.dataset_info(self._repo, revision=self._branch).sha)
-        found = api.list_repo_tree(**self._where, revision=commit, recursive=True)
-        return commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")}
+        return commit, set(api.list_repo_files(**self._where, revision=commit))
 
-    def _collected(self, commit: str, files: Files, key: str | None = None) -> Collected | None:
-        """Return the record of the collection (with this key), if a commit brought it."""
-        if HUB_RECORD not in files:
-            return None
-        return _read_record(self._read(commit, HUB_RECORD), key)
-
-    def _read(self, commit: str, name: str) -> bytes:
-        url = f"hf://datasets/{self._repo}@{commit}"
-        return ReadOnlyStore(url, retries=self._retries).get(name).data
+    def _read(self, name: str) -> bytes:
+        url = f"hf://datasets/{self._repo}@{self.commit}"
+        return ReadOnlyStore(url, retries=RetryPolicy()).get(name).data
 
     def _preupload(self, api: Any, addition: Any) -> None:
         api.preupload_lfs_files(**self._where, additions=[addition], revision=self._branch)
@@ -361,4 +337,4 @@ class HubDestination:
             with hub_errors(self.url):
                 return action(HfApi())
 
-        return retried(self._retries, attempt)
+        return retried(RetryPolicy(), attempt)

@@ -108,7 +108,6 @@ def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub, run):
 
 FAULTS = {
     "a commit fails": Fault("POST", "/commit/", 500),
-    "the reply to a commit is lost": Fault("POST", "/commit/", None, True),
     "somebody commits at the same instant": Fault("POST", "/commit/", 409),
     "a large file's upload fails": Fault("PUT", "/objects/", 500),
 }
@@ -138,6 +137,16 @@ def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(hub, run, tmp
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
+def test_a_lost_reply_to_the_commit_ends_it_and_the_same_command_finds_it_there(hub, run, tmp_path):
+    hub.faults.append(Fault("POST", "/commit/", None, True))
+    with pytest.raises(StorageError, match="another commit came in between") as caught:
+        collect(run)
+    assert "run the same command again" in caught.value.hint
+    assert collect(run)["status"] == "UNCHANGED"
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+    assert len(hub.commits) == 1
+
+
 # --------------------------------------------------------------------------- other people
 
 
@@ -154,9 +163,11 @@ def test_a_card_is_replaced_unless_somebody_has_changed_it(hub, run):
 def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub, run):
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
-    with pytest.raises(InputError, match="at the same time"):
+    with pytest.raises(StorageError, match="another commit came in between"):
         collect(run)
     assert published(hub) == {"part-00000.parquet": b"theirs"}
+    with pytest.raises(InputError, match="holds other data"):
+        collect(run)
 
 
 # --------------------------------------------------------------------------- who may write
