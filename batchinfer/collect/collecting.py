@@ -42,9 +42,8 @@ _DECIDING = (
     "answer_json",
     "shard_rows",
 )
-_LONGEST = 2000
-"""Largest number of characters that the card of a data set shows of one text."""
-_LONGEST_CODE = 20_000
+_LONGEST = 20_000
+"""Largest number of characters that the card of a data set shows of how it was made."""
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
@@ -173,7 +172,7 @@ def _write(
         sha256={name: file.sha256 for name, file in files.items()},
     )
     facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
-    facts |= {"condition": config.where or None, "sample": config.sample}
+    facts |= {"condition": config.where, "sample": config.sample}
     dest.finish(record, lambda: make_card(selection.target, config, facts))
     return record
 
@@ -190,9 +189,8 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     Args:
         target: The run and its job.
         config: Where the data set is, and its form.
-        facts: What is known of the rows, by names; None is left out.
+        facts: What is known of the rows, by names.
     """
-    import jinja2
     from huggingface_hub import DatasetCardData
 
     run, sources = target.run, [source.url for source in target.job.sources]
@@ -208,25 +206,14 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     public = ("hf://", "https://")
     named = [each if each.startswith(public) else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
-    rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
-    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
-    template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
-    card = template.render(
-        title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
+    shown = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
+    text = codec.encode_pretty(shown | {"prompt": run.config.get("prompt") or {}}).decode()
+    return text_of("card.md").format(
+        title=config.dest.partition("@")[0].rpartition("/")[2],
         front_matter=front_matter.to_yaml(),
-        rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
         # An indented block, because the text itself could close a fenced one.
-        options="\n".join(f"    {line}" for line in options.splitlines()),
+        made="\n".join(f"    {line}" for line in text[:_LONGEST].splitlines()),
     )
-    return str(card)
-
-
-def _plain(value: object) -> str:
-    """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
-    cut = str(value) if len(str(value)) <= _LONGEST else f"{str(value)[:_LONGEST]}…"
-    for sign in "\\`*_[]<>|#":
-        cut = cut.replace(sign, f"\\{sign}")
-    return " ".join(cut.split())
 
 
 # --------------------------------------------------------------------------- the command line

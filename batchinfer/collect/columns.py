@@ -248,7 +248,7 @@ def num_broken(column: Any) -> int:
 
 # --------------------------------------------------------------------------- vectors
 
-_decode_vectors = msgspec.json.Decoder(list[float | None | list[float | None]] | str).decode
+_decode_vectors = msgspec.json.Decoder(list[float | list[float | None] | None] | str).decode
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
