@@ -293,7 +293,7 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
         )
         with _job_there(store):
             store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
-    complete_manifests(store)
+    write_manifests(store, job)  # also where a command was killed before
     return job
 
 
@@ -307,15 +307,6 @@ def _job_there(store: Store) -> Iterator[None]:
             f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
             hint="run the same command again",
         ) from error
-
-
-def complete_manifests(store: Store) -> None:
-    """Make the manifests list all chunks of the job, also if another command appends to it meanwhile."""
-    etag = ""
-    with _job_there(store):
-        while etag != store.stat(layout.JOB_KEY).etag:
-            data, etag = store.get(layout.JOB_KEY)
-            write_manifests(store, decode_job(data, store.url))
 
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:
