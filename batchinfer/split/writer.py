@@ -271,8 +271,7 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
     Raises:
         InputError: The files do not fit the job, have changed, or another command has changed the job meanwhile.
     """
-    with _job_there(store):
-        data, etag = store.get(layout.JOB_KEY)
+    data, etag = store.get(layout.JOB_KEY)
     job = decode_job(data, store.url)
     new = sources.without(job)
     _check_fits(store.url, job, new)
@@ -291,22 +290,15 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
             generation=job.generation + 1,
             first_sha256=identity(job, data),
         )
-        with _job_there(store):
+        try:
             store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
+        except PreconditionFailed as error:
+            raise InputError(
+                f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
+                hint="run the same command again",
+            ) from error
     write_manifests(store, job)  # also where a command was killed before
     return job
-
-
-@contextlib.contextmanager
-def _job_there(store: Store) -> Iterator[None]:
-    """Raise InputError if job.json is gone, or is not the one that was read."""
-    try:
-        yield
-    except (ObjectNotFound, PreconditionFailed) as error:
-        raise InputError(
-            f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
-            hint="run the same command again",
-        ) from error
 
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:
