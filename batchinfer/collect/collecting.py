@@ -32,16 +32,8 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _ALL = 2**62
-_DECIDING = (
-    "kind",
-    "where",
-    "sample",
-    "seed",
-    "with_source",
-    "columns",
-    "answer_json",
-    "shard_rows",
-)
+_ASIDE = {"run", "dest", "partial", "overwrite", "is_public", "job", "scratch_dir"}
+"""Options that do not decide the files' bytes."""
 _LONGEST = 20_000
 """Largest number of characters that the card of a data set shows of how it was made."""
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
@@ -96,7 +88,8 @@ def _key(
     config: CollectConfig, selection: Selection, outputs: list[tuple[ChunkRef, Marker]]
 ) -> str:
     """Return the hash of what decides the files' bytes: the outputs that are read, the options and the version."""
-    made_of = {name: getattr(config, name) for name in _DECIDING} | {
+    options = msgspec.structs.asdict(config) | {"format": config.kind}
+    made_of = {name: options[name] for name in options.keys() - _ASIDE} | {
         "version": __version__,
         "run": selection.target.run.fingerprint,
         "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in outputs],

@@ -62,11 +62,10 @@ class Collected(Record, frozen=True, kw_only=True):
     """Hashes of the files, by their names; on the Hub that of the card, too."""
 
 
-def _read_record(data: bytes, key: str | None = None) -> Collected | None:
-    """Return the record of a collection; None if it is damaged or has another key than this."""
+def _read_record(data: bytes) -> Collected | None:
+    """Return the record of a collection; None if it is damaged."""
     with contextlib.suppress(InputError, msgspec.ValidationError):
-        record = codec.decode(data, Collected, name=RECORD_KEY)
-        return record if key in (None, record.key) else None
+        return codec.decode(data, Collected, name=RECORD_KEY)
     return None
 
 
@@ -111,9 +110,9 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        record = _read_record(self._store.get(RECORD_KEY).data, key) if is_taken else None
+        record = _read_record(self._store.get(RECORD_KEY).data) if is_taken else None
         size = sum(there.get(name, 0) for name in record.sha256) if record else 0
-        if record and record.result.get("bytes") == size:
+        if record and record.key == key and record.result.get("bytes") == size:
             self._store.delete([STARTED_KEY] if STARTED_KEY in there else [])
             return record
         if STARTED_KEY in there and self._store.get(STARTED_KEY).data != self._key:
