@@ -32,19 +32,10 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _ALL = 2**62
-_DECIDING = (
-    "kind",
-    "where",
-    "sample",
-    "seed",
-    "with_source",
-    "columns",
-    "answer_json",
-    "shard_rows",
-)
-_LONGEST = 2000
-"""Largest number of characters that the card of a data set shows of one text."""
-_LONGEST_CODE = 20_000
+_ASIDE = {"run", "dest", "partial", "overwrite", "is_public", "job", "scratch_dir"}
+"""Options that do not decide the files' bytes."""
+_LONGEST = 20_000
+"""Largest number of characters that the card of a data set shows of how it was made."""
 _MADE = ("model", "revision", "source", "engine", "engine_version", "batchinfer_version")
 
 
@@ -97,7 +88,8 @@ def _key(
     config: CollectConfig, selection: Selection, outputs: list[tuple[ChunkRef, Marker]]
 ) -> str:
     """Return the hash of what decides the files' bytes: the outputs that are read, the options and the version."""
-    made_of = {name: getattr(config, name) for name in _DECIDING} | {
+    options = msgspec.structs.asdict(config) | {"format": config.kind}
+    made_of = {name: options[name] for name in options.keys() - _ASIDE} | {
         "version": __version__,
         "run": selection.target.run.fingerprint,
         "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in outputs],
@@ -172,7 +164,7 @@ def _write(
         sha256={name: file.sha256 for name, file in files.items()},
     )
     facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
-    facts |= {"condition": config.where or None, "sample": config.sample}
+    facts |= {"condition": config.where, "sample": config.sample}
     dest.finish(record, lambda: make_card(selection.target, config, facts))
     return record
 
@@ -189,9 +181,8 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     Args:
         target: The run and its job.
         config: Where the data set is, and its form.
-        facts: What is known of the rows, by names; None is left out.
+        facts: What is known of the rows, by names.
     """
-    import jinja2
     from huggingface_hub import DatasetCardData
 
     run, sources = target.run, [source.url for source in target.job.sources]
@@ -206,25 +197,14 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     )
     named = [each if each.startswith("hf://") else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
-    rows = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
-    options = codec.encode_pretty(run.config.get("prompt") or {}).decode()[:_LONGEST_CODE]
-    template = jinja2.Template(text_of("card.md.jinja"), trim_blocks=True, lstrip_blocks=True)
-    card = template.render(
-        title=_plain(config.dest.partition("@")[0].rpartition("/")[2]),
+    shown = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
+    text = codec.encode_pretty(shown | {"prompt": run.config.get("prompt") or {}}).decode()
+    return text_of("card.md").format(
+        title=config.dest.partition("@")[0].rpartition("/")[2],
         front_matter=front_matter.to_yaml(),
-        rows=[(name, _plain(value)) for name, value in rows.items() if value is not None],
         # An indented block, because the text itself could close a fenced one.
-        options="\n".join(f"    {line}" for line in options.splitlines()),
+        made="\n".join(f"    {line}" for line in text[:_LONGEST].splitlines()),
     )
-    return str(card)
-
-
-def _plain(value: object) -> str:
-    """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
-    cut = str(value) if len(str(value)) <= _LONGEST else f"{str(value)[:_LONGEST]}…"
-    for sign in "\\`*_[]<>|#":
-        cut = cut.replace(sign, f"\\{sign}")
-    return " ".join(cut.split())
 
 
 # --------------------------------------------------------------------------- the command line

@@ -248,8 +248,7 @@ def num_broken(column: Any) -> int:
 
 # --------------------------------------------------------------------------- vectors
 
-_decode_vector = msgspec.json.Decoder(list[float | None] | str).decode
-_decode_vectors = msgspec.json.Decoder(list[list[float | None]]).decode
+_decode_vectors = msgspec.json.Decoder(list[float | list[float | None] | None] | str).decode
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
@@ -297,26 +296,18 @@ class VectorColumn:
         return pa.array(found, self.type)
 
     def _value(self, text: Any) -> Any:
+        import numpy as np
+
         if text is None or isinstance(text, list):
             return text and list(map(self._value, text))
         try:
-            return self._vectors(text) if self._is_nested else self._vector(text)
+            value = _decode_vectors(text)
+            if isinstance(value, str):
+                value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
+            found = np.array(value, np.float32, ndmin=2)
+            if found.shape[1] != self._length > 0:
+                raise ValueError("another length")
         except ValueError:
             self._num_odd += 1
             return None
-
-    def _vectors(self, text: str) -> Any:
-        try:
-            return _decode_vectors(text)
-        except msgspec.ValidationError:
-            return [self._vector(text)]
-
-    def _vector(self, text: str) -> Any:
-        import numpy as np
-
-        value = _decode_vector(text)
-        if isinstance(value, str):
-            value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
-        if len(value) != self._length > 0:
-            raise ValueError("another length")
-        return value[0] if self._is_number else value
+        return list(found) if self._is_nested else found[0, 0] if self._is_number else found[0]

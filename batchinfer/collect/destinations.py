@@ -23,11 +23,11 @@ from batchinfer.core.errors import (
     ConfigError,
     InputError,
     ObjectNotFound,
-    PreconditionFailed,
 )
 from batchinfer.core.records import Record
-from batchinfer.storage import Object, Store
+from batchinfer.storage import Store
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
+from batchinfer.storage.opening import join_url
 from batchinfer.storage.retrying import RetryPolicy, retried
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ RECORD_KEY, HUB_RECORD = "_COLLECTED", ".collected.json"
 Programs that read data sets skip names that begin with an underscore or a dot.
 """
 STARTED_KEY = "_COLLECTING"
-"""Key of the object that a folder has until its collection is complete. It holds the collection's key."""
+"""Key of the object that a folder has until its collection is complete. It keeps others out, and holds the collection's
+key."""
 CARD = "README.md"
 """File of a data set's repository that the Hub shows as its page."""
 OWN_NAME = re.compile(r"^(data/)?part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
@@ -61,17 +62,10 @@ class Collected(Record, frozen=True, kw_only=True):
     """Hashes of the files, by their names; on the Hub that of the card, too."""
 
 
-def _raced(where: str) -> InputError:
-    """Return the error for a place that somebody else writes to meanwhile."""
-    hint = "let one command write to one place"
-    return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
-
-
-def _read_record(data: bytes, key: str | None = None) -> Collected | None:
-    """Return the record of a collection; None if it is damaged or has another key than this."""
+def _read_record(data: bytes) -> Collected | None:
+    """Return the record of a collection; None if it is damaged."""
     with contextlib.suppress(InputError, msgspec.ValidationError):
-        record = codec.decode(data, Collected, name=RECORD_KEY)
-        return record if key in (None, record.key) else None
+        return codec.decode(data, Collected, name=RECORD_KEY)
     return None
 
 
@@ -87,7 +81,8 @@ def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
 class StoreDestination:
     """A folder in a store, or one file there. Each file is whole or absent.
 
-    In a folder, `_COLLECTED` is written last: then all files are there. What a killed `collect` left is replaced.
+    In a folder, `_COLLECTED` is written last: then all files are there. What a killed `collect` left is replaced by the
+    same one; another is refused, because it may be alive.
 
     Args:
         store: The folder.
@@ -100,7 +95,7 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._old_record, self._key, self._is_begun = b"", "", False
+        self._key, self._is_begun = b"", False
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -108,21 +103,21 @@ class StoreDestination:
         No data are changed: what is there stays until the first `put`.
 
         Raises:
-            InputError: Other data are there, which must not be replaced.
+            InputError: Other data are there, which must not be replaced. Or another collection has begun there.
         """
-        self._key = key
+        self._key = key.encode()
         if self._name:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
-        record = _read_record(self._old_record, key)
-        self._old = set(filter(OWN_NAME.match, there))
+        record = _read_record(self._store.get(RECORD_KEY).data) if is_taken else None
         size = sum(there.get(name, 0) for name in record.sha256) if record else 0
-        if record and record.result.get("bytes") == size:
+        if record and record.key == key and record.result.get("bytes") == size:
             self._store.delete([STARTED_KEY] if STARTED_KEY in there else [])
             return record
-        is_taken |= bool(self._old) and STARTED_KEY not in there
+        if STARTED_KEY in there and self._store.get(STARTED_KEY).data != self._key:
+            raise self._another()
+        is_taken |= STARTED_KEY not in there and any(map(OWN_NAME.match, there))
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         return None
 
@@ -130,8 +125,8 @@ class StoreDestination:
         """Store a file and return the name that it has at the place. The local file is gone afterwards.
 
         Raises:
-            InputError: Another file is there, which must not be replaced. Or another command has completed the folder
-                meanwhile, whose files stay as they are.
+            InputError: Another file is there, which must not be replaced. Or another collection has begun meanwhile, or
+                is complete, and its files stay as they are.
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
@@ -149,34 +144,23 @@ class StoreDestination:
         return name
 
     def _begin(self) -> None:
-        """Let the folder say that this collection is under way.
+        """Let the folder say that this collection is under way, and keep out others until it is complete.
 
         Raises:
-            InputError: Another one is, or is complete.
+            InputError: Another one is, or has been completed meanwhile, and must not be replaced.
         """
-        found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
-        record, key = found.data if found else b"", self._key.encode()
-        is_same = _read_record(record, self._key) is not None
-        is_ours = started is not None and started.data == key
-        is_free = not self._is_begun and record == self._old_record
-        if not (is_same or is_ours or is_free):
-            raise _raced(self._store.url)
         if self._is_begun:
             return
         try:
-            if started is None:
-                self._store.create(STARTED_KEY, key)
-            elif not is_ours:  # a killed command left it
-                self._store.replace(STARTED_KEY, key, etag=started.etag)
-        except (AlreadyExists, PreconditionFailed) as error:
-            raise _raced(self._store.url) from error
-        self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
-        self._is_begun = True
-
-    def _there(self, key: str) -> Object | None:
-        with contextlib.suppress(ObjectNotFound):
-            return self._store.get(key)
-        return None
+            self._store.create(STARTED_KEY, self._key)
+        except AlreadyExists as error:
+            raise self._another() from error
+        there = {info.key for info in self._store.list("")}
+        is_taken = RECORD_KEY in there and not self._overwrite
+        self._store.delete([STARTED_KEY] if is_taken else [])
+        _check_free(self._store.url, there, is_taken=is_taken)
+        self._store.delete([RECORD_KEY])
+        self._old, self._is_begun = set(filter(OWN_NAME.match, there)), True
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
@@ -184,30 +168,19 @@ class StoreDestination:
             return
         self._begin()
         self._store.delete(sorted(self._old))
-        try:
-            self._store.create(RECORD_KEY, codec.encode_pretty(record))
-        except AlreadyExists as error:
-            raise _raced(self._store.url) from error
-        started = self._there(STARTED_KEY)
-        is_ours = started is not None and started.data == self._key.encode()
-        self._store.delete([STARTED_KEY] if is_ours else [])
+        self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        self._store.delete([STARTED_KEY])
+
+    def _another(self) -> InputError:
+        place = join_url(self._store.url, STARTED_KEY)
+        return InputError(
+            f"{self._store.url}: another collection has begun there, and is not complete",
+            hint="let it end, or name another DEST; if it was killed, run the same command as then, or remove "
+            f"{place} and add --overwrite",
+        )
 
 
 # --------------------------------------------------------------------------- the Hub
-
-
-Files = dict[str, Any]
-"""The Hub's descriptions of a branch's files, by their paths."""
-
-
-def _data_of(files: Files) -> dict[str, str]:
-    """Return the hashes of the files that hold the data set's rows, by their paths."""
-    found = {name for name in files if suffix_of(name) and not name.startswith(".")}
-    return {name: files[name].blob_id for name in found}
-
-
-def _is_whole(record: Collected, files: Files) -> bool:
-    return record.sha256.keys() - {CARD} <= files.keys()
 
 
 class HubDestination:
@@ -240,8 +213,8 @@ class HubDestination:
         self._repo, self._branch = match["repo"], match["branch"] or "main"
         self._where = {"repo_id": self._repo, "repo_type": "dataset"}
         self._suffix, self._overwrite, self._is_private = suffix, overwrite, is_private
-        self._retries = RetryPolicy()
-        self._before: dict[str, str] = {}
+        self._old: set[str] = set()
+        self._keeps_card = False
         self._uploaded: list[Any] = []
 
     def make(self) -> None:
@@ -276,11 +249,13 @@ class HubDestination:
         """
         self.make()
         self.commit, files = self._ask(self._look)
-        record = self._collected(self.commit, files, key)
-        if record and _is_whole(record, files):
+        record = _read_record(self._read(HUB_RECORD)) if HUB_RECORD in files else None
+        if record and record.key == key and record.sha256.keys() - {CARD} <= files:
             return record
-        self._before = _data_of(files)
-        _check_free(self.url, self._before, is_taken=bool(self._before) and not self._overwrite)
+        self._old = {name for name in files if suffix_of(name) and not name.startswith(".")}
+        _check_free(self.url, self._old, is_taken=bool(self._old) and not self._overwrite)
+        own = record.sha256.get(CARD) if record else None
+        self._keeps_card = CARD in files and codec.sha256(self._read(CARD)) != own
         return None
 
     def put(self, file: TableFile, index: int) -> str:
@@ -296,55 +271,43 @@ class HubDestination:
         return str(addition.path_in_repo)
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """Publish the files that were uploaded in one commit, with a card unless somebody has written one."""
+        """Publish the files that were uploaded in one commit, with a card unless somebody has written one.
+
+        Raises:
+            StorageError: Somebody has committed since `prepare`. Or only the reply was lost: then the same command
+                finds the collection there.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         text = card().encode()
         whole = msgspec.structs.replace(record, sha256=record.sha256 | {CARD: codec.sha256(text)})
         added = {HUB_RECORD: codec.encode_pretty(whole), CARD: text}
-
-        def publish(api: Any) -> str:
-            commit, files = self._look(api)
-            there = self._collected(commit, files)
-            if there and there.key == record.key and _is_whole(there, files):
-                return commit  # an attempt before has made the commit, and only its reply was lost
-            if _data_of(files) != self._before:
-                raise _raced(self.url)
-            if CARD in files and CARD in added:
-                old = codec.sha256(self._read(commit, CARD))
-                if there is None or there.sha256.get(CARD) != old:
-                    del added[CARD]
-                    logger.info("%s: its card stays as it is", self.url)
-            gone = sorted(self._before.keys() - record.sha256.keys())
-            info = api.create_commit(
+        if self._keeps_card:
+            del added[CARD]
+            logger.info("%s: its card stays as it is", self.url)
+        operations = [
+            *map(CommitOperationDelete, sorted(self._old - record.sha256.keys())),
+            *self._uploaded,
+            *(CommitOperationAdd(name, data) for name, data in added.items()),
+        ]
+        info = self._ask(
+            lambda api: api.create_commit(
                 **self._where,
-                operations=[
-                    *map(CommitOperationDelete, gone),
-                    *self._uploaded,
-                    *(CommitOperationAdd(name, data) for name, data in added.items()),
-                ],
+                operations=operations,
                 commit_message=f"{record.result['rows']:,} rows of the run {record.result['fingerprint']}",
-                parent_commit=commit,
+                parent_commit=self.commit,
                 revision=self._branch,
             )
-            return str(info.oid)
+        )
+        self.commit = str(info.oid)
 
-        self.commit = self._ask(publish)
-
-    def _look(self, api: Any) -> tuple[str, Files]:
+    def _look(self, api: Any) -> tuple[str, set[str]]:
         commit = str(api.dataset_info(self._repo, revision=self._branch).sha)
-        found = api.list_repo_tree(**self._where, revision=commit, recursive=True)
-        return commit, {entry.path: entry for entry in found if hasattr(entry, "blob_id")}
+        return commit, set(api.list_repo_files(**self._where, revision=commit))
 
-    def _collected(self, commit: str, files: Files, key: str | None = None) -> Collected | None:
-        """Return the record of the collection (with this key), if a commit brought it."""
-        if HUB_RECORD not in files:
-            return None
-        return _read_record(self._read(commit, HUB_RECORD), key)
-
-    def _read(self, commit: str, name: str) -> bytes:
-        url = f"hf://datasets/{self._repo}@{commit}"
-        return ReadOnlyStore(url, retries=self._retries).get(name).data
+    def _read(self, name: str) -> bytes:
+        url = f"hf://datasets/{self._repo}@{self.commit}"
+        return ReadOnlyStore(url, retries=RetryPolicy()).get(name).data
 
     def _preupload(self, api: Any, addition: Any) -> None:
         api.preupload_lfs_files(**self._where, additions=[addition], revision=self._branch)
@@ -361,4 +324,4 @@ class HubDestination:
             with hub_errors(self.url):
                 return action(HfApi())
 
-        return retried(self._retries, attempt)
+        return retried(RetryPolicy(), attempt)

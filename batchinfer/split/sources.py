@@ -272,7 +272,7 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         open_store: Opens the stores of the list and of the files.
 
     Raises:
-        InputError: A file is missing, empty or no JSON Lines, or two files would have the same chunk name.
+        InputError: A file is missing, empty or no JSON Lines.
     """
     folder, name = split_name(url)
     store = open_store(folder)
@@ -283,25 +283,21 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
     except UnicodeDecodeError as error:
         what = "is no text in UTF-8, expected a path or URL on each line"
         raise InputError(f"{url}: {what}", hint="name files of rows as SOURCE") from error
-    chunks: dict[str, Chunk] = {}
+    places = list(filter(None, map(str.strip, listed.split("\n"))))
+    chunks: list[Chunk] = []
     described: list[SourceFile] = []
     columns: dict[str, None] = {}
     row = num_broken = 0
     with contextlib.closing(Scratch()) as scratch:
-        for place in filter(None, map(str.strip, listed.split("\n"))):
+        for place in places:
             full = place if is_absolute(place) else join_url(store.url, place)
             if files.is_local(full):  # no key may have a ".."
                 scheme, separator, path = full.rpartition("://")
                 full = scheme + separator + posixpath.normpath(path)
             root, key = split_name(full)
-            stem = layout.stem(key)
-            if not layout.is_chunk_name(stem) or stem in chunks:
-                raise InputError(
-                    f"{url}: {full} cannot be the chunk {stem!r}, expected a name of its own of letters, digits, . _ -",
-                    hint="rename the file, or let `split` copy the rows: name the files as SOURCE",
-                )
+            name = layout.chunk_name(len(chunks), len(places))
             try:
-                local = fetch(open_store(root), ChunkRef(stem, root, key), scratch)
+                local = fetch(open_store(root), ChunkRef(name, root, key), scratch)
             except InputError as error:  # its hint is about what `split` has written
                 error.hint = f"see to the file, or to its line in {url}, from whose folder relative paths count"
                 raise
@@ -313,7 +309,7 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
                 num_broken += sum(raw_members(line) is None for line in itertools.chain(head, file))
             local.path.unlink()
             sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}
-            chunks[stem] = Chunk(name=stem, first_row=row, sha256=local.sha256, file=full, **sizes)
+            chunks.append(Chunk(name=name, first_row=row, sha256=local.sha256, file=full, **sizes))
             described.append(SourceFile(url=full, digest=local.sha256, **sizes))
             row += local.num_lines
     if not chunks:
@@ -323,7 +319,7 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         sources=[Source(url=url, format="jsonl", files=described)],
         columns=list(columns),
         rows=row,
-        chunks=list(chunks.values()),
+        chunks=chunks,
         num_workers=1,
         broken_lines=num_broken,
     )

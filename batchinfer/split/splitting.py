@@ -178,8 +178,6 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
     )
     if existing is not None:
         _check_same(config, existing, wanted)
-        if existing.generation:
-            writer.complete_manifests(store)
         return existing
     bounds: list[int] = []
     if counted is not None:

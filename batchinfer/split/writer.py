@@ -270,8 +270,7 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
     Raises:
         InputError: The files do not fit the job, have changed, or another command has changed the job meanwhile.
     """
-    with _job_there(store):
-        data, etag = store.get(layout.JOB_KEY)
+    data, etag = store.get(layout.JOB_KEY)
     job = decode_job(data, store.url)
     new = sources.without(job)
     _check_fits(store.url, job, new)
@@ -290,31 +289,15 @@ def append(store: Store, sources: Sources, *, num_chunks: int | None) -> Job:
             generation=job.generation + 1,
             first_sha256=identity(job, data),
         )
-        with _job_there(store):
+        try:
             store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
-    complete_manifests(store)
+        except PreconditionFailed as error:
+            raise InputError(
+                f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
+                hint="run the same command again",
+            ) from error
+    write_manifests(store, job)  # also where a command was killed before
     return job
-
-
-@contextlib.contextmanager
-def _job_there(store: Store) -> Iterator[None]:
-    """Raise InputError if job.json is gone, or is not the one that was read."""
-    try:
-        yield
-    except (ObjectNotFound, PreconditionFailed) as error:
-        raise InputError(
-            f"{store.url}: another command changed the job meanwhile; nothing was appended to it",
-            hint="run the same command again",
-        ) from error
-
-
-def complete_manifests(store: Store) -> None:
-    """Make the manifests list all chunks of the job, also if another command appends to it meanwhile."""
-    etag = ""
-    with _job_there(store):
-        while etag != store.stat(layout.JOB_KEY).etag:
-            data, etag = store.get(layout.JOB_KEY)
-            write_manifests(store, decode_job(data, store.url))
 
 
 def _check_fits(url: str, job: Job, new: Sources) -> None:

@@ -108,7 +108,6 @@ def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub, run):
 
 FAULTS = {
     "a commit fails": Fault("POST", "/commit/", 500),
-    "the reply to a commit is lost": Fault("POST", "/commit/", None, True),
     "somebody commits at the same instant": Fault("POST", "/commit/", 409),
     "a large file's upload fails": Fault("PUT", "/objects/", 500),
 }
@@ -138,13 +137,23 @@ def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(hub, run, tmp
     assert published(hub) == undisturbed(run, tmp_path / "folder")
 
 
+def test_a_lost_reply_to_the_commit_ends_it_and_the_same_command_finds_it_there(hub, run, tmp_path):
+    hub.faults.append(Fault("POST", "/commit/", None, True))
+    with pytest.raises(StorageError, match="another commit came in between") as caught:
+        collect(run)
+    assert "run the same command again" in caught.value.hint
+    assert collect(run)["status"] == "UNCHANGED"
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+    assert len(hub.commits) == 1
+
+
 # --------------------------------------------------------------------------- other people
 
 
 def test_a_card_is_replaced_unless_somebody_has_changed_it(hub, run):
     for size in (5, 2):
         collect(run, shard_rows=size, overwrite=True, where=f"_row < {size}")
-        assert f"_row \\< {size}".encode() in hub.files(REPO)[CARD]
+        assert f'    "condition": "_row < {size}"'.encode() in hub.files(REPO)[CARD]
     hub.someone_commits(REPO, CARD, b"mine")
     for size in (5, 2):
         collect(run, shard_rows=size, overwrite=True)
@@ -154,9 +163,11 @@ def test_a_card_is_replaced_unless_somebody_has_changed_it(hub, run):
 def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(hub, run):
     write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
     hub.faults.append(Fault("POST", "/commit/main", write))
-    with pytest.raises(InputError, match="at the same time"):
+    with pytest.raises(StorageError, match="another commit came in between"):
         collect(run)
     assert published(hub) == {"part-00000.parquet": b"theirs"}
+    with pytest.raises(InputError, match="holds other data"):
+        collect(run)
 
 
 # --------------------------------------------------------------------------- who may write
@@ -188,7 +199,7 @@ def test_a_data_set_has_a_card_and_is_read_by_datasets(run, tmp_path):
         assert done.status == 0, done.err
         assert "private" in json.dumps(hub.created[0])
         card = hub.files(REPO)[CARD].decode()
-        assert all(text in card for text in ("# license:", "| model | tiny |", "| rows | 10 |"))
+        assert all(text in card for text in ("# license:", '"model": "tiny"', '"rows": 10,'))
         assert str(tmp_path) not in card
         script = (
             f"import datasets, json; found = datasets.load_dataset('{REPO}', split='train');"
