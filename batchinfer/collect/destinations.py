@@ -23,11 +23,11 @@ from batchinfer.core.errors import (
     ConfigError,
     InputError,
     ObjectNotFound,
+    PreconditionFailed,
 )
 from batchinfer.core.records import Record
-from batchinfer.storage import Store
+from batchinfer.storage import Object, Store
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
-from batchinfer.storage.opening import join_url
 from batchinfer.storage.retrying import RetryPolicy, retried
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ RECORD_KEY, HUB_RECORD = "_COLLECTED", ".collected.json"
 Programs that read data sets skip names that begin with an underscore or a dot.
 """
 STARTED_KEY = "_COLLECTING"
-"""Key of the object that a folder has until its collection is complete. It keeps others out, and holds the collection's
-key."""
+"""Key of the object that a folder has until its collection is complete. It holds the collection's key."""
 CARD = "README.md"
 """File of a data set's repository that the Hub shows as its page."""
 OWN_NAME = re.compile(r"^(data/)?part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
@@ -60,6 +59,12 @@ class Collected(Record, frozen=True, kw_only=True):
     """What the command said of the collection."""
     sha256: dict[str, str]
     """Hashes of the files, by their names; on the Hub that of the card, too."""
+
+
+def _raced(where: str) -> InputError:
+    """Return the error for a place that somebody else writes to meanwhile."""
+    hint = "let one command write to one place"
+    return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
 
 
 def _read_record(data: bytes) -> Collected | None:
@@ -81,8 +86,7 @@ def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
 class StoreDestination:
     """A folder in a store, or one file there. Each file is whole or absent.
 
-    In a folder, `_COLLECTED` is written last: then all files are there. What a killed `collect` left is replaced by the
-    same one; another is refused, because it may be alive.
+    In a folder, `_COLLECTED` is written last: then all files are there. What a killed `collect` left is replaced.
 
     Args:
         store: The folder.
@@ -95,7 +99,7 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._key, self._is_begun = b"", False
+        self._old_record, self._key, self._is_begun = b"", "", False
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -103,21 +107,21 @@ class StoreDestination:
         No data are changed: what is there stays until the first `put`.
 
         Raises:
-            InputError: Other data are there, which must not be replaced. Or another collection has begun there.
+            InputError: Other data are there, which must not be replaced.
         """
-        self._key = key.encode()
+        self._key = key
         if self._name:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        record = _read_record(self._store.get(RECORD_KEY).data) if is_taken else None
+        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
+        record = _read_record(self._old_record)
+        self._old = set(filter(OWN_NAME.match, there))
         size = sum(there.get(name, 0) for name in record.sha256) if record else 0
         if record and record.key == key and record.result.get("bytes") == size:
             self._store.delete([STARTED_KEY] if STARTED_KEY in there else [])
             return record
-        if STARTED_KEY in there and self._store.get(STARTED_KEY).data != self._key:
-            raise self._another()
-        is_taken |= STARTED_KEY not in there and any(map(OWN_NAME.match, there))
+        is_taken |= bool(self._old) and STARTED_KEY not in there
         _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
         return None
 
@@ -125,8 +129,8 @@ class StoreDestination:
         """Store a file and return the name that it has at the place. The local file is gone afterwards.
 
         Raises:
-            InputError: Another file is there, which must not be replaced. Or another collection has begun meanwhile, or
-                is complete, and its files stay as they are.
+            InputError: Another file is there, which must not be replaced. Or another command has completed the folder
+                meanwhile, whose files stay as they are.
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
@@ -144,23 +148,35 @@ class StoreDestination:
         return name
 
     def _begin(self) -> None:
-        """Let the folder say that this collection is under way, and keep out others until it is complete.
+        """Let the folder say that this collection is under way.
 
         Raises:
-            InputError: Another one is, or has been completed meanwhile, and must not be replaced.
+            InputError: Another one is, or is complete.
         """
+        found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
+        record, key = found.data if found else b"", self._key.encode()
+        standing = _read_record(record)
+        is_same = standing is not None and standing.key == self._key
+        is_ours = started is not None and started.data == key
+        is_free = not self._is_begun and record == self._old_record
+        if not (is_same or is_ours or is_free):
+            raise _raced(self._store.url)
         if self._is_begun:
             return
         try:
-            self._store.create(STARTED_KEY, self._key)
-        except AlreadyExists as error:
-            raise self._another() from error
-        there = {info.key for info in self._store.list("")}
-        is_taken = RECORD_KEY in there and not self._overwrite
-        self._store.delete([STARTED_KEY] if is_taken else [])
-        _check_free(self._store.url, there, is_taken=is_taken)
-        self._store.delete([RECORD_KEY])
-        self._old, self._is_begun = set(filter(OWN_NAME.match, there)), True
+            if started is None:
+                self._store.create(STARTED_KEY, key)
+            elif not is_ours:  # a killed command left it
+                self._store.replace(STARTED_KEY, key, etag=started.etag)
+        except (AlreadyExists, PreconditionFailed) as error:
+            raise _raced(self._store.url) from error
+        self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
+        self._is_begun = True
+
+    def _there(self, key: str) -> Object | None:
+        with contextlib.suppress(ObjectNotFound):
+            return self._store.get(key)
+        return None
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
@@ -168,16 +184,13 @@ class StoreDestination:
             return
         self._begin()
         self._store.delete(sorted(self._old))
-        self._store.create(RECORD_KEY, codec.encode_pretty(record))
-        self._store.delete([STARTED_KEY])
-
-    def _another(self) -> InputError:
-        place = join_url(self._store.url, STARTED_KEY)
-        return InputError(
-            f"{self._store.url}: another collection has begun there, and is not complete",
-            hint="let it end, or name another DEST; if it was killed, run the same command as then, or remove "
-            f"{place} and add --overwrite",
-        )
+        try:
+            self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        except AlreadyExists as error:
+            raise _raced(self._store.url) from error
+        started = self._there(STARTED_KEY)
+        is_ours = started is not None and started.data == self._key.encode()
+        self._store.delete([STARTED_KEY] if is_ours else [])
 
 
 # --------------------------------------------------------------------------- the Hub

@@ -550,7 +550,7 @@ def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
         files.append(contents(out))
 
     meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row < 3"))
-    with pytest.raises(InputError, match="holds other data"):
+    with pytest.raises(InputError, match="at the same time"):
         collect(run, out)
     assert contents(out) == files[0]
     meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
@@ -558,36 +558,12 @@ def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
     assert contents(out) == files[1]
 
 
-def test_of_two_collections_into_one_folder_the_second_is_refused(run, tmp_path, monkeypatch):
-    """It is refused before it reads a row, at its first file, and as long as the first may be alive."""
+def test_of_two_collections_into_one_folder_the_first_gives_way(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
-
-    def refused(**options: Any) -> None:
-        with pytest.raises(InputError, match="another collection has begun there") as caught:
-            collect(run, out, where="_row < 3", overwrite=True, **options)
-        assert f"remove {out}/_COLLECTING" in str(caught.value.hint)
-
-    def die() -> None:
-        refused(shard_rows=1)
-        raise KeyboardInterrupt
-
-    def begin() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            collect(run, out, shard_rows=5)
-
-    meanwhile(monkeypatch, LocalStore, "put_file", die)
-    meanwhile(monkeypatch, collecting, "write_files", begin)
-    refused()
-    assert sorted(contents(out)) == ["_COLLECTING"]
-    meanwhile(monkeypatch, LocalStore, "put_file", refused)
-    assert collect(run, out, shard_rows=5)["status"] == "SUCCESS"
-    names = [f"part-{index:05d}.parquet" for index in range(ROWS // 5)]
-    assert sorted(contents(out)) == ["_COLLECTED", *names]
-    (out / "_COLLECTED").rename(out / "_COLLECTING")
-    refused()
-    (out / "_COLLECTING").unlink()
-    collect(run, out, where="_row < 3", overwrite=True)
-    assert sorted(contents(out)) == ["_COLLECTED", names[0]]
+    meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, where="_row < 3"))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, out, shard_rows=5)
+    assert sorted(contents(out)) == ["_COLLECTED", "part-00000.parquet"]
 
 
 def test_files_that_are_only_named_like_those_of_a_collection_stay(run, tmp_path):
