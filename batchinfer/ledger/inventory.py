@@ -105,8 +105,10 @@ class Inventory:
                 else belong to a repair that has not ended.
         """
         for name, info in self.orphans():
-            # An unreadable marker of the chunk may name this output.
-            is_in_use = self.has_damaged_marker(name) or self.owner(name)
+            # An unreadable marker of the chunk may name this output, and so may one of a generation without a marker.
+            markers = self.markers.get(name, {})
+            may_be_named = self.has_damaged_marker(name) or max(markers, default=0) >= len(markers)
+            is_in_use = may_be_named or self.owner(name)
             if self.is_passed_over(name, info) and not is_in_use:
                 yield "orphan outputs", name, info
         for name in {**self.segments, **self.claims}:

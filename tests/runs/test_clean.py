@@ -85,6 +85,14 @@ def add_generation(store: Store) -> None:
     change_marker(store, CHUNK, 1, output=ORPHAN.removeprefix(layout.OUTPUTS), generation=1)
 
 
+def skip_a_generation(store: Store) -> None:
+    """Who fell asleep before it wrote marker 1 may wake up and name its output in it (seed 500244)."""
+    store.create(ORPHAN, b"{}\n")
+    change_marker(store, CHUNK, rows_ok=9, rows_error=1)
+    store.create(layout.marker_key(CHUNK, 2), store.get(MARKER).data)
+    change_marker(store, CHUNK, 2, generation=2)
+
+
 def leave_around_a_repair(store: Store) -> None:
     """Error rows may be done again by a worker that has read their marker before it makes its own output."""
     change_marker(store, CHUNK, rows_ok=9, rows_error=1)
@@ -114,6 +122,7 @@ CASES = {
         leave_around_a_repair, {"after_seconds": 999 * HOUR}, {ORPHAN}
     ),
     "an output that a later generation names": Case(add_generation),
+    "an output that an earlier generation may name": Case(skip_a_generation),
     "an output whose marker cannot be read": Case(lambda store: overwrite(store, MARKER, b"")),
     "strangers and the stop request": Case(
         lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")]
