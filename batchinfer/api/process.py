@@ -37,14 +37,10 @@ def call(
     name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path, *, quiet: bool
 ) -> dict[str, Any]:
     """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
-    from batchinfer.worker.progress import MARKED_LINES, is_shown_to_people
-
     settings = folder / "options.yaml"
     settings.write_text(_as_settings(name, options, folder), encoding="utf-8")
     prefix = f"BATCHINFER_{name.upper()}_"
     variables = {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
-    if not quiet and is_shown_to_people(sys.stderr):
-        variables[MARKED_LINES] = "1"
     lines: deque[str] = deque(maxlen=200)
     program = _CHILD.format(os.getpid())
     with subprocess.Popen(
@@ -136,18 +132,14 @@ def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> 
     The error with which it ends is not copied, since it is raised.
     """
     from batchinfer.cli.terminal import say
-    from batchinfer.worker.progress import Bar
 
     assert process.stderr is not None
-    bar, is_error = Bar(), False
+    is_error = False
     for line in (text.rstrip("\n") for text in process.stderr):
-        if bar.take(line):
-            continue
         is_error = is_error or line.lower().startswith("error: ")
         lines.append(line)
         if not quiet and not is_error:
             say(line)
-    bar.close()
 
 
 def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:

@@ -333,8 +333,7 @@ def refuse_other_run(options: dict[str, Any]) -> None:
         open_store=open_store,
     )
     outside = real_environment(grace_seconds=0.0, show_progress=lambda _telemetry: None)
-    with contextlib.closing(outside.background):
-        Membership(worker, outside, open_store(worker.output), assignment).check()
+    Membership(worker, outside, open_store(worker.output), assignment).check()
 
 
 # --------------------------------------------------------------------------- sample rows

@@ -27,7 +27,6 @@ EVENTS: dict[str, str] = {
     "chunk_released": "The chunk is given back unfinished; its finished rows are checkpointed.",
     "chunk_retry": "Storage failed while the chunk was opened or published. It is tried again.",
     "chunk_failed": "This worker gives the chunk up; its other chunks go on.",
-    "checkpoints": "Finished rows of unfinished chunks are safe. At most one line a minute, with sums since the last.",
     "checkpoint": "Debug: one segment is written; `bytes` is its size.",
     "row_error": "The first row of this worker that failed with this code.",
     "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",

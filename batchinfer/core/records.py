@@ -171,6 +171,24 @@ class Usage(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Number of those tokens of `completion_tokens` that are reasoning; None if nobody counts them."""
 
 
+class FinishedRow(Usage, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One line of a segment: a finished row, or a note that an engine died while it was generating the row.
+
+    `output` must stay the last field, because `encode_rows` computes its place from the end of the encoded record.
+    """
+
+    line: int
+    ok: bool | None = None
+    """None in a note."""
+    code: str = ""
+    finish_reason: str = ""
+    engine_deaths: int = 0
+    """Number of deaths that a note tells of; 0 in a finished row."""
+    rows_in_flight: int = 0
+    """Number of rows that were in the engine when it died, this row included."""
+    output: msgspec.Raw = msgspec.Raw()
+
+
 class EngineInfo(Record, frozen=True, kw_only=True):
     """Facts about an open engine. `max_in_flight` is the number of calls that the worker should keep in it."""
 
@@ -344,8 +362,6 @@ class Worker(Counts, frozen=True, kw_only=True):
     """Price and limits, if the worker was started with one of them."""
     rows_in_engine: int = 0
     engine_restarts: int = 0
-    checkpointed: float = 0.0
-    """Time as of which all finished rows are on storage, in Unix seconds; 0 before the first checkpoint."""
 
     @property
     def engine_load_seconds(self) -> float:

@@ -17,7 +17,7 @@ import msgspec
 from batchinfer.core import codec
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import MAX_DEPTH, is_deep
-from batchinfer.core.records import Failure, Record, Reply, RowKey, Usage
+from batchinfer.core.records import Failure, FinishedRow, Record, Reply, RowKey, Usage
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import BestOf, Prepared
 
@@ -34,18 +34,6 @@ _LOWEST = -9999.0
 
 _decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
-
-
-class EncodedRow(Record, frozen=True, kw_only=True, gc=False):
-    """A row's output line, without a newline, and what the worker counts of it."""
-
-    line: bytes
-    ok: bool
-    code: str = ""
-    """Error code; empty for an answered row."""
-    finish_reason: str = ""
-    usage: Usage = Usage()
-    failure: Failure | None = None
 
 
 class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "id": "_id"}):
@@ -73,7 +61,7 @@ class OutputLine(msgspec.Struct, frozen=True, gc=False, rename={"row": "_row", "
 _read = codec.json_decoder(OutputLine).decode
 
 
-def encode_row(prepared: Prepared, result: Reply | Failure) -> EncodedRow:
+def encode_row(prepared: Prepared, result: Reply | Failure) -> tuple[FinishedRow, Failure | None]:
     """Write the output line of a row.
 
     Args:
@@ -83,16 +71,17 @@ def encode_row(prepared: Prepared, result: Reply | Failure) -> EncodedRow:
     """
     if isinstance(result, Reply):
         try:
-            return _answered(prepared, result)
+            return _answered(prepared, result), None
         except InputError as error:
             result = Failure(code=Code.INVALID_ANSWER, message=error.message, status=502)
     fields = {"code": str(result.code), "message": result.message, "param": result.param}
     texts = [b'"%b":%b' % (x.encode(), _text(y)) for x, y in fields.items() if y is not None]
     line = _line(prepared, result.status, b'"error":{%b}' % b",".join(texts))
-    return EncodedRow(line=line, ok=False, code=str(result.code), failure=result)
+    row = FinishedRow(line=prepared.key[1], ok=False, code=str(result.code), output=codec.raw(line))
+    return row, result
 
 
-def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
+def _answered(prepared: Prepared, reply: Reply) -> FinishedRow:
     """Write the line of an answered row.
 
     Raises:
@@ -108,7 +97,13 @@ def _answered(prepared: Prepared, reply: Reply) -> EncodedRow:
         keep_best(body, prepared.best_of)
     reason = finish_reason_of(body)
     line = _line(prepared, 200, b'"body":%b' % settle(body, prepared.key))
-    return EncodedRow(line=line, ok=True, finish_reason=reason, usage=usage)
+    return FinishedRow(
+        line=prepared.key[1],
+        ok=True,
+        finish_reason=reason,
+        output=codec.raw(line),
+        **msgspec.structs.asdict(usage),
+    )
 
 
 def _line(prepared: Prepared, status: int, rest: bytes) -> bytes:

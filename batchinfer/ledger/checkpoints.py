@@ -23,7 +23,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.counts import Counts
 from batchinfer.core.errors import ObjectNotFound
-from batchinfer.core.records import Record, Usage
+from batchinfer.core.records import FinishedRow, Record, Usage
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -31,24 +31,6 @@ logger = logging.getLogger(__name__)
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 2 << 20
 """Bytes of output after which a batch ends; the memory that a batch takes is about four times that."""
-
-
-class FinishedRow(Usage, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One line of a segment: a finished row, or a note that an engine died while it was generating the row.
-
-    `output` must stay the last field, because `encode_rows` computes its place from the end of the encoded record.
-    """
-
-    line: int
-    ok: bool | None = None
-    """None in a note."""
-    code: str = ""
-    finish_reason: str = ""
-    engine_deaths: int = 0
-    """Number of deaths that a note tells of; 0 in a finished row."""
-    rows_in_flight: int = 0
-    """Number of rows that were in the engine when it died, this row included."""
-    output: msgspec.Raw = msgspec.Raw()
 
 
 _TOKENS = Usage.__struct_fields__

@@ -26,7 +26,6 @@ METRICS = {
     "batchinfer_rows_in_engine": "Rows in the engine.",
     "batchinfer_chunks_done_total": "Chunks published.",
     "batchinfer_chunks_open": "Chunks under way.",
-    "batchinfer_checkpoint_age_seconds": "Seconds from when all rows were safe on storage to the last heartbeat.",
     "batchinfer_engine_restarts_total": "Engine processes (replicas) that were started again within the worker.",
     "batchinfer_replicas_lost": "Replicas that have failed for good since the worker's last start.",
     "batchinfer_model_load_seconds": "Seconds that the last load of the engine took.",
@@ -53,7 +52,6 @@ RUN_METRICS = {
 def _values(worker: Worker) -> dict[str, float | dict[str, int] | None]:
     """Return the values of the metrics of a worker, those with a label by its values; None if one is not known."""
     money = worker.money or Money()
-    age = max(0.0, worker.heartbeat - worker.checkpointed)
     return {
         "batchinfer_rows_total": worker.rows_done,
         "batchinfer_rows_failed_total": worker.errors,
@@ -65,7 +63,6 @@ def _values(worker: Worker) -> dict[str, float | dict[str, int] | None]:
         "batchinfer_rows_in_engine": worker.rows_in_engine,
         "batchinfer_chunks_done_total": worker.chunks_done,
         "batchinfer_chunks_open": len(worker.open_chunks),
-        "batchinfer_checkpoint_age_seconds": age if worker.checkpointed else None,
         "batchinfer_engine_restarts_total": worker.engine_restarts,
         "batchinfer_replicas_lost": worker.replicas_lost,
         "batchinfer_model_load_seconds": worker.engine_load_seconds,

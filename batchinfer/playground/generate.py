@@ -125,16 +125,16 @@ def answer(session: Session, tried: list[dict[str, Any]]) -> None:
 
 def _figures(prepared: Prepared, reply: Reply) -> dict[str, Any]:
     """Return the answers and figures of a reply, read as from a run's output line."""
-    row = encode_row(prepared, failure_of(reply) or reply)
-    line = read_line(row.line)
+    row, _ = encode_row(prepared, failure_of(reply) or reply)
+    line = read_line(bytes(row.output))
     found = answer_of(line)
     return {
         "answers": found.texts,
         "finish_reason": found.finish_reason,
         "error": line.error and {"code": line.error.code, "message": line.error.message},
-        "input_tokens": row.usage.prompt_tokens,
-        "cached_tokens": row.usage.cached_tokens,
-        "output_tokens": row.usage.completion_tokens,
+        "input_tokens": row.prompt_tokens,
+        "cached_tokens": row.cached_tokens,
+        "output_tokens": row.completion_tokens,
     }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
@@ -114,23 +113,17 @@ def install_signal_handlers(stopper: Stopper) -> None:
 
 
 class Background:
-    """Runs work on at most `num_threads` daemon threads. A thread is begun when all others are busy.
+    """Runs each piece of work on a daemon thread of its own. Callers bound how many they begin at a time.
 
     At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It would
     wait for the threads of concurrent.futures.
     """
 
-    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
-        self._most_threads = num_threads
-        self._finished = finished or threading.Event()
-        self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._num_threads = self._num_idle = 0
-        self._is_closed = False
-        self._others: list[Background] = []
+    def __init__(self) -> None:
+        self._finished = threading.Event()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` as soon as a thread is free for it."""
+        """Begin `work`."""
         pending: Future[T] = Future()
 
         def job() -> None:
@@ -138,28 +131,10 @@ class Background:
                 pending.set_result(work())
             except BaseException as error:  # noqa: BLE001 - `result` raises it again
                 pending.set_exception(error)
-
-        with self._changed:
-            self._jobs.append(job)
-            if len(self._jobs) > self._num_idle and self._num_threads < self._most_threads:
-                self._num_threads += 1
-                name = f"batchinfer-{self._num_threads}"
-                threading.Thread(target=self._loop, name=name, daemon=True).start()
-            self._changed.notify()
-        return pending
-
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._num_idle += 1
-                self._changed.wait_for(lambda: self._jobs or self._is_closed)
-                self._num_idle -= 1
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-            job()
-            del job  # what it holds may be large
             self.wake()
+
+        threading.Thread(target=job, name="batchinfer", daemon=True).start()
+        return pending
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` again and again on its own thread, with a pause of `interval_seconds` before each run.
@@ -178,15 +153,6 @@ class Background:
 
         threading.Thread(target=loop, name="batchinfer-timer", daemon=True).start()
         return cancelled.set
-
-    def beside(self, num_threads: int) -> Background:
-        """Return another background with threads of its own, for work that would keep others waiting, or must not wait.
-
-        Its finished work, too, ends a `wait` of this one.
-        """
-        other = Background(num_threads, finished=self._finished)
-        self._others.append(other)
-        return other
 
     def event(self) -> threading.Event:
         """Make an event."""
@@ -207,14 +173,6 @@ class Background:
         """
         self._finished.wait(timeout_seconds)
         self._finished.clear()
-
-    def close(self) -> None:
-        """Let the threads end after the work submitted so far. Does not wait, so a thread that hangs delays no exit."""
-        for other in self._others:
-            other.close()
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
 
 
 def unless_stopped(

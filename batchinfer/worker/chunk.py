@@ -16,11 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgspec
-
 from batchinfer.core import codec
 from batchinfer.core.counts import Counts
-from batchinfer.formats.lines import EncodedRow
 from batchinfer.ledger.checkpoints import (
     Deaths,
     FinishedRow,
@@ -79,18 +76,6 @@ class Saved:
     def reach(self, num_bytes: int) -> None:
         """Note that storage has the spool's rows up to this byte."""
         self.num_bytes = num_bytes
-
-
-def finished_row(line: int, row: EncodedRow) -> FinishedRow:
-    """Return the record of a finished row, which is the chunk's line of this number."""
-    return FinishedRow(
-        line=line,
-        ok=row.ok,
-        code=row.code,
-        finish_reason=row.finish_reason,
-        output=codec.raw(row.line),
-        **msgspec.structs.asdict(row.usage),
-    )
 
 
 class OpenChunk:

@@ -53,8 +53,6 @@ would otherwise be asked again and again without a pause."""
 _LEAST_SECONDS = 0.001
 _END_PAUSE_SECONDS = 2.0
 """Seconds between two attempts to save the rows of a chunk at the worker's end."""
-_LOG_SECONDS = 60.0
-"""Seconds between two log lines about checkpoints."""
 
 Ending = Published | Marker | Held | BatchinferError | None
 """How a chunk's life ends: published; found done; held by another worker; given up with an error; or given back
@@ -81,8 +79,6 @@ class Hall:
     """Whether all chunks are saved and given back."""
     deadline: Callable[[], float] = lambda: float("-inf")
     """Returns the monotonic seconds until which rows are saved at the end."""
-    _unlogged: int = 0
-    _logged_at: float = float("-inf")
 
     def close(self) -> None:
         """Let no chunk be opened any more."""
@@ -92,15 +88,6 @@ class Hall:
         """Let all chunks be saved and given back, until the monotonic seconds that `deadline` returns."""
         self.deadline = deadline
         self.is_closing = self.is_ending = True
-
-    def note_saved(self, num_rows: int = 0) -> None:
-        """Log how many rows are safe, at most once a minute. Without rows: log what was not logged yet."""
-        self._unlogged += num_rows
-        now = self.clock.monotonic()
-        if self._unlogged and (not num_rows or now - self._logged_at >= _LOG_SECONDS):
-            # Before the line is written: threads of other chunks may come in meanwhile.
-            rows, self._unlogged, self._logged_at = self._unlogged, 0, now
-            tell(logger, "checkpoints", "checkpoints: {rows} more rows are safe", rows=rows)
 
 
 class Life:
@@ -112,8 +99,6 @@ class Life:
         self.started = hall.clock.monotonic()
         self.chunk: OpenChunk | None = None
         """The chunk, once its thread has opened it."""
-        self.saved_at = self.started
-        """Monotonic seconds as of which all finished rows are on storage."""
         self._notes: deque[tuple[int, list[int], int]] = deque()
         """Engine deaths that are not on storage yet: number of the segment, the lines that were in the engine, and the
         number of all rows there. A note that is written again has the same name, since notes add up."""
@@ -225,7 +210,6 @@ class Life:
         chunk, hall = self.chunk, self._hall
         assert chunk is not None
         self._has_to_save = False
-        began = hall.clock.monotonic()
         until = chunk.spool.size_bytes
         try:
             while self._notes:
@@ -248,7 +232,6 @@ class Life:
                 "%s: checkpoint not written (%s); the next one holds its rows", self.name, error
             )
             return False
-        self.saved_at = began
         return True
 
     def _give_back(self, chunk: OpenChunk) -> None:
@@ -337,5 +320,3 @@ def _write(chunk: OpenChunk, hall: Hall, data: bytes, number: int, num_rows: int
     )
     text, level = "{chunk}: checkpoint {key}", logging.DEBUG
     tell(logger, "checkpoint", text, level=level, chunk=chunk.name, key=key, bytes=len(data))
-    if num_rows:
-        hall.note_saved(num_rows)

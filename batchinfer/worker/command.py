@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import logging
 import os
 import re
 import resource
@@ -21,9 +20,8 @@ import click
 from batchinfer.cli.help import COMMON
 from batchinfer.cli.options import F, value_of, values_of
 from batchinfer.cli.options import options as options_from
-from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
+from batchinfer.cli.server_args import ServerCommand, check_server_args
 from batchinfer.cli.settings import common_options, show_config
-from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
@@ -35,11 +33,9 @@ from batchinfer.worker.worker_config import Limits, WorkerConfig
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
 
-logger = logging.getLogger(__name__)
-
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
-_MAX_OPEN_FILES, _FEWER_OPEN_FILES = 65_536, 10_240
+_MAX_OPEN_FILES = 10_240
 _MOST_SEEDS = 2**32
 """Number of seeds that the libraries take with which a server seeds itself."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -83,12 +79,6 @@ def command(**options: Any) -> dict[str, Any]:
     command can be killed at any moment and started again, here or elsewhere. Other options are those of `vllm serve`
     and go to the server, as in --max-model-len 8192. A settings file (--config) may group options by section.
     """  # noqa: D301 - \b keeps click from wrapping the example
-    if options["prompt_template"] == "list":
-        from batchinfer.prompts.templates import NAMED_TEMPLATES
-
-        for name, (description, _) in NAMED_TEMPLATES.items():
-            say(f"{name}: {description}")
-        return {"templates": list(NAMED_TEMPLATES)}
     return work(options, dict(os.environ))
 
 
@@ -103,7 +93,7 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         The result object; see `run_worker`, also for the errors.
     """
     from batchinfer.worker.background import install_signal_handlers, unless_stopped
-    from batchinfer.worker.progress import MARKED_LINES, progress_for
+    from batchinfer.worker.progress import Progress
     from batchinfer.worker.start import run_worker
     from batchinfer.worker.worker_config import real_environment
 
@@ -115,17 +105,12 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
             f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
             hint="add --headless on the other nodes",
         )
-    if engine.engine == "echo" and engine.server_args:
-        unchecked = " ".join(without_secrets_in(engine.server_args))
-        logger.info("options of a server, which --engine echo does not check: %s", unchecked)
-    show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
+    show_progress = Progress(sys.stderr)
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
     _give_large_blocks_back()
     install_signal_handlers(outside.stopper)
-    with contextlib.ExitStack() as stack:
-        stack.callback(outside.background.close)
-        stack.callback(show_progress.close)
+    with contextlib.closing(show_progress):
         configuring = outside.background.submit(functools.partial(make_config, options, variables))
         config = unless_stopped(outside.background, outside.stopper, configuring)
         return run_worker(config, outside)
@@ -148,12 +133,9 @@ def _raise_file_limit() -> None:
     Hundreds of small chunks may be open at a time, and each open chunk has two open files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        for most in (wanted, _FEWER_OPEN_FILES):  # macOS has a lower limit than it says
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-                return
+    if 0 <= soft < _MAX_OPEN_FILES:  # infinity is negative
+        with contextlib.suppress(ValueError, OSError):  # of a lower hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, hard))
 
 
 def _give_large_blocks_back() -> None:
@@ -185,7 +167,6 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
             "price_per_hour": price.per_hour if price else None,
             "price_source": price.source if price else "",
             "manifests": manifests,
-            "job": fields["job"] or _job_of_run(output, manifests),
             "output": layout.without_slash(output),
             "worker_id": fields["worker_id"] or _default_worker_id(environment),
         },
@@ -272,20 +253,6 @@ def _default_output(job: str | None, manifests: list[str]) -> str:
             hint="add --output s3://bucket/run",
         )
     return layout.run_url(base, "default")
-
-
-def _job_of_run(output: str, manifests: list[str]) -> str | None:
-    """Return the job of a run whose URL is JOB/runs/<name>, None if JOB has no job.json or a manifest shows the job.
-
-    A manifest in JOB/manifests shows its job. A manifest that was copied to the worker's machine does not.
-    """
-    job = layout.job_above(output)
-    if not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
-        return None
-    from batchinfer.ledger.jobs import load_job
-    from batchinfer.storage.opening import open_store
-
-    return job if load_job(job, open_store) is not None else None
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:

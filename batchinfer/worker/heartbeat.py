@@ -26,6 +26,7 @@ from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, LEASES_WITHOUT_STOR
 from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
+from batchinfer.worker.limits import check_limits
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class Heartbeat:
             if lease.renew(self._telemetry.latest) and lease.is_held():
                 self._statistics.overwrite(self._telemetry.up_to_date())
             check_stop_request(self._store)
+            check_limits(self._telemetry.up_to_date())
         except StorageError as error:
             tell(logger, "heartbeat_failed", "heartbeat: {}", error, level=logging.WARNING)
         except BatchinferError as error:
@@ -162,7 +164,7 @@ class Heartbeat:
             self.lease.close(record)
             self._statistics.overwrite(record)
 
-        closing = background.beside(1).submit(close)  # whatever hangs on the other threads
+        closing = background.submit(close)
         deadline = self._clock.monotonic() + _END_SECONDS
         while not closing.done() and self._clock.monotonic() < deadline:
             background.wait(_POLL_SECONDS)

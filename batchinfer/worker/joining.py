@@ -5,7 +5,6 @@ All workers of a run must have the same configuration (promise P6), which is che
 
 from __future__ import annotations
 
-import logging
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,12 +13,11 @@ import msgspec
 from batchinfer import __version__
 from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
-from batchinfer.core import layout, units
+from batchinfer.core import layout
 from batchinfer.core.counts import most_common
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
-from batchinfer.core.row_codes import Code
 from batchinfer.engines import Engine
 from batchinfer.engines.replies import failure_of
 from batchinfer.ledger.jobs import (
@@ -44,8 +42,6 @@ from batchinfer.worker.limits import limits_result
 from batchinfer.worker.media_fetching import check_media
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import Environment, WorkerConfig, rules_of
-
-logger = logging.getLogger(__name__)
 
 _ROWS_TO_JUDGE = 100
 """Least number of finished rows by which a start of the worker is judged. It ends if nearly all of them failed."""
@@ -102,11 +98,6 @@ class Membership:
         builder = self.make_builder()
         job = self.assignment.job
         check_columns(job, builder.needed_columns, optional=self.config.prompt.optional_columns)
-        if job.duplicate_ids:
-            logger.warning(
-                "%s of the job with an _id (of OpenAI requests the custom_id) that an earlier row has",
-                units.many(job.duplicate_ids, "row"),
-            )
 
     @property
     def is_store_tried(self) -> bool:
@@ -265,7 +256,6 @@ def make_result(
         "rows_resumed": counts.rows_resumed,
         "chunks_total": work.chunks,
         "chunks_done": len(work.published),
-        "chunks_resumed": work.num_resumed,
         "chunks_skipped": work.chunks_skipped,
         "run_time_sec": round(telemetry.run_seconds, 3),
         "engine_load_sec": round(info.load_seconds, 3) if info else None,
@@ -299,75 +289,39 @@ def run_id(run: Run | None) -> str:
 
 
 def check_error_rate(
-    config: WorkerConfig, telemetry: Telemetry, *, num_pending: int = 0, is_end: bool = False
+    config: WorkerConfig,
+    telemetry: Telemetry,
+    rows_ok: int,
+    rows_error: int,
+    *,
+    num_pending: int = 0,
+    is_end: bool = False,
 ) -> None:
-    """Raise ErrorRateExceeded if a larger share of this worker's rows failed than --max-error-rate allows.
+    """Raise ErrorRateExceeded if a larger share of rows failed than --max-error-rate allows, by default nearly all.
 
-    Without --max-error-rate it is raised if nearly all rows of this start failed with one code, as with a wrong prompt
-    option. Rows that have a call and have not finished count as good ones: rows without one fail at once, so they are
-    the first to finish even if they are few. At the end it is also raised if every row of the manifests failed.
+    At the end, the rows are those of all starts; a repair is judged only by whether the run has an answer at all.
 
     Args:
         config: The worker's configuration.
-        telemetry: The worker's counters.
-        num_pending: Number of rows that have a call and have not finished.
+        telemetry: The worker's counters, for the reasons.
+        rows_ok: Number of rows with an answer.
+        rows_error: Number of rows without one.
+        num_pending: Number of rows that have a call and have not finished. They count as good ones: rows without a call
+            fail at once, so they are the first to finish even if they are few.
         is_end: Whether all work is done.
     """
-    counts = telemetry.counts
-    if not counts.rows_error:
+    most, least = config.max_error_rate, config.min_errors
+    if most is None:
+        most, least = _NEARLY_ALL, 1 if is_end else _ROWS_TO_JUDGE
+    is_over = rows_error >= least and rows_error > most * (rows_ok + rows_error + num_pending)
+    if not is_over or (config.retry_errors and (rows_ok or not is_end)):
         return
-    commonest = most_common(counts.errors)
-    if config.max_error_rate is not None:
-        rate = counts.rows_error / counts.rows_done
-        is_over = counts.rows_error >= config.min_errors and rate > config.max_error_rate
-        if is_over and not config.retry_errors:  # it asks only rows that have failed
-            raise ErrorRateExceeded(
-                f"{rate:.1%} of {counts.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:"
-                + "".join(f"\n  {n} x {_said(telemetry, code)}" for code, n in commonest[:3]),
-                hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
-            )
-        return
-    code, count = commonest[0]
-    num_judged = counts.rows_done + num_pending
-    is_nearly_all = counts.rows_done >= _ROWS_TO_JUDGE and count >= _NEARLY_ALL * num_judged
-    is_alone = not (counts.rows_resumed or telemetry.workload.chunks_skipped)
-    is_every = is_end and is_alone and counts.rows_error == counts.rows_done
-    if (is_nearly_all or is_every) and not config.retry_errors:
-        advice = "fix the prompt options or the data"
-        if code == Code.MODEL_NOT_FOUND:
-            advice = (
-                "--served-model-name NAME gives the model the name by which the requests call it"
-            )
-        raise ErrorRateExceeded(
-            f"{count} of the first {counts.rows_done} rows failed with {_said(telemetry, code)}",
-            hint=f"{advice}; rows done so far are kept, and --retry-errors asks failed ones again; "
-            "--max-error-rate 1 goes on in spite of them",
-        )
-
-
-def refuse_errors(config: WorkerConfig, rows_ok: int, rows_done: int) -> None:
-    """Raise ErrorRateExceeded for what earlier starts and this one have done, if too many rows of it failed.
-
-    With --retry-errors, rows that failed before count although they were asked again, so only answers are looked for.
-    """
-    rows_error, most = rows_done - rows_ok, config.max_error_rate
-    rate, are_few = rows_error / rows_done, most is not None and rows_error < config.min_errors
-    is_every = rows_ok == 0 and most != 1 and not are_few
-    is_over = most is not None and rate > most and not are_few
-    message = "every row of the run failed"
-    if rows_ok:
-        message = (
-            f"{rate:.1%} of the rows of the run failed, --max-error-rate allows {most or 0:.1%}"
-        )
-    if is_every or (is_over and not config.retry_errors):
-        raise ErrorRateExceeded(
-            message,
-            hint="fix the prompt options or the data; --retry-errors asks failed rows again, `batchinfer status` "
-            "counts the errors, and --max-error-rate 1 accepts such a run",
-        )
-
-
-def _said(telemetry: Telemetry, code: str) -> str:
-    example = telemetry.examples.get(code)
-    where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
-    return f"{code}{where}"
+    lines = [f"{rows_error} of {rows_ok + rows_error} rows failed"]
+    for code, count in most_common(telemetry.counts.errors)[:3]:
+        example = telemetry.examples[code]
+        lines.append(f"{count} x {code}, e.g. {example.chunk} line {example.line}: {example.message}")
+    raise ErrorRateExceeded(
+        "\n  ".join(lines),
+        hint="fix the prompt options or the data; rows done so far are kept, --retry-errors asks failed ones again, and "
+        "--max-error-rate 1 goes on in spite of them",
+    )

@@ -6,50 +6,15 @@ budget of a run among its workers. Nothing is written that would keep a later st
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from typing import Any
 
 from batchinfer.core import units
 from batchinfer.core.errors import LimitReached
 from batchinfer.core.records import Money, Worker
-from batchinfer.worker.background import Background, Stopper
-from batchinfer.worker.telemetry import Telemetry
-
-logger = logging.getLogger(__name__)
-
-_CHECK_SECONDS = 1.0
 
 
-def watch_limits(
-    telemetry: Telemetry, stopper: Stopper, background: Background, stack: contextlib.ExitStack
-) -> None:
-    """Request a stop as soon as a limit is reached, until `stack` is left, and tell of one that was seen too late."""
-    money = telemetry.up_to_date().money
-    if money is None or (money.max_cost is None and money.max_hours is None):
-        return
-
-    def check() -> None:
-        if reached := reached_limit(telemetry.up_to_date()):
-            stopper.request(
-                LimitReached(
-                    f"{reached}; finished rows are saved",
-                    hint="to go on where it stopped, start it again with a higher limit, or without one",
-                )
-            )
-
-    def tell() -> None:
-        reached = reached_limit(telemetry.up_to_date())
-        if reached and not stopper.is_requested:
-            logger.warning("%s: its work was done before that was seen", reached)
-
-    check()
-    stack.callback(tell)
-    stack.callback(background.every(_CHECK_SECONDS, check))
-
-
-def reached_limit(record: Worker) -> str:
-    """Say which limit a worker has reached; "" if none. Pure."""
+def check_limits(record: Worker) -> None:
+    """Raise LimitReached if a worker has reached a limit."""
     money, hours = record.money or Money(), record.up_seconds / 3600
     cost = money.cost or 0.0
     if money.max_cost is not None and cost >= money.max_cost:
@@ -57,8 +22,11 @@ def reached_limit(record: Worker) -> str:
     elif money.max_hours is not None and hours >= money.max_hours:
         said = f"has run for {hours:.2f} h, --max-hours is {money.max_hours:g}"
     else:
-        return ""
-    return f"worker {record.id} {said}"
+        return
+    raise LimitReached(
+        f"worker {record.id} {said}; finished rows are saved",
+        hint="to go on where it stopped, start it again with a higher limit, or without one",
+    )
 
 
 def limits_result(record: Worker) -> dict[str, Any]:

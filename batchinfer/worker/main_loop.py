@@ -43,7 +43,6 @@ class MainLoop:
                 self._keep_books()
                 if not self.open_chunks.is_drained:
                     self.environment.background.wait(_POLL_SECONDS)
-            check_error_rate(self.config, self.open_chunks.telemetry, is_end=True)
         except EngineError:
             # Nobody waits for a worker whose engine died.
             self.open_chunks.end(LEASES_WITHOUT_STORAGE * self.config.lease_seconds, self.on_turn)
@@ -90,11 +89,11 @@ class MainLoop:
         self.stream.collect()
         self.open_chunks.tick(self.stream.num_built, self.stream.max_in_flight)
         self.stream.prepare()
-        telemetry.note_checkpoints(self.open_chunks.unsaved_seconds)
         now = self.environment.clock.monotonic()
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._snapshot_at = now
             telemetry.note_engine_stats(self.engine.stats())
             telemetry.snapshot()
-            check_error_rate(config, telemetry, num_pending=self.stream.num_pending)
+            ok, failed = telemetry.counts.rows_ok, telemetry.counts.rows_error
+            check_error_rate(config, telemetry, ok, failed, num_pending=self.stream.num_pending)
         self.environment.show_progress(telemetry)

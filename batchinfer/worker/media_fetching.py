@@ -54,7 +54,7 @@ class MediaFetcher:
 
     def __init__(self, limits: Limits, open_store: OpenStore, background: Background) -> None:
         self._limits = limits
-        self._background = background.beside(NUM_THREADS)
+        self._background = background
         self._cache = MediaCache(limits.max_row_memory << 19)
         self._store_at = functools.lru_cache(_MOST_STORES)(open_store)
         self.body_sizes = deque[int](maxlen=_RECENT)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
 
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.metrics import families_of
@@ -18,18 +17,6 @@ from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerCollector:
-    """Makes the metrics of one worker. Any thread may call `collect`; see prometheus_client.registry.Collector."""
-
-    def __init__(self, run: str, telemetry: Telemetry) -> None:
-        self._run = redact(run)
-        self._telemetry = telemetry
-
-    def collect(self) -> Iterable[Any]:
-        """Return all metrics, as they are now."""
-        return families_of(self._run, [self._telemetry.up_to_date()])
 
 
 def serve_metrics(
@@ -45,22 +32,16 @@ def serve_metrics(
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(run, telemetry))
+    made = SimpleNamespace(collect=lambda: families_of(redact(run), [telemetry.up_to_date()]))
+    registry.register(made)
     host, _, number = config.metrics.rpartition(":")
     host, port = host.strip("[]"), int(number)
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
-        reason = getattr(error, "strerror", None) or error
-        logger.warning(
-            "--metrics %d: cannot listen there on %s (%s); the worker goes on without metrics. Workers on one "
-            "machine need a port each; 0 takes any that is free",
-            port,
-            host,
-            reason,
-        )
+        text = "--metrics %s: cannot listen there (%s); the worker goes on without metrics"
+        logger.warning(text, config.metrics, error)
         return
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("metrics are at http://%s:%d/metrics", shown, server.server_port)
+    logger.info("metrics are at port %d of %s", server.server_port, host)

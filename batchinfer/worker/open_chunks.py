@@ -50,7 +50,6 @@ class OpenChunks:
         self._ring = ring
         self.telemetry = telemetry
         self._limits = config.limits
-        self._threads = environment.background.beside(config.limits.max_open_chunks)
         self._hall = Hall(
             environment.clock,
             run,
@@ -89,13 +88,6 @@ class OpenChunks:
     def is_drained(self) -> bool:
         """Whether no chunk is at work, and no further chunk will be opened."""
         return not self._lives and not self.may_grow
-
-    @property
-    def unsaved_seconds(self) -> float:
-        """Seconds since which all rows that were finished then are on storage."""
-        now = self._environment.clock.monotonic()
-        unsaved = [life.saved_at for life, _ in self._lives.values() if life.has_unsaved_rows]
-        return now - min(unsaved, default=now)
 
     # -- what the worker calls while it runs and when it ends
 
@@ -188,7 +180,6 @@ class OpenChunks:
                 logger.warning("not everything could be saved (%s)", error)
             if self._lives:
                 self._environment.background.wait(_POLL_SECONDS)
-        self._hall.note_saved()
 
     # -- inside
 
@@ -210,7 +201,7 @@ class OpenChunks:
                 return
             self._ring.started(ref.name)
             life = Life(ref, self._hall, environment.background.event())
-            self._lives[ref.name] = life, self._threads.submit(life.live)
+            self._lives[ref.name] = life, environment.background.submit(life.live)
             missing -= ref.rows_to_do
 
     def _has_disk_left(self) -> bool:

@@ -33,7 +33,7 @@ class OwnMarkers:
     def __init__(self, store: Store, do: Callable[[Callable[[], Any]], Any]) -> None:
         self._store = store
         self._do = do
-        self.rows_ok = self.rows_done = 0
+        self.rows_ok = self.rows_error = 0
         """Sums over the markers that were read, each as often as it stands for a chunk."""
         self.unreadable: set[str] = set()
         """Chunks whose markers cannot be read."""
@@ -47,7 +47,7 @@ class OwnMarkers:
         markers: dict[str, Marker] = self._do(work)
         self.unreadable |= generations.keys() - markers.keys()
         self.rows_ok += each * sum(marker.rows_ok for marker in markers.values())
-        self.rows_done += each * sum(marker.rows_done for marker in markers.values())
+        self.rows_error += each * sum(marker.rows_error for marker in markers.values())
         return markers
 
     def fingerprints(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, str]:

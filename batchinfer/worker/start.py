@@ -29,13 +29,8 @@ from batchinfer.ledger.survey import newest_markers
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
-from batchinfer.worker.joining import (
-    Membership,
-    make_result,
-    read_work,
-    refuse_errors,
-)
-from batchinfer.worker.limits import watch_limits
+from batchinfer.worker.joining import Membership, check_error_rate, make_result, read_work
+from batchinfer.worker.limits import check_limits
 from batchinfer.worker.main_loop import MainLoop
 from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
@@ -96,7 +91,6 @@ class _Start:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
         environment, telemetry = self.environment, self.telemetry
         with contextlib.ExitStack() as stack:
-            stack.callback(environment.background.close)
             serve_metrics(self.config, self.store.url, telemetry, stack)
             membership = self._look()
             scratch = Scratch(self.config.scratch_dir)
@@ -111,8 +105,8 @@ class _Start:
             heartbeat = Heartbeat(self.store, lease, telemetry, environment.stopper, self.clock)
             self._turn = heartbeat.turned
             heartbeat.start(environment.background, stack, max_attempts=self.config.max_attempts)
-            watch_limits(telemetry, environment.stopper, environment.background, stack)
             try:
+                check_limits(telemetry.up_to_date())
                 engine = environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
@@ -214,8 +208,8 @@ class _Start:
             self.markers.refuse_mixed(membership.run.fingerprint, before, others)
         self._do(membership.confirm, may_finish=True)
         markers, counts = self.markers, self.telemetry.workload.counts
-        if rows_done := markers.rows_done + counts.rows_done:
-            refuse_errors(self.config, markers.rows_ok + counts.rows_ok, rows_done)
+        ok, failed = markers.rows_ok + counts.rows_ok, markers.rows_error + counts.rows_error
+        check_error_rate(self.config, self.telemetry, ok, failed, is_end=True)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Future[EngineInfo]:
         """Open the engine in the background.

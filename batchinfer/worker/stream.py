@@ -35,7 +35,7 @@ from batchinfer.formats.lines import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts.builder import PromptBuilder, finish_call
 from batchinfer.prompts.types import Prepared, RawRow
-from batchinfer.worker.chunk import OpenChunk, finished_row
+from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.media_fetching import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.worker_config import Environment, Limits
@@ -83,7 +83,6 @@ class RowStream:
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
         """Bytes of memory of all rows that wait or are in flight, about."""
-        self._builders = environment.background.beside(1)
         self._building: _Building | None = None
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._to_fetch: deque[_Flight] = deque()
@@ -231,10 +230,10 @@ class RowStream:
         result: Reply | Failure,
         finished: _Finished,
     ) -> None:
-        row = encode_row(prepared, result)
-        if row.failure is not None:
-            self._open_chunks.telemetry.row_failed(*prepared.key, row.failure)
-        finished[chunk.name].append(finished_row(prepared.key[1], row))
+        row, failure = encode_row(prepared, result)
+        if failure is not None:
+            self._open_chunks.telemetry.row_failed(*prepared.key, failure)
+        finished[chunk.name].append(row)
 
     def _finish(self, finished: _Finished) -> None:
         for name, rows in finished.items():
@@ -305,7 +304,7 @@ class RowStream:
     ) -> None:
         """Begin to build the calls of rows, which `read` reads on a background thread."""
         builder = self._builder
-        building = self._builders.submit(
+        building = self._background.submit(
             lambda: [
                 (chunk, builder.build(chunk.name, chunk.ref.first_row, rows))
                 for chunk, rows in read()

@@ -68,7 +68,6 @@ class Telemetry:
             "state": "loading",
             "reason": "",
             "rows_in_engine": 0,
-            "checkpointed": 0.0,
             "host": host,
             "money": money,
         }
@@ -161,10 +160,6 @@ class Telemetry:
         self._present["engine"] = msgspec.to_builtins(info)
         self._running_since = self._clock.monotonic()
         self.set_state("running")
-
-    def note_checkpoints(self, seconds_ago: float) -> None:
-        """Note that all rows that were finished so many seconds ago are on storage."""
-        self._present["checkpointed"] = self._clock.now() - seconds_ago
 
     def rows_in_engine(self, count: int) -> None:
         """Note how many rows are in the engine."""

@@ -32,8 +32,6 @@ class Workload:
         """Number of rows of the worker's own manifests."""
         self.num_opened = 0
         """Number of chunks that this start has opened."""
-        self.num_resumed = 0
-        """Number of those with rows that were taken over from storage."""
 
     def set_own(self, rows: Mapping[str, int]) -> None:
         """Set the number of rows of each chunk of this worker's manifests, by the chunk's name."""
@@ -50,7 +48,6 @@ class Workload:
         """Note that this worker has opened a chunk."""
         self.open[chunk.name] = chunk
         self.num_opened += 1
-        self.num_resumed += chunk.counts.rows_resumed > 0
 
     def closed(self, chunk: OpenChunk, outcome: str) -> None:
         """Note that this worker has closed a chunk. `outcome`: as for `Telemetry.chunk_closed`."""

@@ -421,7 +421,7 @@ def make_environment(
     engine: Callable[[], SimEngine],
     skew_seconds: float = 0.0,
     grace_seconds: float = 3.0,
-    num_hands: int = 8,
+    num_hands: int = 1000,
     tries_store: bool = False,
     background: type[SimBackground] = SimBackground,
     store: type[SimStore] = SimStore,
